@@ -1,0 +1,1 @@
+"""The engine: the control plane at this level, workers, transports and simulation below it."""

@@ -1,0 +1,63 @@
+"""What can go wrong, as one tree. Everything that a caller can cause is an `EngineError`.
+
+EngineError
+├── InvalidRequest          the request can never be served as it stands
+│   └── ContextTooLong      prompt + output do not fit the context or the KV cache
+├── Overloaded              the queue is full; come back in `retry_after` seconds
+├── Unavailable             draining, or no worker is alive
+├── RequestFailed           accepted, then lost through our fault
+│   ├── StepFailed          the iteration that it was part of raised an error
+│   └── WorkerLost          a worker process died or left the connection
+└── RefusedToStart          settings, checkpoint or machine cannot serve: one readable line
+"""
+
+
+class EngineError(Exception):
+    """Base of all errors that cross from the engine to its caller."""
+
+
+class InvalidRequest(EngineError):
+    """The request itself is wrong; `param` names the field as the caller spelled it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and requested output need more slots than there are."""
+
+    def __init__(self, prompt_len: int, max_tokens: int, limit: int, what: str) -> None:
+        super().__init__(
+            f"This model's {what} is {limit} tokens. However, you requested "
+            f"{prompt_len + max_tokens} tokens ({prompt_len} in the prompt, {max_tokens} in the "
+            "completion). Please reduce the length of the prompt or of the completion."
+        )
+
+
+class Overloaded(EngineError):
+    """The queue is full; `retry_after` is the forecast in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(EngineError):
+    """The server takes no requests now: it drains, or it has no worker."""
+
+
+class RequestFailed(EngineError):
+    """An accepted request was lost through our fault."""
+
+
+class StepFailed(RequestFailed):
+    """The iteration raised in the worker; its batch is lost, the worker is not."""
+
+
+class WorkerLost(RequestFailed):
+    """A worker process is gone, and with it everything that was on its device."""
+
+
+class RefusedToStart(EngineError):
+    """A setting, the checkpoint or the machine does not allow a start."""

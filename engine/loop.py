@@ -1,0 +1,165 @@
+"""Engine: the only place that awaits iterations (Orca, algorithm 1).
+
+Plan and submit while fewer than `executor.depth` iterations are in flight; settle the oldest
+when its future is done; sleep on one event that arrivals and futures set. A worker's death is
+survived: all live requests go back to waiting with what they have produced.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import EngineError, StepFailed, Unavailable, WorkerLost
+from engine.request import Abort, Ask, Request
+from engine.stream import TokenStream
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.ports import Clock, StepExecutor, StepFuture
+    from engine.scheduler import IterationScheduler
+    from engine.step import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class _InFlight(NamedTuple):
+    iteration: "Iteration"
+    future: "StepFuture"
+
+
+class Engine:
+    """Lends token streams and runs the iterations behind them."""
+
+    def __init__(
+        self,
+        scheduler: "IterationScheduler",
+        executor: "StepExecutor",
+        clock: "Clock",
+        ready_seconds: float = 30.0,
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._ready_seconds = ready_seconds
+        self._streams: dict[RequestId, TokenStream] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._settled_at = clock()
+        self._is_draining = False
+        self._worker_trouble: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Engine(in_flight={len(self._in_flight)}, {self.scheduler!r})"
+
+    @property
+    def _refusal(self) -> str | None:
+        return "The server is shutting down." if self._is_draining else self._worker_trouble
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a new request would be served: iterations return, or nobody waits for one."""
+        if self._refusal is not None:
+            return False
+        return self._idle.is_set() or self._clock() - self._settled_at < self._ready_seconds
+
+    def check_fits(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise `ContextTooLong` if so many tokens can never be served."""
+        self.scheduler.check_fits(prompt_len, max_tokens)
+
+    def stream(self, ask: Ask) -> TokenStream:
+        """A lease on the answer to `ask`; nothing happens before its `with` is entered."""
+        return TokenStream(ask, self)
+
+    def lend(self, stream: TokenStream) -> Request:
+        """Accept the stream's request (see `TokenStream.__enter__`)."""
+        if self._refusal is not None:
+            raise Unavailable(self._refusal)
+        now = self._clock()
+        request = self.scheduler.add(stream.ask, now)
+        if self._idle.is_set():
+            self._settled_at = now
+            self._idle.clear()
+        self._streams[request.request_id] = stream
+        self._news.set()
+        return request
+
+    def take_back(self, stream: TokenStream, reason: Abort) -> None:
+        """End the stream's request if it still lives."""
+        if self._streams.pop(stream.request.request_id, None) is not None:
+            self.scheduler.cancel(stream.request, reason, self._clock())
+            self._news.set()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            self._news.clear()
+            self._submit()
+            if not self.scheduler.pool:
+                self._idle.set()
+            if not self._in_flight or not self._in_flight[0].future.done():
+                await self._news.wait()
+            elif not self._settle(self._in_flight.popleft()):
+                await self._recover()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests; wait for the live ones, at most so long, and end the rest."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            error = Unavailable("The server shut down before the answer was complete.")
+            self._wake(self.scheduler.fail_all(error, self._clock()))
+
+    def _submit(self) -> None:
+        while len(self._in_flight) < self._executor.depth:
+            iteration = self.scheduler.plan(self._clock())
+            if iteration is None:
+                return
+            future = self._executor.submit(iteration.step)
+            future.add_done_callback(lambda _: self._news.set())
+            self._in_flight.append(_InFlight(iteration, future))
+
+    def _settle(self, oldest: _InFlight) -> bool:
+        """Commit or fail an iteration that came back; False if the device is gone."""
+        self._settled_at = now = self._clock()
+        try:
+            result = oldest.future.result()
+        except StepFailed as error:
+            logger.error("iteration %d failed: %s", oldest.iteration.step.step_id, error)
+            self._wake(self.scheduler.fail(oldest.iteration, error, now))
+        except WorkerLost as error:
+            logger.error("worker lost: %s", error)
+            self._in_flight.appendleft(oldest)
+            return False
+        else:
+            for request, token in self.scheduler.commit(oldest.iteration, result, now):
+                self._streams[request.request_id].push(token)
+                if request.finish is not None:
+                    del self._streams[request.request_id]
+        return True
+
+    async def _recover(self) -> None:
+        """Forget the device, restart the workers, and let everybody be computed again."""
+        lost = [flight.iteration for flight in self._in_flight]
+        self._in_flight.clear()
+        self._wake(self.scheduler.lose_device(lost, self._clock()))
+        self._worker_trouble = "The worker is restarting."
+        try:
+            await self._executor.restart()
+        except EngineError as error:
+            logger.error("no worker any more: %s", error)
+            self._worker_trouble = f"The server has no worker: {error}"
+            self._wake(self.scheduler.fail_all(Unavailable(self._worker_trouble), self._clock()))
+        else:
+            self._worker_trouble = None
+        self._settled_at = self._clock()
+
+    def _wake(self, ended: list[Request]) -> None:
+        for request in ended:
+            stream = self._streams.pop(request.request_id, None)
+            if stream is not None:
+                stream.wake()

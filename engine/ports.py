@@ -1,0 +1,61 @@
+"""What the control plane asks of the outside: a clock, an executor, a policy."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from engine.request import Request
+    from engine.step import Step, StepResult
+
+
+class Clock(Protocol):
+    """Seconds from a fixed origin; never goes back."""
+
+    def __call__(self) -> float: ...
+
+
+class StepFuture(Protocol):
+    """The answer to come. `asyncio.Future[StepResult]` is one."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> "StepResult": ...
+
+    def add_done_callback(self, fn: Callable[..., object], /) -> None: ...
+
+
+class StepExecutor(Protocol):
+    """Where iterations run. `submit` hands the step over before it returns and never waits.
+
+    The future ends with a `StepResult`, with `StepFailed` (this batch is lost) or with
+    `WorkerLost` (the device and all KV on it are gone). Steps run and answer in order.
+    """
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight at once (Orca: `n_workers`)."""
+        ...
+
+    def submit(self, step: "Step") -> StepFuture: ...
+
+    async def restart(self) -> None:
+        """Bring the workers back after `WorkerLost`; raises `Unavailable` past the bound."""
+        ...
+
+
+class Policy(Protocol):
+    """Orders the live requests; holds no KV, reads no clock, drops nobody.
+
+    Every method is called by the scheduler: `arrive` once per request, `ran` after each
+    iteration that the request was part of, `leave` once at its end.
+    """
+
+    def arrive(self, request: "Request", now: float) -> None: ...
+
+    def ran(self, request: "Request", num_tokens: int, now: float) -> None: ...
+
+    def leave(self, request: "Request", now: float) -> None: ...
+
+    def order(self, now: float) -> "Iterator[Request]":
+        """Live requests, most urgent first. The last is the first to give up its KV."""
+        ...

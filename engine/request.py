@@ -1,0 +1,186 @@
+"""One request: what was asked (`Ask`, never changes) and how far it is (`Request`).
+
+Theory of operation. A request waits until the ledger has room, is admitted (it holds KV), runs
+in one iteration after another, and ends exactly once. Only the scheduler moves it, and only
+along `TRANSITIONS`; an illegal move is our bug and changes nothing.
+
+    WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish──▶ FINISHED
+       ▲  ◀──preempt────┘ ▲             │  │ └───fail────▶ FAILED
+       │                  └───commit────┘  └──cancel──▶ CANCELLING ──return──▶ CANCELLED
+       └───────────lose (device gone)──── READY, RUNNING
+
+Orca calls the phases initiation and increment; we say prefill and decode.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.errors import EngineError
+    from engine.step import RequestId, Sampling
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # holds no KV
+    READY = "ready"  # holds KV, in no iteration
+    RUNNING = "running"  # in an iteration in flight
+    CANCELLING = "cancelling"  # left while in flight; its KV returns at the commit
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (State.FINISHED, State.CANCELLED, State.FAILED)
+
+
+class Move(Enum):
+    """What can happen to a request."""
+
+    ADMIT = "admit"
+    PLAN = "plan"
+    COMMIT = "commit"
+    FINISH = "finish"
+    PREEMPT = "preempt"
+    CANCEL = "cancel"
+    RETURN = "return"
+    FAIL = "fail"
+    LOSE = "lose"
+
+
+TRANSITIONS: dict[tuple[State, Move], State] = {
+    (State.WAITING, Move.ADMIT): State.READY,
+    (State.WAITING, Move.CANCEL): State.CANCELLED,
+    (State.WAITING, Move.FAIL): State.FAILED,
+    (State.READY, Move.PLAN): State.RUNNING,
+    (State.READY, Move.PREEMPT): State.WAITING,
+    (State.READY, Move.CANCEL): State.CANCELLED,
+    (State.READY, Move.FAIL): State.FAILED,
+    (State.READY, Move.LOSE): State.WAITING,
+    (State.RUNNING, Move.COMMIT): State.READY,
+    (State.RUNNING, Move.FINISH): State.FINISHED,
+    (State.RUNNING, Move.CANCEL): State.CANCELLING,
+    (State.RUNNING, Move.FAIL): State.FAILED,
+    (State.RUNNING, Move.LOSE): State.WAITING,
+    (State.CANCELLING, Move.RETURN): State.CANCELLED,
+}
+
+
+class Phase(Enum):
+    """What the next iteration computes for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    """Why the model stopped, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Abort(Enum):
+    """Why a request was ended from outside."""
+
+    CLIENT_GONE = "client_gone"
+    STOP_STRING = "stop_string"
+    EXPLICIT = "explicit"
+    SLOW_CLIENT = "slow_client"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a caller wants: at most `max_tokens` tokens after `prompt` (ids, at least one).
+
+    `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
+    caller's name for the request, used in logs only.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: "Sampling"
+    end_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    label: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request. Times are seconds of the engine's clock; None until they happened."""
+
+    request_id: "RequestId"
+    ask: Ask
+    arrived_at: float
+    state: State = State.WAITING
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV is in the cache
+    num_preemptions: int = 0
+    num_step_overs: int = 0  # admissions that passed it since it last waited
+    num_crashes: int = 0  # worker deaths it took part in since its last token
+    finish: FinishReason | None = None
+    abort: Abort | None = None
+    error: "EngineError | None" = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float | None = None
+    cancelled_in: int | None = None  # iterations committed when the cancel came
+
+    def move(self, move: Move) -> None:
+        """Make a legal move; anything else is a bug of ours."""
+        to = TRANSITIONS.get((self.state, move))
+        assert to is not None, f"request {self.request_id}: {move.value} while {self.state.value}"
+        self.state = to
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.ask.prompt)
+
+    @property
+    def produced(self) -> int:
+        """Output tokens so far."""
+        return len(self.output)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.ask.prompt) + len(self.output)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not in the KV cache yet; at least one while alive."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def max_slots(self) -> int:
+        """Slots it may ever need: the last token of the answer is never computed."""
+        return len(self.ask.prompt) + self.ask.max_tokens - 1
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.DECODE if self.output and self.remaining == 1 else Phase.PREFILL
+
+    @property
+    def is_suspect(self) -> bool:
+        """It was in the batch when a worker died, and has produced nothing since."""
+        return self.num_crashes > 0
+
+    @property
+    def outcome(self) -> str:
+        """`finished`, `cancelled` or `failed`; a stop string is a finish like any other."""
+        stopped = self.abort is Abort.STOP_STRING
+        return "finished" if self.finish or stopped else self.state.value
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known token ids at positions `[start, stop)`."""
+        prompt = self.ask.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        if start >= len(prompt):
+            return tuple(self.output[start - len(prompt) : stop - len(prompt)])
+        return prompt[start:] + tuple(self.output[: stop - len(prompt)])

@@ -1,0 +1,131 @@
+"""The frozen words that cross to the workers and back. Standard library only.
+
+A `Step` orders one iteration (Orca's control message): a worker that never saw a request can
+run any `Step` whose KV it holds. `WorkerSettings` and `WorkerReport` open the conversation.
+"""
+
+from dataclasses import dataclass
+from typing import NewType
+
+RequestId = NewType("RequestId", int)
+StepId = NewType("StepId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request wants its tokens drawn; the meaning of each field is OpenAI's or vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off.
+    Randomness is a function of `seed` and the position alone.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether drawing looks at the tokens produced so far."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The order to sample one token after an entry's last position.
+
+    `prompt` and `output` are filled only where a penalty reads them; `banned` are ids that may
+    not be drawn now (end tokens before `min_tokens`).
+    """
+
+    sampling: Sampling
+    banned: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One request's share of an iteration: compute `tokens` at positions `start`, `start + 1`, …
+
+    `blocks` is the request's block table as little-endian int32 (oldest block first); it covers
+    at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV.
+    Without a `draw` the entry is a piece of a prompt and yields no token.
+    """
+
+    request_id: RequestId
+    start: int
+    tokens: tuple[int, ...]
+    blocks: bytes
+    draw: Draw | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One iteration over one batch; decodes come first, then prefills."""
+
+    step_id: StepId
+    entries: tuple[StepEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step, over all entries."""
+        return sum(len(entry.tokens) for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to a `Step`: one token per entry with a `draw`, in the order of the entries."""
+
+    step_id: StepId
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker needs to know to load its share of a model.
+
+    `dtype`, `device` and `attention` may be "auto". `kv_slots` 0 means: as many as `kv_bytes`
+    hold; both 0 means: the worker chooses from the memory that is free. `threads` 0: all cores.
+    `max_model_len` 0: the checkpoint's own limit.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    block_size: int = 16
+    kv_slots: int = 0
+    kv_bytes: int = 0
+    max_model_len: int = 0
+    max_batch_tokens: int = 2048
+    max_batch_size: int = 64
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker learned while it loaded: facts about the model and the room for KV."""
+
+    architecture: str
+    num_parameters: int
+    dtype: str
+    device: str
+    attention: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    threads: int

@@ -1,0 +1,148 @@
+"""The scheduler under any mix of arrivals, lengths, cancels, failures and worker deaths.
+
+Whatever happens: no slot is lost or owned twice, every request ends exactly once, nobody who is
+in flight is touched, preemptions are bounded, and when arrivals stop everybody gets served.
+"""
+
+from collections import Counter, deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import StepFailed
+from engine.events import Silence
+from engine.iteration import Iteration
+from engine.kv import KVLedger
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Abort, Ask, Request, State
+from engine.scheduler import Admission, IterationScheduler, SchedulerSettings
+from engine.step import Sampling, StepResult
+
+NUM_SLOTS = 24
+END = 3
+
+
+class Ends(Silence):
+    """Counts how often each request is told to have ended."""
+
+    def __init__(self) -> None:
+        self.count: Counter[int] = Counter()
+        self.freed_after: list[int] = []
+
+    def ended(self, request: Request, now: float) -> None:
+        self.count[request.request_id] += 1
+
+    def freed(self, request: Request, iterations: int) -> None:
+        self.freed_after.append(iterations)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives a scheduler with up to `depth` iterations in flight."""
+
+    @initialize(
+        admission=st.sampled_from(Admission),
+        depth=st.integers(1, 3),
+        block_size=st.sampled_from([1, 2, 4]),
+        batch=st.integers(1, 4),
+        budget=st.integers(0, 5),
+    )
+    def start(
+        self, admission: Admission, depth: int, block_size: int, batch: int, budget: int
+    ) -> None:
+        self.ends = Ends()
+        self.depth = depth
+        bounds = SchedulerSettings(
+            max_model_len=20,
+            max_batch_size=batch,
+            max_batch_tokens=batch + budget,
+            admission=admission,
+            max_step_overs=3,
+            max_preemptions=2,
+            scan_limit=2,
+        )
+        ledger = KVLedger(NUM_SLOTS // block_size, block_size)
+        self.scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed(), self.ends)
+        self.in_flight: deque[Iteration] = deque()
+        self.requests: list[Request] = []
+
+    @rule(prompt_len=st.integers(1, 12), max_tokens=st.integers(1, 8))
+    def arrive(self, prompt_len: int, max_tokens: int) -> None:
+        ask = Ask((1,) * prompt_len, max_tokens, Sampling(), frozenset({END}))
+        self.requests.append(self.scheduler.add(ask, 0.0))
+
+    @rule()
+    def plan(self) -> None:
+        if len(self.in_flight) < self.depth:
+            iteration = self.scheduler.plan(0.0)
+            if iteration is not None:
+                self.check_iteration(iteration)
+                self.in_flight.append(iteration)
+
+    def check_iteration(self, iteration: Iteration) -> None:
+        bounds = self.scheduler.settings
+        assert 0 < len(iteration.requests) <= bounds.max_batch_size
+        assert iteration.step.num_tokens <= bounds.max_batch_tokens
+        for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
+            assert request.state is State.RUNNING
+            assert entry.start == request.num_computed
+            room = len(entry.blocks) // 4 * self.scheduler.ledger.block_size
+            assert entry.start + len(entry.tokens) <= room
+
+    @precondition(lambda self: self.in_flight)
+    @rule(tokens=st.lists(st.integers(0, 12), min_size=4, max_size=4))
+    def commit(self, tokens: list[int]) -> None:
+        iteration = self.in_flight.popleft()
+        draws = sum(entry.draw is not None for entry in iteration.step.entries)
+        result = StepResult(iteration.step.step_id, tuple(tokens[:draws]), 0.01)
+        for delivery in self.scheduler.commit(iteration, result, 0.0):
+            assert delivery.request.abort is None
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fail(self) -> None:
+        self.scheduler.fail(self.in_flight.popleft(), StepFailed("boom"), 0.0)
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        self.scheduler.lose_device(self.in_flight, 0.0)
+        self.in_flight.clear()
+        assert self.scheduler.ledger.num_held == 0
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 1 << 16))
+    def cancel(self, which: int) -> None:
+        request = self.requests[which % len(self.requests)]
+        self.scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        self.scheduler.ledger.check()
+        self.scheduler.pool.check()
+        live = {request.request_id for request in self.scheduler.pool}
+        assert self.scheduler.ledger.num_orphans(live) == 0
+        for request in self.requests:
+            assert self.ends.count[request.request_id] == int(request.state.is_terminal)
+            assert (request.request_id in live) != request.state.is_terminal
+            assert request.num_preemptions <= self.scheduler.settings.max_preemptions
+        assert list(self.scheduler.policy.order(0.0)) == list(self.scheduler.pool)
+        assert max(self.ends.freed_after, default=0) <= self.depth
+
+    def teardown(self) -> None:
+        """Arrivals stop: whoever is left is served, in a bounded number of iterations."""
+        if not hasattr(self, "scheduler"):
+            return
+        work = sum(r.prompt_len + r.ask.max_tokens for r in self.scheduler.pool)
+        turns = 8 * work + 8
+        while self.scheduler.pool and turns:
+            turns -= 1
+            self.plan()
+            assert self.in_flight, f"stuck: {self.scheduler!r}"
+            self.commit([5] * 4)
+        assert not self.scheduler.pool, f"starved: {self.scheduler!r}"
+        assert self.scheduler.ledger.num_held == 0
+        self.nothing_is_lost_or_doubled()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
