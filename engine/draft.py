@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from engine.iteration import Iteration
-from engine.request import Phase, Request
 from engine.step import Draw, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
     from engine.kv import KVLedger
+    from engine.request import Request
 
 
 class Draft:
@@ -26,22 +26,21 @@ class Draft:
     def is_full(self) -> bool:
         return self.seats == 0
 
-    def add(self, request: Request, num_tokens: int, ledger: "KVLedger") -> None:
+    def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
         """Take the next `num_tokens` tokens of a request whose slots are reserved."""
         start = request.num_computed
         stop = start + num_tokens
-        entry = StepEntry(
-            request_id=request.request_id,
-            start=start,
-            tokens=request.tokens(start, stop),
-            blocks=ledger.table(request.request_id),
-            draw=_draw(request) if stop == request.num_tokens else None,
-        )
-        part = self._decodes if request.phase is Phase.DECODE else self._prefills
-        part.append((request, entry))
+        is_last = stop == request.num_tokens
+        is_decode = num_tokens == 1 and is_last and bool(request.output)
+        tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
+        draw = _draw(request) if is_last else None
+        blocks = ledger.table(request.request_id)
+        entry = StepEntry(request.request_id, start, tokens, blocks, draw)
+        (self._decodes if is_decode else self._prefills).append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
-        self.has_suspect |= request.is_suspect
+        if request.num_crashes:
+            self.has_suspect = True
 
     def iteration(self, step_id: StepId) -> Iteration | None:
         """What was collected, or None if that is nothing."""
@@ -52,9 +51,11 @@ class Draft:
         return Iteration(Step(step_id, entries), tuple(request for request, _ in parts))
 
 
-def _draw(request: Request) -> Draw:
+def _draw(request: "Request") -> Draw:
     ask = request.ask
     sampling = ask.sampling
+    if not ask.min_tokens and not sampling.reads_output:
+        return Draw(sampling)
     return Draw(
         sampling=sampling,
         banned=tuple(sorted(ask.end_ids)) if request.produced < ask.min_tokens else (),

@@ -55,19 +55,18 @@ class KVLedger:
         """Blocks that `num_slots` slots need."""
         return -(-num_slots // self.block_size)
 
-    def missing(self, request_id: "RequestId", num_slots: int) -> int:
-        """Blocks that the request would have to be given to hold `num_slots` slots."""
-        held = self._held.get(request_id)
-        return max(0, self.blocks_for(num_slots) - (len(held) if held is not None else 0))
-
     def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
         """Make the request hold at least `num_slots` slots; False, and no change, if short."""
-        missing = self.missing(request_id, num_slots)
+        held = self._held.get(request_id)
+        if held is None:
+            held = array("i")
+        missing = -(-num_slots // self.block_size) - len(held)
         if missing > len(self._free):
             return False
-        held = self._held.setdefault(request_id, array("i"))
-        for _ in range(missing):
-            held.append(self._free.pop())
+        if missing > 0:
+            self._held[request_id] = held
+            held.extend(self._free[: -missing - 1 : -1])
+            del self._free[-missing:]
         return True
 
     def release(self, request_id: "RequestId") -> int:

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from engine.request import Move, Request, State
+from engine.request import TERMINAL, Move, Request, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,11 +17,11 @@ class RequestPool:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
-        self._counts: Counter[State] = Counter()
+        self._counts = dict.fromkeys(State, 0)  # of the living, and of the ended so far
         self.waiting_tokens = 0  # prompt and output tokens that waiting requests need computed
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{state.value}={self._counts[state]}" for state in State)
+        counts = ", ".join(f"{state}={self._counts[state]}" for state in State)
         return f"RequestPool({counts})"
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class RequestPool:
         return request_id in self._live
 
     def count(self, state: State) -> int:
-        """Live requests in this state."""
+        """Requests in this state; for a terminal state, all that ever ended so."""
         return self._counts[state]
 
     @property
@@ -45,29 +45,28 @@ class RequestPool:
     def add(self, request: Request) -> None:
         assert request.request_id not in self._live, "a request arrives once"
         self._live[request.request_id] = request
-        self._enter(request)
+        self._counts[request.state] += 1
+        self.waiting_tokens += request.num_tokens
 
     def move(self, request: Request, move: Move) -> None:
         """Make a move of `TRANSITIONS`; a request that ends leaves the pool."""
-        assert request.request_id in self._live, "only live requests move"
         before = request.state
+        request.move(move)
+        after = request.state
+        self._counts[before] -= 1
+        self._counts[after] += 1
         if before is State.WAITING:
             self.waiting_tokens -= request.num_tokens
-        request.move(move)
-        self._counts[before] -= 1
-        if request.state.is_terminal:
-            del self._live[request.request_id]
-        else:
-            self._enter(request)
-
-    def _enter(self, request: Request) -> None:
-        self._counts[request.state] += 1
-        if request.state is State.WAITING:
+        elif after is State.WAITING:
             self.waiting_tokens += request.num_tokens
+        if after in TERMINAL:
+            del self._live[request.request_id]
 
     def check(self) -> None:
         """Assert that the counts say what the requests say."""
         counts = Counter(request.state for request in self)
-        assert counts == +self._counts, f"counts drifted: {self!r}"
+        for state in State:
+            drifted = state not in TERMINAL and counts[state] != self._counts[state]
+            assert not drifted, f"counts drifted: {self!r}"
         waiting = sum(r.num_tokens for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"

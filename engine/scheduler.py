@@ -17,7 +17,7 @@ from engine.errors import ContextTooLong, EngineError, Overloaded, WorkerLost
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
 from engine.pool import RequestPool
-from engine.request import Abort, Ask, FinishReason, Move, Phase, Request, State
+from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
@@ -141,14 +141,15 @@ class IterationScheduler:
 
         A prefill leaves a token for every other ready request: decodes come first.
         """
-        if request.is_suspect and draft.has_suspect:
+        if draft.has_suspect and request.is_suspect:
             return False
-        if request.phase is Phase.DECODE:
-            num_tokens = min(1, draft.tokens_left)
-        else:
+        num_tokens = request.remaining
+        if num_tokens > 1:
             others = self.pool.count(State.READY) - draft.num_skipped - 1
-            num_tokens = min(request.remaining, draft.tokens_left - others)
-        if num_tokens <= 0 or not self._secure(request, request.num_computed + num_tokens, now):
+            num_tokens = min(num_tokens, draft.tokens_left - others)
+        if not 0 < num_tokens <= draft.tokens_left:
+            return False
+        if not self._secure(request, request.num_computed + num_tokens, now):
             return False
         draft.add(request, num_tokens, self.ledger)
         self.pool.move(request, Move.PLAN)

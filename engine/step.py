@@ -5,7 +5,7 @@ run any `Step` whose KV it holds. `WorkerSettings` and `WorkerReport` open the c
 """
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
@@ -39,8 +39,7 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """The order to sample one token after an entry's last position.
 
     `prompt` and `output` are filled only where a penalty reads them; `banned` are ids that may
@@ -53,8 +52,7 @@ class Draw:
     output: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """One request's share of an iteration: compute `tokens` at positions `start`, `start + 1`, …
 
     `blocks` is the request's block table as little-endian int32 (oldest block first); it covers
