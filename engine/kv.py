@@ -1,25 +1,38 @@
 """KVLedger: who holds which KV blocks. Integers only; the tensors live in the workers.
 
 A slot is the KV room of one token in all layers of all stages (Orca, section 4.2); a block is a
-fixed run of slots. Every block is free or held by exactly one request: free + held = all.
+fixed run of slots. Every block is free, held by requests, or cached: free + held + cached = all.
 """
 
 from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
     from engine.step import RequestId
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one request holds: its blocks, oldest first, and how many of them are published."""
+
+    blocks: "array[int]" = field(default_factory=lambda: array("i"))
+    num_published: int = 0
 
 
 class KVLedger:
     """Hands out blocks and takes them back; never waits and never hands out a part.
 
-        free ──reserve──▶ held by one request ──release──▶ free
+        free ──reserve──▶ held, private ──publish──▶ held, shared by whoever has the same prefix
+          ▲                  │ release                  │ release by the last holder
+          ├──────────────────┘                          ▼
+          └───────── evict, least recently used ──── cached ──adopt──▶ held
 
-    The scheduler must not release a request that is in an iteration in flight: the workers
-    may still write to its blocks.
+    A block is published under the chained hash of all tokens up to its end, so equal hash means
+    equal content; only full, computed blocks are published. The scheduler must not release a
+    request that is in an iteration in flight: the workers may still write to its blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -27,24 +40,34 @@ class KVLedger:
         assert block_size > 0, "a block has at least one slot"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._held: dict[RequestId, array[int]] = {}
+        self._held: dict[RequestId, _Holding] = {}
+        self._free: list[int] = []
+        self._holders: list[int] = []  # by block
+        self._hash: dict[int, bytes] = {}  # of published blocks
+        self._published: dict[bytes, int] = {}
+        self._cached: dict[int, None] = {}  # published, held by nobody; least recent first
+        self.forget()
 
     def __repr__(self) -> str:
         return (
-            f"KVLedger(free={self.num_free}, held={self.num_held}, all={self.num_blocks}, "
-            f"holders={len(self._held)})"
+            f"KVLedger(free={len(self._free)}, held={self.num_held}, cached={self.num_cached}, "
+            f"all={self.num_blocks}, holders={len(self._held)})"
         )
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        """Blocks that can be handed out: free ones, and cached ones that would be evicted."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content may be used again."""
+        return len(self._cached)
 
     @property
     def num_held(self) -> int:
         """Blocks held by requests."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
     def num_slots(self) -> int:
@@ -55,38 +78,116 @@ class KVLedger:
         """Blocks that `num_slots` slots need."""
         return -(-num_slots // self.block_size)
 
+    def match(self, hashes: "Sequence[bytes]") -> int:
+        """How many leading hashes are published: blocks that need not be computed."""
+        for count, block_hash in enumerate(hashes):
+            if block_hash not in self._published:
+                return count
+        return len(hashes)
+
+    def num_idle(self, hashes: "Sequence[bytes]") -> int:
+        """How many of these published blocks are cached, so that adopting them takes room."""
+        return sum(self._published[block_hash] in self._cached for block_hash in hashes)
+
+    def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
+        """Let a request that holds nothing share the published blocks of a prefix."""
+        assert request_id not in self._held, "a prefix comes first"
+        holding = self._held[request_id] = _Holding(num_published=len(hashes))
+        for block_hash in hashes:
+            block = self._published[block_hash]
+            self._cached.pop(block, None)
+            self._holders[block] += 1
+            holding.blocks.append(block)
+
     def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
         """Make the request hold at least `num_slots` slots; False, and no change, if short."""
-        held = self._held.get(request_id)
-        if held is None:
-            held = array("i")
-        missing = -(-num_slots // self.block_size) - len(held)
-        if missing > len(self._free):
+        holding = self._held.get(request_id)
+        held = len(holding.blocks) if holding is not None else 0
+        missing = -(-num_slots // self.block_size) - held
+        if missing <= 0:
+            return True
+        if missing > len(self._free) + len(self._cached):
             return False
-        if missing > 0:
-            self._held[request_id] = held
-            held.extend(self._free[: -missing - 1 : -1])
-            del self._free[-missing:]
+        if holding is None:
+            holding = self._held[request_id] = _Holding()
+        while len(self._free) < missing:
+            self._evict()
+        taken = self._free[: -missing - 1 : -1]
+        del self._free[-missing:]
+        holding.blocks.extend(taken)
+        for block in taken:
+            self._holders[block] = 1
         return True
 
+    def _evict(self) -> None:
+        block = next(iter(self._cached))
+        del self._cached[block]
+        del self._published[self._hash.pop(block)]
+        self._free.append(block)
+
+    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
+        """The request's leading blocks are full and computed: `hashes` names all of them.
+
+        A block whose content is published already stays private, to be freed with its request.
+        """
+        holding = self._held[request_id]
+        for index in range(holding.num_published, len(hashes)):
+            block, block_hash = holding.blocks[index], hashes[index]
+            if block_hash not in self._published:
+                self._published[block_hash] = block
+                self._hash[block] = block_hash
+        holding.num_published = max(holding.num_published, len(hashes))
+
+    def num_published(self, request_id: "RequestId") -> int:
+        """Leading blocks of the request that `adopt` or `publish` has named."""
+        return self._held[request_id].num_published
+
     def release(self, request_id: "RequestId") -> int:
-        """Take back all that the request holds; the number of blocks."""
-        held = self._held.pop(request_id, array("i"))
-        self._free.extend(reversed(held))
-        return len(held)
+        """Take back all that the request holds; the number of blocks it held.
+
+        The end of a prefix is forgotten before its beginning, which more requests can use.
+        """
+        holding = self._held.pop(request_id, None)
+        if holding is None:
+            return 0
+        for block in reversed(holding.blocks):
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._hash:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+        return len(holding.blocks)
+
+    def forget(self) -> None:
+        """The device is gone: nobody holds anything, and nothing is cached."""
+        self._held.clear()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._holders = [0] * self.num_blocks
+        self._hash.clear()
+        self._published.clear()
+        self._cached.clear()
 
     def table(self, request_id: "RequestId") -> bytes:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
-        return self._held[request_id].tobytes()
+        return self._held[request_id].blocks.tobytes()
 
     def num_orphans(self, live: "Container[RequestId]") -> int:
         """Blocks held by nobody alive: always 0, or we have a leak."""
-        return sum(len(held) for owner, held in self._held.items() if owner not in live)
+        return sum(len(h.blocks) for owner, h in self._held.items() if owner not in live)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one place."""
-        everywhere = list(self._free)
-        for held in self._held.values():
-            everywhere.extend(held)
-        assert len(everywhere) == self.num_blocks, f"blocks lost or doubled: {self!r}"
-        assert sorted(everywhere) == list(range(self.num_blocks)), f"a block owned twice: {self!r}"
+        """Assert that every block is in exactly one place, and is held as often as it says."""
+        holders = [0] * self.num_blocks
+        for holding in self._held.values():
+            assert len(set(holding.blocks)) == len(holding.blocks), "a block twice in a table"
+            for block in holding.blocks:
+                holders[block] += 1
+        assert holders == self._holders, f"holders drifted: {self!r}"
+        idle = [block for block in range(self.num_blocks) if not holders[block]]
+        assert sorted([*self._free, *self._cached]) == idle, f"lost or owned twice: {self!r}"
+        assert self._published == {h: b for b, h in self._hash.items()}, "hashes drifted"
+        assert self._cached.keys() <= self._hash.keys(), "cached without a hash"
+        shared = {block for block in range(self.num_blocks) if holders[block] > 1}
+        assert shared <= self._hash.keys(), "a private block is shared"

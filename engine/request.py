@@ -101,7 +101,7 @@ class Ask:
     """What a caller wants: at most `max_tokens` tokens after `prompt` (ids, at least one).
 
     `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
-    caller's name for the request, used in logs only.
+    caller's name for the request, used in logs only. Prefixes are shared only under equal `salt`.
     """
 
     prompt: tuple[int, ...]
@@ -110,6 +110,7 @@ class Ask:
     end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     label: str = ""
+    salt: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +122,9 @@ class Request:
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens whose KV is in the cache
+    num_computed: int = 0  # tokens whose KV is on the device
+    num_cached: int = 0  # tokens of the prompt that were found there at first admission
+    block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
     num_preemptions: int = 0
     num_step_overs: int = 0  # admissions that passed it since it last waited
     num_crashes: int = 0  # worker deaths it took part in since its last token

@@ -17,11 +17,12 @@ from engine.errors import ContextTooLong, EngineError, Overloaded, WorkerLost
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
 from engine.pool import RequestPool
+from engine.prefix import extend_hashes
 from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine.kv import KVLedger
     from engine.ports import Policy
@@ -49,6 +50,7 @@ class SchedulerSettings:
     max_step_overs: int = 64
     max_preemptions: int = 3
     max_crashes: int = 3
+    reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that may be found not to fit, per plan
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class IterationScheduler:
         self._check_queue(len(ask.prompt))
         request = Request(RequestId(self._next_request_id), ask, arrived_at=now)
         self._next_request_id += 1
+        if self.settings.reuses_prefixes:
+            extend_hashes(request, self.ledger.block_size)
         self.pool.add(request)
         self.policy.arrive(request, now)
         self._observer.arrived(request, now)
@@ -165,8 +169,9 @@ class IterationScheduler:
         ready_left = self.pool.count(State.READY) - draft.num_skipped
         if not whole_batch and draft.tokens_left <= ready_left:
             return False
-        if self._fits(request):
-            self._start(request, now)
+        prefix = self._prefix(request)
+        if self._fits(request, prefix):
+            self._start(request, prefix, now)
             for other in draft.passed:
                 other.num_step_overs += 1
             if not self._take(draft, request, now):
@@ -177,17 +182,26 @@ class IterationScheduler:
         is_kept = any(other.num_step_overs >= bound for other in draft.passed)
         return not is_kept and len(draft.passed) < self.settings.scan_limit
 
-    def _start(self, request: Request, now: float) -> None:
+    def _start(self, request: Request, prefix: "Sequence[bytes]", now: float) -> None:
+        self.ledger.adopt(request.request_id, prefix)
         reserved = self.ledger.reserve(request.request_id, self._slots_to_start(request))
         assert reserved, "admission found room that the ledger does not have"
         self.pool.move(request, Move.ADMIT)
+        request.num_computed = len(prefix) * self.ledger.block_size
         request.num_step_overs = 0
         if request.admitted_at is None:
             request.admitted_at = now
+            request.num_cached = request.num_computed
 
-    def _fits(self, request: Request) -> bool:
+    def _prefix(self, request: Request) -> "Sequence[bytes]":
+        """Names of the leading blocks that need not be computed; one token always is."""
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.ledger.block_size]
+        return hashes[: self.ledger.match(hashes)]
+
+    def _fits(self, request: Request, prefix: "Sequence[bytes]") -> bool:
         """Whether it may start; growing neighbours keep a block each to grow into."""
         need = self.ledger.blocks_for(self._slots_to_start(request))
+        need -= len(prefix) - self.ledger.num_idle(prefix)
         headroom = self.pool.num_admitted if self.settings.admission is Admission.GROW else 0
         return need + headroom <= self.ledger.num_free
 
@@ -242,6 +256,8 @@ class IterationScheduler:
             if token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token))
+            if self.settings.reuses_prefixes:
+                self._publish(request)
             if request.finish is None:
                 self.pool.move(request, Move.COMMIT)
             else:
@@ -249,6 +265,13 @@ class IterationScheduler:
         self.rate.observe(iteration.step.num_tokens, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
+
+    def _publish(self, request: Request) -> None:
+        """Let others reuse the blocks that this request has filled."""
+        num_full = request.num_computed // self.ledger.block_size
+        if num_full > self.ledger.num_published(request.request_id):
+            extend_hashes(request, self.ledger.block_size)
+            self.ledger.publish(request.request_id, request.block_hashes[:num_full])
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.output.append(token)
@@ -292,9 +315,9 @@ class IterationScheduler:
                 ended.append(self._fail(request, error, now))
         for request in self.pool:
             if request.state is not State.WAITING:
-                self.ledger.release(request.request_id)
                 request.num_computed = 0
                 self.pool.move(request, Move.LOSE)
+        self.ledger.forget()
         return ended
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:

@@ -24,7 +24,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     ledger = KVLedger(num_blocks=4, block_size=16)
     assert ledger.reserve(A, 48)
     assert not ledger.reserve(B, 17)
-    assert repr(ledger) == "KVLedger(free=1, held=3, all=4, holders=1)"
+    assert repr(ledger) == "KVLedger(free=1, held=3, cached=0, all=4, holders=1)"
 
 
 def test_growing_keeps_the_blocks_that_are_held() -> None:
@@ -56,6 +56,54 @@ def test_check_finds_a_block_owned_twice() -> None:
     ledger._free[0] = 0
     with pytest.raises(AssertionError, match="owned twice"):
         ledger.check()
+
+
+def test_a_published_prefix_is_shared_and_outlives_its_first_holder() -> None:
+    ledger = KVLedger(num_blocks=4, block_size=2)
+    ledger.reserve(A, 5)
+    ledger.publish(A, [b"one", b"two"])
+    assert ledger.match([b"one", b"two", b"three"]) == 2
+    ledger.adopt(B, [b"one", b"two"])
+    assert ledger.table(B) == ledger.table(A)[:8]
+    assert ledger.num_held == 3
+    ledger.release(A)
+    assert (ledger.num_held, ledger.num_cached) == (2, 0)
+    ledger.release(B)
+    assert (ledger.num_held, ledger.num_cached, ledger.num_free) == (0, 2, 4)
+    ledger.check()
+
+
+def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
+    ledger = KVLedger(num_blocks=4, block_size=1)
+    ledger.reserve(A, 2)
+    ledger.publish(A, [b"one", b"two"])
+    ledger.reserve(B, 2)
+    ledger.publish(B, [b"uno", b"due"])
+    ledger.release(A)
+    ledger.release(B)
+    ledger.reserve(A, 3)
+    assert [ledger.match([name]) for name in (b"one", b"two", b"uno", b"due")] == [0, 0, 1, 0]
+    ledger.check()
+
+
+def test_content_that_two_computed_at_once_is_published_once() -> None:
+    ledger = KVLedger(num_blocks=4, block_size=1)
+    for owner in (A, B):
+        ledger.reserve(owner, 1)
+        ledger.publish(owner, [b"same"])
+    ledger.release(A)
+    ledger.release(B)
+    assert (ledger.num_cached, ledger.num_free) == (1, 4)
+    ledger.check()
+
+
+def test_after_the_device_is_lost_nothing_is_held_or_cached() -> None:
+    ledger = KVLedger(num_blocks=4, block_size=1)
+    ledger.reserve(A, 2)
+    ledger.publish(A, [b"one"])
+    ledger.forget()
+    assert (ledger.num_free, ledger.num_cached, ledger.match([b"one"])) == (4, 0, 0)
+    ledger.check()
 
 
 class LedgerMachine(RuleBasedStateMachine):

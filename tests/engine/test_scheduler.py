@@ -16,7 +16,12 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def make(num_blocks: int = 100, block_size: int = 1, **bounds: object) -> IterationScheduler:
-    values: dict[str, object] = {"max_model_len": 1000, "max_batch_size": 4, "max_batch_tokens": 8}
+    values: dict[str, object] = {
+        "max_model_len": 1000,
+        "max_batch_size": 4,
+        "max_batch_tokens": 8,
+        "reuses_prefixes": False,
+    }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
     return IterationScheduler(settings, KVLedger(num_blocks, block_size), FirstComeFirstServed())
 
@@ -281,3 +286,45 @@ def test_suspects_run_apart_and_the_one_that_kills_is_quarantined() -> None:
     assert crashes == 3
     assert poison.state is State.FAILED
     assert [request.state for request in others] == [State.FINISHED] * 3
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new() -> None:
+    scheduler = make(block_size=2, reuses_prefixes=True)
+    first = scheduler.add(ask(4, 5), 0.0)
+    while first.state is not State.FINISHED:
+        turn(scheduler)
+    history = first.tokens(0, first.num_tokens)
+    second = scheduler.add(Ask((*history, 7, 7), 2, GREEDY), 0.0)
+    assert turn(scheduler) == [(1, 3)]  # the last token of the answer was never computed
+    assert second.num_cached == 8
+
+
+def test_a_prompt_that_is_cached_to_its_end_computes_one_token_again() -> None:
+    scheduler = make(block_size=2, reuses_prefixes=True)
+    for _ in range(2):
+        scheduler.add(ask(6, 1), 0.0)
+        while scheduler.pool:
+            computed = turn(scheduler)
+    assert computed == [(1, 2)]
+
+
+def test_nothing_is_shared_across_salts() -> None:
+    scheduler = make(block_size=2, reuses_prefixes=True)
+    for salt in ("a", "b", "a"):
+        request = scheduler.add(Ask((1,) * 6, 1, GREEDY, salt=salt), 0.0)
+        while scheduler.pool:
+            turn(scheduler)
+    assert request.num_cached == 4
+    assert scheduler.ledger.num_cached == 6
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    scheduler = make(num_blocks=8, block_size=1, reuses_prefixes=True)
+    old = scheduler.add(Ask((1, 2), 4, GREEDY), 0.0)
+    young = scheduler.add(Ask((3, 4), 6, GREEDY), 0.0)
+    computed = 0
+    while scheduler.pool:
+        computed += sum(tokens for _, tokens in turn(scheduler))
+    assert young.num_preemptions == 1
+    recomputed = computed - old.max_slots - young.max_slots
+    assert 0 < recomputed < young.max_slots // 2

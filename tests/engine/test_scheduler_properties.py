@@ -4,6 +4,7 @@ Whatever happens: no slot is lost or owned twice, every request ends exactly onc
 in flight is touched, preemptions are bounded, and when arrivals stop everybody gets served.
 """
 
+from array import array
 from collections import Counter, deque
 
 from hypothesis import settings
@@ -17,7 +18,7 @@ from engine.kv import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Ask, Request, State
 from engine.scheduler import Admission, IterationScheduler, SchedulerSettings
-from engine.step import Sampling, StepResult
+from engine.step import Sampling, StepEntry, StepResult
 
 NUM_SLOTS = 24
 END = 3
@@ -46,9 +47,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         batch=st.integers(1, 4),
         budget=st.integers(0, 5),
+        reuses_prefixes=st.booleans(),
     )
     def start(
-        self, admission: Admission, depth: int, block_size: int, batch: int, budget: int
+        self,
+        admission: Admission,
+        depth: int,
+        block_size: int,
+        batch: int,
+        budget: int,
+        reuses_prefixes: bool,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -60,15 +68,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_overs=3,
             max_preemptions=2,
             scan_limit=2,
+            reuses_prefixes=reuses_prefixes,
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size)
         self.scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed(), self.ends)
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
+        self.device: dict[int, tuple[int, ...]] = {}  # by slot: the tokens that its KV is of
 
-    @rule(prompt_len=st.integers(1, 12), max_tokens=st.integers(1, 8))
-    def arrive(self, prompt_len: int, max_tokens: int) -> None:
-        ask = Ask((1,) * prompt_len, max_tokens, Sampling(), frozenset({END}))
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 8),
+        salt=st.sampled_from(["", "mine"]),
+    )
+    def arrive(self, prompt: list[int], max_tokens: int, salt: str) -> None:
+        ask = Ask(tuple(prompt), max_tokens, Sampling(), frozenset({END}), salt=salt)
         self.requests.append(self.scheduler.add(ask, 0.0))
 
     @rule()
@@ -86,8 +100,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             assert request.state is State.RUNNING
             assert entry.start == request.num_computed
-            room = len(entry.blocks) // 4 * self.scheduler.ledger.block_size
-            assert entry.start + len(entry.tokens) <= room
+            self.compute(entry, request)
+
+    def compute(self, entry: StepEntry, request: Request) -> None:
+        """Attend to all tokens before, whose KV must be there, and write the new ones."""
+        size = self.scheduler.ledger.block_size
+        table = array("i", entry.blocks)
+        slots = [table[i // size] * size + i % size for i in range(entry.start + len(entry.tokens))]
+        known = request.tokens(0, request.num_tokens)
+        for position, slot in enumerate(slots):
+            if position < entry.start:
+                assert self.device[slot] == known[: position + 1]
+            else:
+                self.device[slot] = known[: position + 1]
 
     @precondition(lambda self: self.in_flight)
     @rule(tokens=st.lists(st.integers(0, 12), min_size=4, max_size=4))
@@ -107,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_the_worker(self) -> None:
         self.scheduler.lose_device(self.in_flight, 0.0)
         self.in_flight.clear()
+        self.device.clear()
         assert self.scheduler.ledger.num_held == 0
 
     @precondition(lambda self: self.requests)
