@@ -1,0 +1,1 @@
+"""From a `Step` to its `StepResult`: `inline` in this process, `multiprocess` in another."""

@@ -1,0 +1,180 @@
+"""The doorway of a worker process: reads the settings, loads the worker, answers steps in order.
+
+The process ends when told goodbye, when its parent hangs up or dies, and on SIGTERM. A step that
+raises is answered with a failure and the worker lives on, unless it raised `WorkerLost` to say
+that the device is beyond use. A load that raises is answered with one readable line.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, Self
+
+from engine.errors import RefusedToStart, WorkerLost
+from engine.step import Step, StepResult, WorkerReport, WorkerSettings
+from engine.transport.wire import (
+    Failed,
+    FrameReader,
+    Load,
+    Loaded,
+    Progress,
+    Ran,
+    Refused,
+    Run,
+    ToWorker,
+    WireError,
+    frame,
+    read_to_worker,
+)
+
+logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
+
+RECEIVE_BYTES = 1 << 18
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_NAME = 15
+MAX_LINE_LEN = 500
+
+
+class LoadableWorker(Protocol):
+    """What the class named on the command line provides."""
+
+    @classmethod
+    def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self: ...
+
+    @property
+    def report(self) -> WorkerReport: ...
+
+    def run(self, step: Step) -> StepResult: ...
+
+
+class Parent:
+    """The loop process at the other end of a blocking socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._frames = FrameReader()
+        self._payloads: deque[bytearray] = deque()
+        self._room = memoryview(bytearray(RECEIVE_BYTES))
+
+    def receive(self) -> ToWorker:
+        """The next message, waited for. Raises `EOFError` when the parent has hung up."""
+        while not self._payloads:
+            num_bytes = self._connection.recv_into(self._room)
+            if num_bytes == 0:
+                raise EOFError
+            self._payloads.extend(self._frames.feed(self._room[:num_bytes]))
+        return read_to_worker(self._payloads.popleft())
+
+    def send(self, data: bytearray) -> None:
+        """Hand one frame over. Raises `ConnectionError` when the parent has hung up."""
+        self._connection.sendall(data)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.send(frame(Progress(what, done, total)))
+
+
+def main() -> int:
+    """Serve one parent until it says goodbye or is gone; returns the exit code."""
+    parser = argparse.ArgumentParser(description="A worker process; the gateway starts it.")
+    parser.add_argument("--socket", type=int, required=True, help="inherited file descriptor")
+    parser.add_argument("--parent", type=int, required=True, help="process id")
+    parser.add_argument("worker", help="the class to load, as module:Class")
+    arguments = parser.parse_args()
+    settle_in(arguments.parent)
+    with socket.socket(fileno=arguments.socket) as connection:
+        connection.set_inheritable(False)
+        try:
+            return serve(Parent(connection), arguments.worker)
+        except (EOFError, ConnectionError):
+            return 0
+        except (WorkerLost, WireError) as error:
+            logger.error("the worker gives up: %s", error)
+            return 1
+
+
+def settle_in(parent: int) -> None:
+    """Make the process a good child: it leaves Ctrl-C to its parent and does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends us even in the middle of a long step
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s worker[{os.getpid()}] %(levelname)s %(message)s",
+    )
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        prctl(PR_SET_NAME, b"podway-worker")  # at most 15 bytes
+    if os.getppid() != parent:  # it died before we could ask to be told
+        sys.exit(0)
+
+
+def serve(parent: Parent, worker_path: str) -> int:
+    """The conversation: settings, progress, report, then steps. Returns the exit code.
+
+    Raises `EOFError` or `ConnectionError` when the parent is gone, `WorkerLost` when the worker
+    says that it cannot go on.
+    """
+    opening = parent.receive()
+    if not isinstance(opening, Load):
+        raise WireError(f"{type(opening).__name__} came before the settings")
+    try:
+        worker = load(worker_path, opening.settings, parent.progress)
+        parent.send(frame(Loaded(worker.report)))
+    except ConnectionError:
+        raise
+    except RefusedToStart as refusal:
+        parent.send(frame(Refused(one_line(str(refusal)))))
+        return 1
+    except Exception as error:
+        logger.exception("the worker could not load")
+        parent.send(frame(Refused(f"the worker could not load: {describe(error)}")))
+        return 1
+    gc.collect()
+    gc.freeze()  # the model stays; later collections need not look at it
+    while isinstance(message := parent.receive(), Run):
+        parent.send(answer(worker, message.step))
+    return 0
+
+
+def load(
+    worker_path: str, settings: WorkerSettings, progress: Callable[[str, int, int], None]
+) -> LoadableWorker:
+    """The worker named "module:Class", loaded."""
+    module, _, name = worker_path.partition(":")
+    worker_class: type[LoadableWorker] = getattr(importlib.import_module(module), name)
+    return worker_class.load(settings, progress)
+
+
+def answer(worker: LoadableWorker, step: Step) -> bytearray:
+    """Run the step; the frame to answer with. What it raises is its failure, but `WorkerLost`."""
+    try:
+        return frame(Ran(worker.run(step)))
+    except WorkerLost:
+        raise
+    except Exception as error:
+        logger.exception("step %d failed", step.step_id)
+        return frame(Failed(step.step_id, describe(error)))
+
+
+def describe(error: Exception) -> str:
+    """An error on one line, with its kind."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks, cut where nobody reads on."""
+    return " ".join(text.split())[:MAX_LINE_LEN]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The contract of `StepExecutor`: order, depth, failures that stay where they belong."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from engine.errors import StepFailed, Unavailable, WorkerLost
+from engine.ports import StepExecutor, StepFuture
+from engine.step import Step, StepId, StepResult, WorkerSettings
+from engine.transport.inline import InlineExecutor
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from tests.fakes import ScriptedExecutor, a_step
+from tests.transport.workers import REPORT, Command, EchoWorker
+
+DEPTH = 3
+
+
+@dataclass
+class Bench:
+    """An executor over an `EchoWorker`, and what makes it run what was submitted."""
+
+    executor: StepExecutor
+    let_run: Callable[[], None] = lambda: None
+    can_restart: bool = True
+
+
+def play_echo(executor: ScriptedExecutor) -> None:
+    """Answer as an `EchoWorker` would."""
+    worker = EchoWorker(REPORT)
+    while executor.in_flight:
+        try:
+            result = worker.run(executor.in_flight[0])
+        except WorkerLost as error:
+            executor.lose(str(error))
+        except ValueError as error:
+            executor.fail(str(error))
+        else:
+            executor.answer(result.tokens)
+
+
+@pytest.fixture(params=["inline", "multiprocess", "scripted"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    match request.param:
+        case "inline":
+            yield Bench(InlineExecutor(EchoWorker(REPORT), depth=DEPTH), can_restart=False)
+        case "scripted":
+            scripted = ScriptedExecutor(depth=DEPTH)
+            yield Bench(scripted, let_run=lambda: play_echo(scripted))
+        case _:
+            executor = MultiprocessExecutor(
+                WorkerSettings(model="echo"),
+                MultiprocessSettings(depth=DEPTH, worker="tests.transport.workers:EchoWorker"),
+            )
+            await executor.start(lambda what, done, total: None)
+            try:
+                yield Bench(executor)
+            finally:
+                await executor.close()
+
+
+async def settled(future: StepFuture) -> StepResult | BaseException:
+    """What the future ends with."""
+    done = asyncio.Event()
+    future.add_done_callback(lambda _: done.set())
+    await done.wait()
+    try:
+        return future.result()
+    except (StepFailed, WorkerLost) as error:
+        return error
+
+
+async def run_all(bench: Bench, *steps: Step) -> list[StepResult | BaseException]:
+    futures = [bench.executor.submit(step) for step in steps]
+    bench.let_run()
+    return [await settled(future) for future in futures]
+
+
+async def test_a_step_is_answered_with_a_token_per_draw(bench: Bench) -> None:
+    (result,) = await run_all(bench, a_step(7, 10, 20, 30))
+    assert isinstance(result, StepResult)
+    assert (result.step_id, result.tokens) == (7, (11, 21, 31))
+
+
+async def test_submit_returns_before_the_answer(bench: Bench) -> None:
+    future = bench.executor.submit(a_step(1, 10))
+    assert not future.done()
+    bench.let_run()
+    assert isinstance(await settled(future), StepResult)
+
+
+async def test_depth_steps_are_accepted_at_once_and_answered_in_order(bench: Bench) -> None:
+    assert bench.executor.depth == DEPTH
+    order: list[StepId] = []
+    futures = [bench.executor.submit(a_step(step_id, step_id)) for step_id in range(DEPTH)]
+    for future in futures:
+        future.add_done_callback(lambda done: order.append(done.result().step_id))
+    bench.let_run()
+    assert [await settled(future) for future in futures] == [f.result() for f in futures]
+    assert order == list(range(DEPTH))
+
+
+async def test_a_step_beyond_depth_is_our_bug(bench: Bench) -> None:
+    futures = [bench.executor.submit(a_step(step_id, 1)) for step_id in range(DEPTH)]
+    with pytest.raises(AssertionError, match="depth"):
+        bench.executor.submit(a_step(DEPTH, 1))
+    bench.let_run()
+    for future in futures:
+        await settled(future)
+
+
+async def test_a_done_callback_may_submit_the_next_step(bench: Bench) -> None:
+    results: list[StepResult] = []
+    third = asyncio.Event()
+
+    def submit(step_id: int) -> None:
+        future = bench.executor.submit(a_step(step_id, step_id))
+        future.add_done_callback(lambda done: go_on(done.result()))
+
+    def go_on(result: StepResult) -> None:
+        results.append(result)
+        if len(results) == DEPTH * 2:
+            third.set()
+        elif result.step_id + DEPTH < DEPTH * 2:
+            submit(result.step_id + DEPTH)
+            bench.let_run()
+
+    for step_id in range(DEPTH):
+        submit(step_id)
+    bench.let_run()
+    await third.wait()
+    assert [result.step_id for result in results] == list(range(DEPTH * 2))
+
+
+async def test_a_step_that_raises_fails_alone(bench: Bench) -> None:
+    before, raised, after = await run_all(
+        bench, a_step(1, 10), a_step(2, Command.RAISE), a_step(3, 30)
+    )
+    assert isinstance(before, StepResult)
+    assert isinstance(raised, StepFailed)
+    assert "a step" in str(raised)
+    assert isinstance(after, StepResult)
+    assert after.tokens == (31,)
+
+
+async def test_a_lost_worker_fails_its_futures_and_all_to_come(bench: Bench) -> None:
+    before, lost, after = await run_all(
+        bench, a_step(1, 10), a_step(2, Command.LOSE), a_step(3, 30)
+    )
+    assert isinstance(before, StepResult)
+    assert isinstance(lost, WorkerLost)
+    assert isinstance(after, WorkerLost)
+    late = bench.executor.submit(a_step(4, 40))
+    assert late.done()
+    assert isinstance(await settled(late), WorkerLost)
+
+
+async def test_after_a_restart_steps_run_again(bench: Bench) -> None:
+    await run_all(bench, a_step(1, Command.LOSE))
+    if not bench.can_restart:
+        with pytest.raises(Unavailable):
+            await bench.executor.restart()
+        return
+    await bench.executor.restart()
+    (result,) = await run_all(bench, a_step(2, 20))
+    assert isinstance(result, StepResult)
+    assert result.tokens == (21,)
+
+
+async def test_restarts_are_bounded(bench: Bench) -> None:
+    async def restart_often() -> None:
+        for _ in range(4):
+            await bench.executor.restart()
+
+    with pytest.raises(Unavailable):
+        await restart_often()
+
+
+async def test_a_future_that_the_caller_gave_up_does_not_stop_the_next(bench: Bench) -> None:
+    given_up = bench.executor.submit(a_step(1, 10))
+    kept = bench.executor.submit(a_step(2, 20))
+    assert isinstance(given_up, asyncio.Future)
+    given_up.cancel()
+    bench.let_run()
+    result = await settled(kept)
+    assert isinstance(result, StepResult)
+    assert result.tokens == (21,)

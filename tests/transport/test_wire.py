@@ -1,0 +1,154 @@
+"""What is written is read back equal, however it is cut; what is no message says so."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.step import Draw, Sampling, Step, StepEntry, StepId, StepResult, WorkerSettings
+from engine.transport import wire
+from engine.transport.wire import (
+    Failed,
+    FrameReader,
+    Goodbye,
+    Load,
+    Loaded,
+    Progress,
+    Ran,
+    Refused,
+    Run,
+    WireError,
+    frame,
+    read_from_worker,
+    read_to_worker,
+)
+from tests.fakes import a_step
+from tests.transport.workers import REPORT
+
+ids = st.integers(0, 2**63 - 1)
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+floats = st.floats(allow_nan=False)
+samplings = st.builds(
+    Sampling,
+    temperature=floats,
+    top_p=floats,
+    top_k=st.integers(0, 2**31),
+    min_p=floats,
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31), floats), max_size=5).map(tuple),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+draws = st.builds(Draw, sampling=samplings, banned=tokens, prompt=tokens, output=tokens)
+entries = st.builds(
+    StepEntry,
+    request_id=ids,
+    start=st.integers(0, 2**31),
+    tokens=tokens,
+    blocks=st.binary(max_size=40),
+    draw=st.none() | draws,
+)
+steps = st.builds(Step, step_id=ids, entries=st.lists(entries, max_size=5).map(tuple))
+results = st.builds(StepResult, step_id=ids, tokens=tokens, seconds=floats)
+lines = st.text(st.characters(codec="utf-8"))
+
+to_worker = st.one_of(
+    steps.map(Run),
+    st.builds(WorkerSettings, model=lines, kv_bytes=ids).map(Load),
+    st.just(Goodbye()),
+)
+from_worker = st.one_of(
+    results.map(Ran),
+    st.builds(Failed, step_id=ids, line=lines),
+    st.builds(Progress, what=lines, done=ids, total=ids),
+    st.just(Loaded(REPORT)),
+    lines.map(Refused),
+)
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def payload_of(data: bytearray) -> bytearray:
+    (payload,) = FrameReader().feed(data)
+    return payload
+
+
+@relaxed
+@given(to_worker)
+def test_a_message_to_a_worker_is_read_back_equal(message: wire.ToWorker) -> None:
+    assert read_to_worker(payload_of(frame(message))) == message
+
+
+@relaxed
+@given(from_worker)
+def test_a_message_from_a_worker_is_read_back_equal(message: wire.FromWorker) -> None:
+    assert read_from_worker(payload_of(frame(message))) == message
+
+
+@relaxed
+@given(st.lists(to_worker, max_size=4), st.data())
+def test_frames_survive_any_cut_of_the_stream(
+    messages: list[wire.ToWorker], data: st.DataObject
+) -> None:
+    stream = b"".join(frame(message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    reader = FrameReader()
+    payloads = [
+        payload
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)
+        for payload in reader.feed(stream[start:end])
+    ]
+    assert [read_to_worker(payload) for payload in payloads] == messages
+    assert reader.is_between_frames
+
+
+@relaxed
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_a_wire_error(rubbish: bytes) -> None:
+    for read in (read_to_worker, read_from_worker):
+        try:
+            message = read(bytearray(rubbish))
+        except WireError:
+            continue
+        assert message is not None
+
+
+def test_a_message_of_the_other_direction_is_a_wire_error() -> None:
+    with pytest.raises(WireError, match="from a worker"):
+        read_from_worker(payload_of(frame(Goodbye())))
+    with pytest.raises(WireError, match="to a worker"):
+        read_to_worker(payload_of(frame(Refused("no"))))
+
+
+def test_a_string_that_is_not_utf8_is_a_wire_error() -> None:
+    payload = payload_of(frame(Refused("xx")))
+    payload[-2:] = b"\xff\xfe"
+    with pytest.raises(WireError, match="from a worker"):
+        read_from_worker(payload)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 101, 2**32 - 1])
+def test_an_absurd_length_is_refused_before_its_bytes_come(num_bytes: int) -> None:
+    reader = FrameReader(max_frame_bytes=100)
+    with pytest.raises(WireError, match=f"a frame of {num_bytes} bytes; 1 to 100 fit"):
+        reader.feed(wire.HEADER.pack(num_bytes))
+
+
+def test_a_frame_of_exactly_the_limit_is_read() -> None:
+    reader = FrameReader(max_frame_bytes=100)
+    assert reader.feed(wire.HEADER.pack(100) + bytes(100)) == [bytes(100)]
+
+
+def test_text_where_a_frame_should_be_is_refused_at_once() -> None:
+    with pytest.raises(WireError):
+        FrameReader().feed(b"Segm")
+
+
+def test_a_message_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 50)
+    with pytest.raises(WireError, match="the limit is 50"):
+        frame(Run(a_step(1, 2, 3, 4)))
+
+
+def test_a_value_that_does_not_go_into_bytes_is_a_wire_error() -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        frame(Ran(StepResult(StepId(1), (2**64,), 0.0)))

@@ -1,0 +1,96 @@
+"""Workers without a model: they echo, or do what a step's first token or the model's name says."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from enum import IntEnum
+from typing import Self
+
+from engine.errors import RefusedToStart, WorkerLost
+from engine.step import Step, StepId, StepResult, WorkerReport, WorkerSettings
+
+RUBBISH = b"Traceback (most recent call last):"
+
+REPORT = WorkerReport(
+    architecture="Echo",
+    num_parameters=0,
+    dtype="float32",
+    device="cpu",
+    attention="none",
+    vocab_size=1000,
+    max_model_len=64,
+    eos_token_ids=(0,),
+    num_blocks=4,
+    block_size=16,
+    bytes_per_block=1,
+    threads=1,
+)
+
+
+class Command(IntEnum):
+    """What a worker does when the first token of a step says so."""
+
+    RAISE = 900
+    LOSE = 901
+    DIE = 902
+    HANG = 903
+    BABBLE = 904
+    UNSENDABLE = 905
+    OTHER_STEP = 906
+    ENVIRONMENT = 907
+
+
+class EchoWorker:
+    """Answers each draw with its entry's last token plus one."""
+
+    def __init__(self, report: WorkerReport) -> None:
+        self.report = report
+
+    @classmethod
+    def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
+        progress("weights", 0, 2)
+        match settings.model:
+            case "refuse":
+                raise RefusedToStart("layers:\n  no such thing")
+            case "raise":
+                raise ValueError("two\nlines")
+            case "exit":
+                os._exit(3)
+            case "hang":
+                signal.pause()
+            case "babble":
+                babble()
+            case "shrink" if settings.kv_slots:  # as only a restart asks
+                return cls(replace(REPORT, num_blocks=REPORT.num_blocks - 1))
+        progress("weights", 2, 2)
+        return cls(REPORT)
+
+    def run(self, step: Step) -> StepResult:
+        tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.draw is not None]
+        step_id = step.step_id
+        match step.entries[0].tokens[0]:
+            case Command.RAISE:
+                raise ValueError("a step\nthat raises")
+            case Command.LOSE:
+                raise WorkerLost("the device is beyond use")
+            case Command.DIE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Command.HANG:
+                signal.pause()
+            case Command.BABBLE:
+                babble()
+            case Command.UNSENDABLE:
+                tokens = [2**64]
+            case Command.OTHER_STEP:
+                step_id = StepId(step_id + 1)
+            case Command.ENVIRONMENT:
+                tokens = [int(os.environ["ANSWER"])]
+        return StepResult(step_id, tuple(tokens), seconds=0.0)
+
+
+def babble() -> None:
+    """Write on the parent's socket what is no frame, and stay."""
+    os.write(int(sys.argv[sys.argv.index("--socket") + 1]), RUBBISH)
+    signal.pause()
