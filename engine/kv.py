@@ -142,6 +142,10 @@ class KVLedger:
         """Leading blocks of the request that `adopt` or `publish` has named."""
         return self._held[request_id].num_published
 
+    def num_private(self, request_id: "RequestId") -> int:
+        """Blocks that nobody else holds: what its release makes available."""
+        return sum(self._holders[block] == 1 for block in self._held[request_id].blocks)
+
     def release(self, request_id: "RequestId") -> int:
         """Take back all that the request holds; the number of blocks it held.
 

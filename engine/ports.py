@@ -43,6 +43,16 @@ class StepExecutor(Protocol):
         ...
 
 
+class Cost(Protocol):
+    """Seconds of iterations that have not run; see `engine.cost`."""
+
+    def compute(self, num_tokens: int, start: int) -> float:
+        """One request alone: `num_tokens` tokens from position `start`."""
+        ...
+
+    def step(self, step: "Step") -> float: ...
+
+
 class Policy(Protocol):
     """Orders the live requests; holds no KV, reads no clock, drops nobody.
 
@@ -50,9 +60,16 @@ class Policy(Protocol):
     iteration that the request was part of, `leave` once at its end.
     """
 
+    @property
+    def preempts(self) -> bool:
+        """Whether a waiting request may take the KV of less urgent ones that have started."""
+        ...
+
     def arrive(self, request: "Request", now: float) -> None: ...
 
-    def ran(self, request: "Request", num_tokens: int, now: float) -> None: ...
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        """It had `num_tokens` tokens computed in an iteration of `seconds`."""
+        ...
 
     def leave(self, request: "Request", now: float) -> None: ...
 

@@ -126,6 +126,7 @@ class Request:
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
     num_preemptions: int = 0
+    produced_at_start: int = 0  # output when it was last given KV
     num_step_overs: int = 0  # admissions that passed it since it last waited
     num_crashes: int = 0  # worker deaths it took part in since its last token
     finish: FinishReason | None = None

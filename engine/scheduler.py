@@ -8,33 +8,27 @@ with all the slots that it may ever need, so preemptions are bounded and nobody 
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
-from engine.cost import TokenRate
+from engine.cost import CostModel, LiveCost
 from engine.draft import Draft
 from engine.errors import ContextTooLong, EngineError, Overloaded, WorkerLost
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
+from engine.memory import Admission, Memory, Terms
 from engine.pool import RequestPool
-from engine.prefix import extend_hashes
 from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from engine.kv import KVLedger
     from engine.ports import Policy
     from engine.step import StepResult
 
 
-class Admission(Enum):
-    """What a request must find free before it starts, and who may join a running batch."""
-
-    GROW = "grow"  # blocks as needed
-    RESERVE = "reserve"  # prompt + max_tokens at once (Orca)
-    REQUEST = "request"  # as reserve, and nobody joins before the whole batch is done
+UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +60,17 @@ class IterationScheduler:
         ledger: "KVLedger",
         policy: "Policy",
         observer: Observer | None = None,
+        cost: LiveCost | None = None,
     ) -> None:
         self.settings = settings
         self.ledger = ledger
         self.policy = policy
         self.pool = RequestPool()
-        self.rate = TokenRate()
+        self.cost = cost or LiveCost(UNMEASURED)
         self.num_committed = 0
         self._observer = observer or Silence()
+        terms = Terms(settings.admission, settings.max_preemptions, settings.reuses_prefixes)
+        self.memory = Memory(terms, ledger, self.pool, policy, self._observer)
         self._next_request_id = 0
         self._next_step_id = 0
 
@@ -98,8 +95,7 @@ class IterationScheduler:
         self._check_queue(len(ask.prompt))
         request = Request(RequestId(self._next_request_id), ask, arrived_at=now)
         self._next_request_id += 1
-        if self.settings.reuses_prefixes:
-            extend_hashes(request, self.ledger.block_size)
+        self.memory.arrive(request)
         self.pool.add(request)
         self.policy.arrive(request, now)
         self._observer.arrived(request, now)
@@ -112,7 +108,7 @@ class IterationScheduler:
         if too_many or (waiting and tokens + prompt_len > self.settings.max_queue_tokens):
             raise Overloaded(
                 f"The server is full: {waiting} requests with {tokens} tokens are waiting.",
-                retry_after=self.rate.seconds_for(tokens),
+                retry_after=self.cost.seconds_for(tokens),
             )
 
     # Planning
@@ -153,7 +149,7 @@ class IterationScheduler:
             num_tokens = min(num_tokens, draft.tokens_left - others)
         if not 0 < num_tokens <= draft.tokens_left:
             return False
-        if not self._secure(request, request.num_computed + num_tokens, now):
+        if not self.memory.secure(request, request.num_computed + num_tokens, now):
             return False
         draft.add(request, num_tokens, self.ledger)
         self.pool.move(request, Move.PLAN)
@@ -169,9 +165,7 @@ class IterationScheduler:
         ready_left = self.pool.count(State.READY) - draft.num_skipped
         if not whole_batch and draft.tokens_left <= ready_left:
             return False
-        prefix = self._prefix(request)
-        if self._fits(request, prefix):
-            self._start(request, prefix, now)
+        if self.memory.admit(request, now):
             for other in draft.passed:
                 other.num_step_overs += 1
             if not self._take(draft, request, now):
@@ -181,63 +175,6 @@ class IterationScheduler:
         bound = self.settings.max_step_overs
         is_kept = any(other.num_step_overs >= bound for other in draft.passed)
         return not is_kept and len(draft.passed) < self.settings.scan_limit
-
-    def _start(self, request: Request, prefix: "Sequence[bytes]", now: float) -> None:
-        self.ledger.adopt(request.request_id, prefix)
-        reserved = self.ledger.reserve(request.request_id, self._slots_to_start(request))
-        assert reserved, "admission found room that the ledger does not have"
-        self.pool.move(request, Move.ADMIT)
-        request.num_computed = len(prefix) * self.ledger.block_size
-        request.num_step_overs = 0
-        if request.admitted_at is None:
-            request.admitted_at = now
-            request.num_cached = request.num_computed
-
-    def _prefix(self, request: Request) -> "Sequence[bytes]":
-        """Names of the leading blocks that need not be computed; one token always is."""
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self.ledger.block_size]
-        return hashes[: self.ledger.match(hashes)]
-
-    def _fits(self, request: Request, prefix: "Sequence[bytes]") -> bool:
-        """Whether it may start; growing neighbours keep a block each to grow into."""
-        need = self.ledger.blocks_for(self._slots_to_start(request))
-        need -= len(prefix) - self.ledger.num_idle(prefix)
-        headroom = self.pool.num_admitted if self.settings.admission is Admission.GROW else 0
-        return need + headroom <= self.ledger.num_free
-
-    def _slots_to_start(self, request: Request) -> int:
-        return request.max_slots if self._is_reserved(request) else request.num_tokens
-
-    def _is_reserved(self, request: Request) -> bool:
-        """Whether it holds all it may ever need, and so is never preempted."""
-        if self.settings.admission is not Admission.GROW:
-            return True
-        return request.num_preemptions >= self.settings.max_preemptions
-
-    def _secure(self, request: Request, num_slots: int, now: float) -> bool:
-        """Reserve the slots, at the expense of less urgent requests if need be."""
-        while not self.ledger.reserve(request.request_id, num_slots):
-            victim = self._victim(request, now)
-            if victim is None:
-                return False
-            self._preempt(victim, now)
-        return True
-
-    def _victim(self, request: Request, now: float) -> Request | None:
-        """The least urgent request that may give its KV up for `request`."""
-        for other in reversed(list(self.policy.order(now))):
-            if other is request:
-                return None
-            if other.state is State.READY and not self._is_reserved(other):
-                return other
-        return None
-
-    def _preempt(self, victim: Request, now: float) -> None:
-        self.ledger.release(victim.request_id)
-        victim.num_computed = 0
-        victim.num_preemptions += 1
-        self.pool.move(victim, Move.PREEMPT)
-        self._observer.preempted(victim, now)
 
     # Results
 
@@ -252,26 +189,18 @@ class IterationScheduler:
                 self._end(request, Move.RETURN, now)
                 continue
             request.num_computed = entry.start + len(entry.tokens)
-            self.policy.ran(request, len(entry.tokens), now)
+            self.policy.ran(request, len(entry.tokens), result.seconds, now)
             if token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token))
-            if self.settings.reuses_prefixes:
-                self._publish(request)
+            self.memory.publish(request)
             if request.finish is None:
                 self.pool.move(request, Move.COMMIT)
             else:
                 self._end(request, Move.FINISH, now)
-        self.rate.observe(iteration.step.num_tokens, result.seconds)
+        self.cost.observe(iteration.step, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
-
-    def _publish(self, request: Request) -> None:
-        """Let others reuse the blocks that this request has filled."""
-        num_full = request.num_computed // self.ledger.block_size
-        if num_full > self.ledger.num_published(request.request_id):
-            extend_hashes(request, self.ledger.block_size)
-            self.ledger.publish(request.request_id, request.block_hashes[:num_full])
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.output.append(token)

@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 class FirstComeFirstServed:
     """The order of arrival, kept through preemption: who came first is never passed for good."""
 
+    preempts = False
+
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
 
     def arrive(self, request: "Request", now: float) -> None:
         self._live[request.request_id] = request
 
-    def ran(self, request: "Request", num_tokens: int, now: float) -> None:
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         return None
 
     def leave(self, request: "Request", now: float) -> None:

@@ -18,7 +18,7 @@ from engine.step import Sampling, Step, StepEntry, StepResult
 from engine.stream import TokenStream
 
 GREEDY = Sampling(temperature=0.0)
-ONE_SECOND = CostModel(per_step=1.0, per_token=0.0, per_slot=0.0)
+ONE_SECOND = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
 
 
 class Mortal(SimulatedExecutor):

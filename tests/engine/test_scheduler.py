@@ -7,9 +7,10 @@ import pytest
 from engine.errors import ContextTooLong, Overloaded, StepFailed
 from engine.iteration import Iteration
 from engine.kv import KVLedger
+from engine.memory import Admission
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Ask, FinishReason, Request, State
-from engine.scheduler import Admission, IterationScheduler, SchedulerSettings
+from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Sampling, StepResult
 
 GREEDY = Sampling(temperature=0.0)
@@ -131,7 +132,7 @@ def test_a_full_queue_refuses_and_forecasts() -> None:
     scheduler.add(ask(10, 1), 0.0)
     with pytest.raises(Overloaded) as refusal:
         scheduler.add(ask(10, 1), 0.0)
-    assert refusal.value.retry_after == pytest.approx(20 / scheduler.rate.tokens_per_second)
+    assert refusal.value.retry_after == pytest.approx(20 / scheduler.cost.tokens_per_second)
     assert len(scheduler.pool) == 2
 
 

@@ -15,9 +15,10 @@ from engine.errors import StepFailed
 from engine.events import Silence
 from engine.iteration import Iteration
 from engine.kv import KVLedger
+from engine.memory import Admission
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Ask, Request, State
-from engine.scheduler import Admission, IterationScheduler, SchedulerSettings
+from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Sampling, StepEntry, StepResult
 
 NUM_SLOTS = 24

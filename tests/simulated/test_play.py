@@ -8,14 +8,15 @@ import pytest
 
 from engine.cost import CostModel
 from engine.kv import KVLedger
+from engine.memory import Admission
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.scheduler import Admission, IterationScheduler, SchedulerSettings
+from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.loop import Deadlock, run_virtual
 from engine.simulated.play import Fared, play
 from engine.simulated.trace import Arrival, orca_lengths, poisson, read_csv
 
-COST = CostModel(per_step=0.02, per_token=0.0001, per_slot=1e-7)
+COST = CostModel.linear(per_step=0.02, per_token=0.0001, per_slot=1e-7)
 
 
 def run(admission: Admission, arrivals: list[Arrival], num_blocks: int = 600) -> list[Fared]:

@@ -1,0 +1,155 @@
+"""Memory: who may hold KV, and who must give it back. Plain functions over ledger and policy.
+
+A request starts when the ledger has what it needs to start: all that it may ever need, or just
+its tokens so far. In the second case it grows block by block, and when blocks run short the
+policy's last request is preempted. One that was preempted `max_preemptions` times comes back
+with all it may ever need, so preemptions are bounded and nobody deadlocks.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from engine.prefix import extend_hashes
+from engine.request import Move, Request, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.events import Observer
+    from engine.kv import KVLedger
+    from engine.pool import RequestPool
+    from engine.ports import Policy
+
+
+class Admission(Enum):
+    """What a request must find free before it starts, and who may join a running batch."""
+
+    GROW = "grow"  # blocks as needed
+    RESERVE = "reserve"  # prompt + max_tokens at once (Orca)
+    REQUEST = "request"  # as reserve, and nobody joins before the whole batch is done
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms KV is lent."""
+
+    admission: Admission
+    max_preemptions: int
+    reuses_prefixes: bool
+
+
+class Memory:
+    """Admission, growth and preemption; what it decides it carries out in the ledger at once."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        ledger: "KVLedger",
+        pool: "RequestPool",
+        policy: "Policy",
+        observer: "Observer",
+    ) -> None:
+        self.policy = policy
+        self._terms = terms
+        self._ledger = ledger
+        self._pool = pool
+        self._observer = observer
+
+    def arrive(self, request: Request) -> None:
+        """Name the blocks of a prompt, so that it can be found in the cache."""
+        if self._terms.reuses_prefixes:
+            extend_hashes(request, self._ledger.block_size)
+
+    def publish(self, request: Request) -> None:
+        """Let others reuse the blocks that this request has filled."""
+        if not self._terms.reuses_prefixes:
+            return
+        num_full = request.num_computed // self._ledger.block_size
+        if num_full > self._ledger.num_published(request.request_id):
+            extend_hashes(request, self._ledger.block_size)
+            self._ledger.publish(request.request_id, request.block_hashes[:num_full])
+
+    def admit(self, request: Request, now: float) -> bool:
+        """Start a waiting request if it fits, or if a preemptive policy can make it fit."""
+        prefix = self._prefix(request)
+        missing = self._missing(request, prefix)
+        if missing > 0 and not self._make_room(request, prefix, now):
+            return False
+        self._start(request, self._prefix(request), now)
+        return True
+
+    def secure(self, request: Request, num_slots: int, now: float) -> bool:
+        """Reserve the slots, at the expense of less urgent requests if need be."""
+        while not self._ledger.reserve(request.request_id, num_slots):
+            victim = next(self._victims(request, now), None)
+            if victim is None:
+                return False
+            self._preempt(victim, now)
+        return True
+
+    def _start(self, request: Request, prefix: "Sequence[bytes]", now: float) -> None:
+        self._ledger.adopt(request.request_id, prefix)
+        reserved = self._ledger.reserve(request.request_id, self._slots_to_start(request))
+        assert reserved, "admission found room that the ledger does not have"
+        self._pool.move(request, Move.ADMIT)
+        request.num_computed = len(prefix) * self._ledger.block_size
+        request.num_step_overs = 0
+        request.produced_at_start = request.produced
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.num_cached = request.num_computed
+
+    def _prefix(self, request: Request) -> "Sequence[bytes]":
+        """Names of the leading blocks that need not be computed; one token always is."""
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._ledger.block_size]
+        return hashes[: self._ledger.match(hashes)]
+
+    def _missing(self, request: Request, prefix: "Sequence[bytes]") -> int:
+        """Blocks short for it to start; growing neighbours keep one each to grow into."""
+        need = self._ledger.blocks_for(self._slots_to_start(request))
+        need -= len(prefix) - self._ledger.num_idle(prefix)
+        headroom = self._pool.num_admitted if self._terms.admission is Admission.GROW else 0
+        return need + headroom - self._ledger.num_free
+
+    def _make_room(self, request: Request, prefix: "Sequence[bytes]", now: float) -> bool:
+        """Preempt less urgent requests until it fits; none, if all together are too few."""
+        if not self.policy.preempts:
+            return False
+        victims: list[Request] = []
+        missing = self._missing(request, prefix)
+        for victim in self._victims(request, now):
+            if victim.produced > victim.produced_at_start:
+                victims.append(victim)
+                missing -= self._ledger.num_private(victim.request_id) + 1
+                if missing <= 0:
+                    break
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._preempt(victim, now)
+        return self._missing(request, self._prefix(request)) <= 0
+
+    def _slots_to_start(self, request: Request) -> int:
+        return request.max_slots if self._is_reserved(request) else request.num_tokens
+
+    def _is_reserved(self, request: Request) -> bool:
+        """Whether it holds all it may ever need, and so is never preempted."""
+        if self._terms.admission is not Admission.GROW:
+            return True
+        return request.num_preemptions >= self._terms.max_preemptions
+
+    def _victims(self, request: Request, now: float) -> "Iterator[Request]":
+        """Who may give KV up for `request`, the least urgent first."""
+        for other in reversed(list(self.policy.order(now))):
+            if other is request:
+                return
+            if other.state is State.READY and not self._is_reserved(other):
+                yield other
+
+    def _preempt(self, victim: Request, now: float) -> None:
+        self._ledger.release(victim.request_id)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self._pool.move(victim, Move.PREEMPT)
+        self._observer.preempted(victim, now)
