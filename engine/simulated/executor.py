@@ -23,13 +23,14 @@ class SimulatedExecutor:
 
     A step enters the pipeline when the first stage is free and leaves when every stage has
     worked on it, so with `depth` steps in flight one comes back each `cost / depth` seconds.
+    Without `draw` every token is 0: fine where nobody looks at them, and faster.
     """
 
     def __init__(
         self,
         cost: "CostModel",
         depth: int = 1,
-        draw: "Callable[[StepEntry], int]" = letters,
+        draw: "Callable[[StepEntry], int] | None" = letters,
     ) -> None:
         self._cost = cost
         self._depth = depth
@@ -47,7 +48,11 @@ class SimulatedExecutor:
         for stage in range(self._depth):
             at = max(at, self._free_at[stage]) + seconds / self._depth
             self._free_at[stage] = at
-        tokens = tuple(self._draw(entry) for entry in step.entries if entry.draw is not None)
+        draw = self._draw
+        if draw is None:
+            tokens = tuple([0 for entry in step.entries if entry.draw is not None])
+        else:
+            tokens = tuple([draw(entry) for entry in step.entries if entry.draw is not None])
         future: asyncio.Future[StepResult] = loop.create_future()
         loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, seconds))
         return future

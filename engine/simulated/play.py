@@ -2,15 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from engine.errors import EngineError
 from engine.loop import Engine
-from engine.request import Ask, FinishReason
+from engine.request import Ask, Request
 from engine.simulated.loop import run_virtual
 from engine.step import Sampling
+from engine.stream import TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.ports import StepExecutor
     from engine.scheduler import IterationScheduler
@@ -27,40 +29,130 @@ class Fared:
     ttft: float
     jct: float
     num_preemptions: int
+    num_cached: int = 0  # tokens of the prompt that need not be computed
 
     @property
     def normalized_latency(self) -> float:
         """Orca's metric: seconds per output token, end to end."""
         return self.jct / self.arrival.output_len
 
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None for an answer of one token."""
+        if self.arrival.output_len == 1:
+            return None
+        return (self.jct - self.ttft) / (self.arrival.output_len - 1)
+
+
+class Lost(NamedTuple):
+    """A request that was refused, or accepted and not finished."""
+
+    arrival: "Arrival"
+    error: EngineError
+
+
+class Played(NamedTuple):
+    """How everybody fared: the finished in order of arrival, and the others."""
+
+    fared: list[Fared]
+    lost: list[Lost]
+
 
 def play(
     scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
-) -> "list[Fared]":
-    """Every arrival to its last token, in order of arrival. Same inputs, same answer."""
+) -> list[Fared]:
+    """Every arrival to its last token, in order of arrival. Same inputs, same answer.
+
+    Raises the `EngineError` of the first request that was refused or lost.
+    """
+    played = play_all(scheduler, executor, arrivals)
+    for lost in played.lost:
+        raise lost.error
+    return played.fared
+
+
+def play_all(
+    scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
+) -> Played:
+    """As `play`, for loads at which some requests may be refused. Arrivals are by time."""
     return run_virtual(_play(scheduler, executor, arrivals))
 
 
 async def _play(
     scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
-) -> "list[Fared]":
+) -> Played:
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time)
+    audience = _Audience(engine, len(arrivals))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        async with asyncio.TaskGroup() as clients:
-            tasks = [clients.create_task(_client(engine, arrival)) for arrival in arrivals]
+        await audience.arrive(arrivals)
+        await audience.is_served.wait()
         running.cancel()
-    return [task.result() for task in tasks]
+    return audience.played()
 
 
-async def _client(engine: Engine, arrival: "Arrival") -> Fared:
-    await asyncio.sleep(arrival.at - asyncio.get_running_loop().time())
-    prompt = (1,) * arrival.prompt_len
-    with engine.stream(Ask(prompt, arrival.output_len, GREEDY)) as stream:
-        finish: FinishReason | None = None
-        while finish is None:
-            finish = (await stream.next()).finish
-        request = stream.request
+class _Audience:
+    """All clients as one: asks in the order of arrival, and notes each end."""
+
+    def __init__(self, engine: Engine, size: int) -> None:
+        self.is_served = asyncio.Event()
+        self._engine = engine
+        self._left = size
+        self._fared: dict[int, Fared] = {}
+        self._lost: dict[int, Lost] = {}
+
+    async def arrive(self, arrivals: "Sequence[Arrival]") -> None:
+        now = asyncio.get_running_loop().time
+        if not arrivals:
+            self.is_served.set()
+        for index, arrival in enumerate(arrivals):
+            if arrival.at > now():
+                await asyncio.sleep(arrival.at - now())
+            ask = Ask(arrival.prompt(index), arrival.output_len, GREEDY)
+            try:
+                _Patient(ask, self._engine, self._watch(index, arrival)).__enter__()
+            except EngineError as error:
+                self._note(index, arrival, error)
+
+    def played(self) -> Played:
+        fared = [self._fared[index] for index in sorted(self._fared)]
+        return Played(fared, [self._lost[index] for index in sorted(self._lost)])
+
+    def _watch(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
+        def ended(request: Request) -> None:
+            self._note(index, arrival, request.error or _fared(arrival, request))
+
+        return ended
+
+    def _note(self, index: int, arrival: "Arrival", end: Fared | EngineError) -> None:
+        if isinstance(end, Fared):
+            self._fared[index] = end
+        else:
+            self._lost[index] = Lost(arrival, end)
+        self._left -= 1
+        if not self._left:
+            self.is_served.set()
+
+
+class _Patient(TokenStream):
+    """A reader that is told of the end only: a million tokens need not wake a million readers.
+
+    Its lease ends with its request, because nobody leaves early here.
+    """
+
+    def __init__(self, ask: Ask, engine: Engine, ended: "Callable[[Request], None]") -> None:
+        super().__init__(ask, engine)
+        self._ended = ended
+
+    def push(self, token: int) -> None:
+        if self.request.finish is not None:
+            self._ended(self.request)
+
+    def wake(self) -> None:
+        self._ended(self.request)
+
+
+def _fared(arrival: "Arrival", request: Request) -> Fared:
     assert request.first_token_at is not None, "a finished request has a first token"
     assert request.last_token_at is not None, "and a last one"
     return Fared(
@@ -68,4 +160,5 @@ async def _client(engine: Engine, arrival: "Arrival") -> Fared:
         ttft=request.first_token_at - request.arrived_at,
         jct=request.last_token_at - request.arrived_at,
         num_preemptions=request.num_preemptions,
+        num_cached=request.num_cached,
     )

@@ -1,33 +1,79 @@
-"""Arrivals: when requests come and how long they are, from a file or from a distribution."""
+"""Arrivals: when requests come and how long they are, from a file or from a distribution.
+
+A trace is a list of `Arrival`, by time. No text is in it: prompts are made up when a request
+arrives, equal where two arrivals name the same leading blocks and different everywhere else.
+"""
 
 import csv
 import gzip
-from dataclasses import dataclass
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from engine.errors import InvalidRequest
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from random import Random
+
+    Lengths = Callable[[Random], tuple[int, int]]  # draws (prompt_len, output_len)
+
+SHARED_BLOCK = 512  # tokens that one of `Arrival.blocks` stands for (Mooncake's)
+_FIRST_OWN_TOKEN = 1 << 30  # token ids below are names of shared blocks
+
+
+class BadTrace(InvalidRequest):
+    """A trace file that cannot be read; the message names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace: seconds after the start, and lengths in tokens."""
+    """One request of a trace: seconds after the start, and lengths in tokens.
+
+    `blocks` names the leading runs of `SHARED_BLOCK` prompt tokens: equal name, equal tokens.
+    """
 
     at: float
     prompt_len: int
     output_len: int
+    blocks: tuple[int, ...] = ()
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Made-up token ids; `index` tells this request's own tokens from everybody's."""
+        tokens: tuple[int, ...] = ()
+        for block in self.blocks[: -(-self.prompt_len // SHARED_BLOCK)]:
+            tokens += (block,) * SHARED_BLOCK
+        own = (_FIRST_OWN_TOKEN + index,) * (self.prompt_len - len(tokens))
+        return (tokens + own)[: self.prompt_len]
 
 
-def poisson(
-    rate: float, count: int, lengths: "Callable[[Random], tuple[int, int]]", random: "Random"
+def poisson(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
+    """`count` arrivals at `rate` per second, with exponential gaps."""
+    return _arrivals((random.expovariate(rate) for _ in range(count)), lengths, random)
+
+
+def gamma(
+    rate: float, count: int, lengths: "Lengths", random: "Random", variation: float
 ) -> list[Arrival]:
-    """`count` arrivals at `rate` per second; `lengths` draws (prompt_len, output_len)."""
+    """Gamma gaps with this coefficient of variation: 1 is Poisson, more is burstier."""
+    shape = variation**-2
+    gaps = (random.gammavariate(shape, 1 / (rate * shape)) for _ in range(count))
+    return _arrivals(gaps, lengths, random)
+
+
+def steady(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
+    """Equal gaps."""
+    return _arrivals((1 / rate for _ in range(count)), lengths, random)
+
+
+def _arrivals(gaps: "Iterator[float]", lengths: "Lengths", random: "Random") -> list[Arrival]:
     at = 0.0
     arrivals = []
-    for _ in range(count):
-        at += random.expovariate(rate)
+    for gap in gaps:
+        at += gap
         arrivals.append(Arrival(at, *lengths(random)))
     return arrivals
 
@@ -37,11 +83,97 @@ def orca_lengths(random: "Random") -> tuple[int, int]:
     return random.randint(32, 512), random.randint(1, 128)
 
 
+def skewed_lengths(
+    max_prompt: int = 1024, max_output: int = 1024, exponent: float = 1.2
+) -> "Lengths":
+    """FastServe's synthetic workload: many short requests and a few long ones.
+
+    Both lengths follow Zipf's law, cut off at their maxima and independent of each other:
+    a length of k has probability proportional to k ** -exponent.
+    """
+    prompts, outputs = _zipf(max_prompt, exponent), _zipf(max_output, exponent)
+
+    def draw(random: "Random") -> tuple[int, int]:
+        return prompts(random), outputs(random)
+
+    return draw
+
+
+def _zipf(maximum: int, exponent: float) -> "Callable[[Random], int]":
+    below = list(accumulate(length**-exponent for length in range(1, maximum + 1)))
+    return lambda random: 1 + min(bisect_left(below, random.random() * below[-1]), maximum - 1)
+
+
+def mean_rate(arrivals: "Sequence[Arrival]") -> float:
+    """Requests a second, from the first arrival to the last; 0 if they have no duration."""
+    seconds = arrivals[-1].at - arrivals[0].at if arrivals else 0.0
+    return (len(arrivals) - 1) / seconds if seconds else 0.0
+
+
+def sped_up(arrivals: "Sequence[Arrival]", factor: float) -> list[Arrival]:
+    """The same requests in the same pattern, `factor` times as fast, from second 0 on."""
+    start = arrivals[0].at if arrivals else 0.0
+    return [replace(arrival, at=(arrival.at - start) / factor) for arrival in arrivals]
+
+
+def at_rate(arrivals: "Sequence[Arrival]", rate: float) -> list[Arrival]:
+    """The same requests in the same pattern, at `rate` a second on average."""
+    assert mean_rate(arrivals) > 0.0, "one moment cannot be stretched"
+    return sped_up(arrivals, rate / mean_rate(arrivals))
+
+
+def between(arrivals: "Sequence[Arrival]", start: float, stop: float) -> list[Arrival]:
+    """Who arrived in `[start, stop)` seconds."""
+    return [arrival for arrival in arrivals if start <= arrival.at < stop]
+
+
+def read_trace(path: "Path") -> list[Arrival]:
+    """A CSV or Mooncake JSONL trace, perhaps gzipped, by time. Raises `BadTrace`."""
+    read = read_mooncake if ".jsonl" in path.suffixes else read_csv
+    try:
+        arrivals = sorted(read(path), key=lambda arrival: arrival.at)
+    except (OSError, EOFError) as error:
+        raise BadTrace(f"cannot read the trace {path}: {error}") from error
+    if not arrivals:
+        raise BadTrace(f"the trace {path} has no rows")
+    return arrivals
+
+
 def read_csv(path: "Path") -> "Iterator[Arrival]":
     """Lines of arrival_s,prompt_tokens,output_tokens (the Azure LLM inference traces), perhaps
-    gzipped; a header line is skipped."""
+    gzipped; a header line is skipped. Raises `BadTrace`."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", newline="") as file:
-        for row in csv.reader(file):
-            if row and row[0].replace(".", "", 1).isdigit():
-                yield Arrival(float(row[0]), int(row[1]), int(row[2]))
+        for number, row in enumerate(csv.reader(file), start=1):
+            if not row or (number == 1 and not row[0].replace(".", "", 1).isdigit()):
+                continue
+            try:
+                at, prompt_len, output_len = float(row[0]), int(row[1]), int(row[2])
+            except (ValueError, IndexError) as error:
+                raise BadTrace(f"{path}, line {number}: {error}") from error
+            yield _arrival(path, number, Arrival(at, prompt_len, output_len))
+
+
+def read_mooncake(path: "Path") -> "Iterator[Arrival]":
+    """JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (one per
+    512 prompt tokens; equal ids are a shared prefix), perhaps gzipped. Raises `BadTrace`."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                arrival = Arrival(
+                    at=float(row["timestamp"]) / 1e3,
+                    prompt_len=int(row["input_length"]),
+                    output_len=int(row["output_length"]),
+                    blocks=tuple(map(int, row.get("hash_ids", ()))),
+                )
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise BadTrace(f"{path}, line {number}: {error!r}") from error
+            yield _arrival(path, number, arrival)
+
+
+def _arrival(path: "Path", number: int, arrival: Arrival) -> Arrival:
+    if arrival.prompt_len < 1 or arrival.output_len < 1 or arrival.at < 0.0:
+        raise BadTrace(f"{path}, line {number}: lengths start at 1 and times at 0")
+    return arrival

@@ -1,0 +1,175 @@
+"""The figures of a simulated run: latencies, goodput within an SLO, and the state over time.
+
+TTFT: arrival to first token. ITL: gaps between tokens of one request, pooled. TPOT: (JCT - TTFT)
+/ (tokens - 1). JCT: arrival to last token. Normalized latency: JCT / tokens (Orca, section 6).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+
+from engine.errors import InvalidRequest
+from engine.simulated.trace import mean_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.simulated.play import Fared, Played
+    from engine.simulated.record import Moment, Recorder
+
+MEASURES = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "norm": "normalized latency",
+    "jct": "JCT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What a request must keep to be good, in seconds; None is not asked for."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    norm: float | None = None
+    jct: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "SLO":
+        """`ttft=1,tpot=0.1`; raises `InvalidRequest` naming the part."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                raise InvalidRequest(f"{part!r} is not a limit such as ttft=1", "slo") from None
+            if not limits[name] > 0.0:
+                raise InvalidRequest(f"{part!r} is not above 0", "slo")
+        unknown = limits.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            raise InvalidRequest(f"{min(unknown)!r} is none of {known}", "slo")
+        return cls(**limits)
+
+    def is_met(self, fared: "Fared") -> bool:
+        limits = (
+            (self.ttft, fared.ttft),
+            (self.tpot, fared.tpot or 0.0),
+            (self.norm, fared.normalized_latency),
+            (self.jct, fared.jct),
+        )
+        return all(limit is None or seconds <= limit for limit, seconds in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How samples in seconds are distributed; percentiles are interpolated linearly."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    highest: float
+
+    @classmethod
+    def of(cls, samples: "Sequence[float]") -> "Spread | None":
+        """None for no samples."""
+        if not len(samples):
+            return None
+        values = numpy.asarray(samples, dtype=numpy.float64)
+        p50, p90, p99 = numpy.percentile(values, (50, 90, 99)).tolist()
+        return cls(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run. Rates are per second, from the first arrival to the last token."""
+
+    label: str
+    offered: float  # requests a second that arrived
+    num_arrived: int
+    num_finished: int
+    seconds: float
+    output_tokens: int
+    cached_tokens: int  # of prompts, found in the KV cache
+    num_iterations: int
+    busy_seconds: float
+    num_preempted: int
+    num_good: int  # finished within the SLO
+    spreads: dict[str, Spread | None]
+    moments: "list[Moment]"
+
+    @property
+    def throughput(self) -> float:
+        """Finished requests a second."""
+        return self.num_finished / self.seconds if self.seconds else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that finished within the SLO."""
+        return self.num_good / self.seconds if self.seconds else 0.0
+
+    @property
+    def attainment(self) -> float:
+        """Share of all requests that arrived which finished within the SLO."""
+        return self.num_good / self.num_arrived if self.num_arrived else 0.0
+
+    @property
+    def peak_waiting(self) -> int:
+        return max((moment.waiting for moment in self.moments), default=0)
+
+    @property
+    def peak_slots(self) -> int:
+        return max((moment.held_slots for moment in self.moments), default=0)
+
+    def at(self, measure: str, point: str) -> float | None:
+        """Seconds, such as `at("ttft", "p99")`; None if there was no sample."""
+        spread = self.spreads[measure]
+        return None if spread is None else float(getattr(spread, point))
+
+    def as_json(self) -> dict[str, object]:
+        """All fields, with the rates beside what they are computed from."""
+        names = ("throughput", "output_rate", "goodput", "attainment")
+        rates = {name: getattr(self, name) for name in names}
+        moments = [moment._asdict() for moment in self.moments]
+        return asdict(self) | rates | {"moments": moments}
+
+
+def summarise(label: str, played: "Played", recorder: "Recorder", slo: SLO) -> Figures:
+    """The figures of those who finished; who was refused or lost only lowers attainment."""
+    fared = played.fared
+    arrivals = sorted(
+        [one.arrival for one in fared] + [one.arrival for one in played.lost],
+        key=lambda arrival: arrival.at,
+    )
+    ended = max((one.arrival.at + one.jct for one in fared), default=0.0)
+    return Figures(
+        label=label,
+        offered=mean_rate(arrivals),
+        num_arrived=len(arrivals),
+        num_finished=len(fared),
+        seconds=ended - arrivals[0].at if fared else 0.0,
+        output_tokens=sum(one.arrival.output_len for one in fared),
+        cached_tokens=sum(one.num_cached for one in fared),
+        num_iterations=recorder.num_iterations,
+        busy_seconds=recorder.busy_seconds,
+        num_preempted=recorder.num_preempted,
+        num_good=sum(slo.is_met(one) for one in fared),
+        spreads={
+            "ttft": Spread.of([one.ttft for one in fared]),
+            "itl": Spread.of(recorder.gaps),
+            "tpot": Spread.of([one.tpot for one in fared if one.tpot is not None]),
+            "norm": Spread.of([one.normalized_latency for one in fared]),
+            "jct": Spread.of([one.jct for one in fared]),
+        },
+        moments=recorder.moments,
+    )

@@ -1,0 +1,136 @@
+"""A cost model from a description: the roofline of a model on stages × ranks of a device.
+
+All operators but attention take the longer of reading the weights and multiplying by them; to
+that come the all-reduces inside a stage, the hand-over between stages, and fixed overheads.
+Attention is limited by memory in decodes (each slot is read) and by arithmetic in prefills.
+"""
+
+from dataclasses import dataclass
+
+from engine.cost import CostModel
+from engine.errors import RefusedToStart
+
+_FAR = 1 << 20  # tokens; the cost is a straight line from the ridge of the roofline on
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: dense FLOP/s at the model's dtype, bytes/s and bytes of its memory, and
+    bytes/s in one direction to its neighbours in the machine (`link`) and outside (`network`)."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    network: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder-only model: `parameters` are read by every step; attention is `width` wide
+    (heads × head size) and keeps `kv_bytes` per token, over all layers."""
+
+    name: str
+    parameters: float
+    layers: int
+    hidden: int
+    width: int
+    kv_bytes: float
+    weight_bytes: float = 2.0  # per parameter
+    activation_bytes: float = 2.0  # per element that crosses a link
+    context: int = 2048
+
+    @classmethod
+    def gpt(cls, name: str, layers: int, hidden: int) -> "Shape":
+        """GPT-3's family in fp16: all heads have keys and values of their own."""
+        parameters = layers * 12 * hidden**2 + 50_257 * hidden
+        return cls(name, parameters, layers, hidden, hidden, kv_bytes=4.0 * layers * hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What is reached of the data sheet, and what the data sheet does not say (seconds)."""
+
+    compute: float = 0.6
+    attention: float = 0.4  # of the FLOP/s, in prefills
+    memory: float = 0.8
+    link: float = 0.7
+    usable_memory: float = 0.9
+    per_step: float = 0.0005  # launching, sampling, answering
+    per_layer: float = 5e-6  # norms, residuals, rotary: small kernels between the large ones
+    per_collective: float = 10e-6
+    per_handoff: float = 30e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model on `stages` × `ranks` devices; `slowdown` stretches every second, to
+    fit a measurement of an engine that is further from the roofline."""
+
+    device: Device
+    shape: Shape
+    stages: int = 1
+    ranks: int = 1
+    efficiency: Efficiency = Efficiency()
+    slowdown: float = 1.0
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens whose KV fits beside the weights. Raises `RefusedToStart` if none does."""
+        shape = self.shape
+        memory = self.stages * self.ranks * self.device.memory * self.efficiency.usable_memory
+        slots = int((memory - shape.parameters * shape.weight_bytes) / shape.kv_bytes)
+        if slots < 1:
+            raise RefusedToStart(
+                f"{shape.name} does not fit on {self.stages * self.ranks} × {self.device.name}"
+            )
+        return slots
+
+    def cost(self) -> CostModel:
+        """Seconds of a whole step through all stages, one after the other."""
+        knee = max(1, round(self._ridge()))
+        curve = tuple((n, self._tokens(n)) for n in (0, knee, knee + _FAR))
+        device, kept = self.device, self.efficiency
+        read = self.ranks * device.bandwidth * kept.memory
+        multiply = self.ranks * device.flops * kept.attention
+        return CostModel(
+            curve,
+            per_slot=self.slowdown * self.shape.kv_bytes / read,
+            per_pair=self.slowdown * 4.0 * self.shape.width * self.shape.layers / multiply,
+        )
+
+    def _ridge(self) -> float:
+        """Tokens at which multiplying takes as long as reading the weights."""
+        kept = self.efficiency
+        intensity = self.device.flops * kept.compute / (self.device.bandwidth * kept.memory)
+        return intensity * self.shape.weight_bytes / 2.0
+
+    def _tokens(self, num_tokens: int) -> float:
+        """Seconds of everything but attention."""
+        device, shape, kept = self.device, self.shape, self.efficiency
+        weights = shape.parameters / self.ranks
+        reading = weights * shape.weight_bytes / (device.bandwidth * kept.memory)
+        multiplying = 2.0 * weights * num_tokens / (device.flops * kept.compute)
+        fixed = kept.per_step + shape.layers * kept.per_layer
+        links = self._all_reduces(num_tokens) + self._handoffs(num_tokens)
+        return self.slowdown * (max(reading, multiplying) + fixed + links)
+
+    def _all_reduces(self, num_tokens: int) -> float:
+        """Two a layer, each a ring over the ranks of the stage."""
+        if self.ranks == 1:
+            return 0.0
+        share = 2.0 * (self.ranks - 1) / self.ranks
+        each = share * self._hidden_bytes(num_tokens) / (self.device.link * self.efficiency.link)
+        return 2.0 * self.shape.layers * (each + self.efficiency.per_collective)
+
+    def _handoffs(self, num_tokens: int) -> float:
+        """Each rank hands its share of the hidden states on; it is gathered on the other side."""
+        if self.stages == 1:
+            return 0.0
+        wire = self.ranks * self.device.network * self.efficiency.link
+        each = self._hidden_bytes(num_tokens) / wire + self.efficiency.per_handoff
+        return (self.stages - 1) * each
+
+    def _hidden_bytes(self, num_tokens: int) -> float:
+        return num_tokens * self.shape.hidden * self.shape.activation_bytes

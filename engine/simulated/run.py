@@ -1,0 +1,48 @@
+"""One simulated run: a fresh scheduler, ledger and policy on given hardware, and its figures."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.cost import LiveCost
+from engine.kv import KVLedger
+from engine.scheduler import IterationScheduler
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.figures import SLO, Figures, summarise
+from engine.simulated.play import play_all
+from engine.simulated.record import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.cost import CostModel
+    from engine.ports import Cost, Policy
+    from engine.scheduler import SchedulerSettings
+    from engine.simulated.trace import Arrival
+
+NO_SLO = SLO()
+_NUM_MOMENTS = 500  # samples of the state while requests arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that a run depends on but its arrivals: equal setups and arrivals, equal figures."""
+
+    label: str
+    settings: "SchedulerSettings"
+    policy: "Callable[[Cost], Policy]"
+    cost: "CostModel"
+    num_slots: int
+    block_size: int = 16
+    stages: int = 1
+    slo: SLO = NO_SLO
+
+
+def simulate(setup: Setup, arrivals: "Sequence[Arrival]") -> Figures:
+    """Play the arrivals, which are by time, to the last token of the last request."""
+    recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
+    cost = LiveCost(setup.cost)
+    ledger = KVLedger(max(1, setup.num_slots // setup.block_size), setup.block_size)
+    scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), recorder, cost)
+    recorder.watch(scheduler)
+    played = play_all(scheduler, SimulatedExecutor(setup.cost, setup.stages, draw=None), arrivals)
+    return summarise(setup.label, played, recorder, setup.slo)
