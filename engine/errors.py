@@ -4,8 +4,10 @@ EngineError
 ├── InvalidRequest          the request can never be served as it stands
 │   └── ContextTooLong      prompt + output do not fit the context or the KV cache
 ├── Overloaded              the queue is full; come back in `retry_after` seconds
+│   └── DeadlineUnmeetable  too much is queued to answer before the request's own deadline
 ├── Unavailable             draining, or no worker is alive
-├── RequestFailed           accepted, then lost through our fault
+├── RequestFailed           accepted, and did not come to its end
+│   ├── DeadlineExceeded    its own deadline came before the end of the answer
 │   ├── StepFailed          the iteration that it was part of raised an error
 │   └── WorkerLost          a worker process died or left the connection
 └── RefusedToStart          settings, checkpoint or machine cannot serve: one readable line
@@ -43,12 +45,20 @@ class Overloaded(EngineError):
         self.retry_after = retry_after
 
 
+class DeadlineUnmeetable(Overloaded):
+    """The forecast says that the request would be late; in `retry_after` seconds it might not."""
+
+
 class Unavailable(EngineError):
     """The server takes no requests now: it drains, or it has no worker."""
 
 
 class RequestFailed(EngineError):
-    """An accepted request was lost through our fault."""
+    """An accepted request did not come to its end: by default through our fault."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request's deadline passed; what it had produced by then was delivered."""
 
 
 class StepFailed(RequestFailed):

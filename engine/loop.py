@@ -16,7 +16,7 @@ from engine.stream import TokenStream
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.ports import Clock, StepExecutor, StepFuture
+    from engine.ports import Clock, Policy, StepExecutor, StepFuture
     from engine.scheduler import IterationScheduler
     from engine.step import RequestId
 
@@ -114,7 +114,12 @@ class Engine:
             error = Unavailable("The server shut down before the answer was complete.")
             self._wake(self.scheduler.fail_all(error, self._clock()))
 
+    def switch(self, policy: "Policy") -> None:
+        """Go on under another policy (see `IterationScheduler.switch`)."""
+        self.scheduler.switch(policy, self._clock())
+
     def _submit(self) -> None:
+        self._wake(self.scheduler.expire(self._clock()))
         while len(self._in_flight) < self._executor.depth:
             iteration = self.scheduler.plan(self._clock())
             if iteration is None:

@@ -61,6 +61,10 @@ class Memory:
         if self._terms.reuses_prefixes:
             extend_hashes(request, self._ledger.block_size)
 
+    def num_to_compute(self, request: Request) -> int:
+        """Its tokens that are not in the cache now."""
+        return request.num_tokens - len(self._prefix(request)) * self._ledger.block_size
+
     def publish(self, request: Request) -> None:
         """Let others reuse the blocks that this request has filled."""
         if not self._terms.reuses_prefixes:

@@ -1,6 +1,7 @@
 """RequestPool: every live request, with the counts that plan and admission need."""
 
 from collections import Counter
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from engine.request import TERMINAL, Move, Request, State
@@ -17,6 +18,7 @@ class RequestPool:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
+        self._deadlines: list[tuple[float, RequestId]] = []  # a heap; perhaps of the ended
         self._counts = dict.fromkeys(State, 0)  # of the living, and of the ended so far
         self.waiting_tokens = 0  # prompt and output tokens that waiting requests need computed
 
@@ -47,6 +49,19 @@ class RequestPool:
         self._live[request.request_id] = request
         self._counts[request.state] += 1
         self.waiting_tokens += request.num_tokens
+        if request.ask.deadline is not None:
+            heappush(
+                self._deadlines, (request.arrived_at + request.ask.deadline, request.request_id)
+            )
+
+    def overdue(self, now: float) -> list[Request]:
+        """Live requests whose deadline has passed; each is told once."""
+        found: list[Request] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self._live.get(heappop(self._deadlines)[1])
+            if request is not None:
+                found.append(request)
+        return found
 
     def move(self, request: Request, move: Move) -> None:
         """Make a move of `TRANSITIONS`; a request that ends leaves the pool."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from engine.request import Request
+    from engine.request import Ask, Request
     from engine.step import Step, StepResult
 
 
@@ -56,13 +56,19 @@ class Cost(Protocol):
 class Policy(Protocol):
     """Orders the live requests; holds no KV, reads no clock, drops nobody.
 
-    Every method is called by the scheduler: `arrive` once per request, `ran` after each
-    iteration that the request was part of, `leave` once at its end.
+    Every method is called by the scheduler: `vet` before a request is accepted, `arrive` once
+    per request (wherever in its life it is, when policies are switched), `ran` after each
+    iteration that the request was part of and before the token is counted, `leave` at its end.
     """
 
     @property
     def preempts(self) -> bool:
         """Whether a waiting request may take the KV of less urgent ones that have started."""
+        ...
+
+    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+        """Raise `DeadlineUnmeetable` or `InvalidRequest` if it had better not come; `num_tokens`
+        of its prompt have to be computed."""
         ...
 
     def arrive(self, request: "Request", now: float) -> None: ...

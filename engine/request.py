@@ -9,6 +9,9 @@ along `TRANSITIONS`; an illegal move is our bug and changes nothing.
        │                  └───commit────┘  └──cancel──▶ CANCELLING ──return──▶ CANCELLED
        └───────────lose (device gone)──── READY, RUNNING
 
+WAITING and READY are cancelled at once. Whoever passes its deadline leaves on the same ways, and
+ends EXPIRED.
+
 Orca calls the phases initiation and increment; we say prefill and decode.
 """
 
@@ -31,13 +34,14 @@ class State(StrEnum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    EXPIRED = "expired"
 
     @property
     def is_terminal(self) -> bool:
         return self in TERMINAL
 
 
-TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.FAILED})
+TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.FAILED, State.EXPIRED})
 
 
 class Move(StrEnum):
@@ -50,6 +54,7 @@ class Move(StrEnum):
     PREEMPT = "preempt"
     CANCEL = "cancel"
     RETURN = "return"
+    EXPIRE = "expire"
     FAIL = "fail"
     LOSE = "lose"
 
@@ -57,10 +62,12 @@ class Move(StrEnum):
 TRANSITIONS: dict[tuple[State, Move], State] = {
     (State.WAITING, Move.ADMIT): State.READY,
     (State.WAITING, Move.CANCEL): State.CANCELLED,
+    (State.WAITING, Move.EXPIRE): State.EXPIRED,
     (State.WAITING, Move.FAIL): State.FAILED,
     (State.READY, Move.PLAN): State.RUNNING,
     (State.READY, Move.PREEMPT): State.WAITING,
     (State.READY, Move.CANCEL): State.CANCELLED,
+    (State.READY, Move.EXPIRE): State.EXPIRED,
     (State.READY, Move.FAIL): State.FAILED,
     (State.READY, Move.LOSE): State.WAITING,
     (State.RUNNING, Move.COMMIT): State.READY,
@@ -69,6 +76,7 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
     (State.RUNNING, Move.FAIL): State.FAILED,
     (State.RUNNING, Move.LOSE): State.WAITING,
     (State.CANCELLING, Move.RETURN): State.CANCELLED,
+    (State.CANCELLING, Move.EXPIRE): State.EXPIRED,
 }
 
 
@@ -94,6 +102,7 @@ class Abort(Enum):
     EXPLICIT = "explicit"
     SLOW_CLIENT = "slow_client"
     SHUTDOWN = "shutdown"
+    DEADLINE = "deadline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,10 @@ class Ask:
 
     `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
     caller's name for the request, used in logs only. Prefixes are shared only under equal `salt`.
+
+    For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
+    share is in proportion to `weight`. Deadlines are seconds after arrival: the first token
+    should come before `ttft_deadline`; past `deadline` the request ends, whatever it has produced.
     """
 
     prompt: tuple[int, ...]
@@ -111,6 +124,11 @@ class Ask:
     min_tokens: int = 0
     label: str = ""
     salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    ttft_deadline: float | None = None
+    deadline: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +198,7 @@ class Request:
 
     @property
     def outcome(self) -> str:
-        """`finished`, `cancelled` or `failed`; a stop string is a finish like any other."""
+        """`finished`, `cancelled`, `failed`, `expired`; a stop string is a finish like others."""
         stopped = self.abort is Abort.STOP_STRING
         return "finished" if self.finish or stopped else self.state.value
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from engine.cost import CostModel, LiveCost
 from engine.draft import Draft
-from engine.errors import ContextTooLong, EngineError, Overloaded, WorkerLost
+from engine.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    WorkerLost,
+)
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
 from engine.memory import Admission, Memory, Terms
@@ -88,14 +94,16 @@ class IterationScheduler:
             raise ContextTooLong(prompt_len, max_tokens, self.ledger.num_slots, "KV cache size")
 
     def add(self, ask: Ask, now: float) -> Request:
-        """Accept a request, or raise `ContextTooLong` or `Overloaded` and change nothing."""
+        """Accept a request, or raise `ContextTooLong`, `Overloaded` or, if it would be late,
+        `DeadlineUnmeetable` or `InvalidRequest`, and change nothing."""
         assert ask.prompt, "a prompt has at least one token"
         assert ask.max_tokens > 0, "an answer has at least one token"
         self.check_fits(len(ask.prompt), ask.max_tokens)
         self._check_queue(len(ask.prompt))
         request = Request(RequestId(self._next_request_id), ask, arrived_at=now)
-        self._next_request_id += 1
         self.memory.arrive(request)
+        self.policy.vet(ask, self.memory.num_to_compute(request), now)
+        self._next_request_id += 1
         self.pool.add(request)
         self.policy.arrive(request, now)
         self._observer.arrived(request, now)
@@ -110,6 +118,12 @@ class IterationScheduler:
                 f"The server is full: {waiting} requests with {tokens} tokens are waiting.",
                 retry_after=self.cost.seconds_for(tokens),
             )
+
+    def switch(self, policy: "Policy", now: float) -> None:
+        """Go on under another policy, one with nobody in it; no request is lost or restarted."""
+        for request in self.pool:
+            policy.arrive(request, now)
+        self.policy = self.memory.policy = policy
 
     # Planning
 
@@ -186,7 +200,7 @@ class IterationScheduler:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = next(tokens) if entry.draw is not None else None
             if request.state is State.CANCELLING:
-                self._end(request, Move.RETURN, now)
+                self._return(request, now)
                 continue
             request.num_computed = entry.start + len(entry.tokens)
             self.policy.ran(request, len(entry.tokens), result.seconds, now)
@@ -258,11 +272,27 @@ class IterationScheduler:
         if request.state is State.RUNNING:
             self.pool.move(request, Move.CANCEL)
         else:
-            self._end(request, Move.CANCEL, now)
+            self._end(request, Move.EXPIRE if reason is Abort.DEADLINE else Move.CANCEL, now)
+
+    def expire(self, now: float) -> list[Request]:
+        """End whoever is past its deadline; who is in flight ends at its commit. The requests."""
+        overdue = [request for request in self.pool.overdue(now) if request.abort is None]
+        for request in overdue:
+            request.error = DeadlineExceeded(
+                f"The request's deadline of {request.ask.deadline:g} s passed after "
+                f"{request.produced} of its tokens."
+            )
+            self.cancel(request, Abort.DEADLINE, now)
+        return overdue
+
+    def _return(self, request: Request, now: float) -> None:
+        """Someone who left in flight is back."""
+        expired = request.abort is Abort.DEADLINE
+        self._end(request, Move.EXPIRE if expired else Move.RETURN, now)
 
     def _fail(self, request: Request, error: EngineError, now: float) -> Request:
         if request.state is State.CANCELLING:
-            self._end(request, Move.RETURN, now)
+            self._return(request, now)
         else:
             request.error = error
             self._end(request, Move.FAIL, now)

@@ -1,5 +1,6 @@
 """Scheduling policies by name. A policy only orders; see `engine.ports.Policy`."""
 
-POLICIES: dict[str, str] = {
-    "fcfs": "engine.policy.fcfs:FirstComeFirstServed",
-}
+from engine.policy.settings import PolicySettings
+from engine.policy.table import ORACLES, POLICIES, build
+
+__all__ = ["ORACLES", "POLICIES", "PolicySettings", "build"]

@@ -5,29 +5,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.request import Request
-    from engine.step import RequestId
+    from engine.policy.settings import PolicySettings
+    from engine.ports import Cost
+    from engine.request import Ask, Request
 
 
 class FirstComeFirstServed:
-    """The order of arrival, kept through preemption: who came first is never passed for good."""
+    """The order of arrival, kept through preemption: who came first is never passed for good.
+
+    Costs and settings, given to every policy, are of no interest to it.
+    """
 
     preempts = False
 
-    def __init__(self) -> None:
-        self._live: dict[RequestId, Request] = {}
+    def __init__(
+        self, cost: "Cost | None" = None, settings: "PolicySettings | None" = None
+    ) -> None:
+        self._live: dict[Request, None] = {}
+
+    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+        return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        self._live[request.request_id] = request
+        self._live[request] = None
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         return None
 
     def leave(self, request: "Request", now: float) -> None:
-        del self._live[request.request_id]
+        del self._live[request]
 
     def order(self, now: float) -> "Iterator[Request]":
-        return iter(self._live.values())
-
-    def next_turn(self, now: float) -> float | None:
-        return None
+        return iter(self._live)

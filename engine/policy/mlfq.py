@@ -9,102 +9,94 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from engine.policy.patience import Patience
+from engine.policy.settings import PolicySettings
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.ports import Cost
-    from engine.request import Request
-    from engine.step import RequestId
+    from engine.request import Ask, Request
 
-
-@dataclass(frozen=True, slots=True)
-class QueueSettings:
-    """The quantum of the highest queue in seconds (None: one decode of one request), how much
-    longer each next one is, and after how many seconds of waiting a request starves."""
-
-    base_quantum: float | None = None
-    ratio: float = 2.0
-    num_levels: int = 16
-    starvation_seconds: float = 3.0
-    skips: bool = True
+STARVATION_SECONDS = 3.0  # of the paper's released code
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    request: "Request"
     level: int
     quantum: float  # seconds granted in this level
-    used: float
-    waits_since: float
+    used: float = 0.0
 
 
 class SkipJoinMLFQ:
-    """Queues from short to long quanta; inside a queue, first in, first out."""
+    """Queues from short to long quanta; inside a queue, first in, first out.
+
+    Preemption needs no act of its own: every iteration is taken from the front of the order.
+    """
 
     preempts = True
 
-    def __init__(self, cost: "Cost", settings: QueueSettings | None = None) -> None:
+    def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         self._cost = cost
-        self._settings = settings or QueueSettings()
-        self._levels: list[dict[RequestId, _Job]] = [{} for _ in range(self._settings.num_levels)]
-        self._jobs: dict[RequestId, _Job] = {}  # who waits longest comes first
+        self._settings = settings or PolicySettings()
+        self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
+        self._jobs: dict[Request, _Job] = {}
+        self._patience = Patience(self._settings.starvation_seconds or STARVATION_SECONDS)
+
+    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+        return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        level = self._level_for(self._next_iteration(request)) if self._settings.skips else 0
-        job = _Job(request, level, self._quantum(level), used=0.0, waits_since=now)
-        self._jobs[request.request_id] = job
-        self._levels[level][request.request_id] = job
+        level = self._covering(self._next_iteration(request)) if self._settings.skips else 0
+        self._jobs[request] = _Job(level, self._quantum(level))
+        self._levels[level][request] = None
+        self._patience.watch(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         """Charge the iteration; demote who has used up the quantum of its queue."""
-        job = self._jobs.pop(request.request_id)
-        self._jobs[request.request_id] = job
-        job.waits_since = now
+        self._patience.watch(request, now)
+        job = self._jobs[request]
         job.used += seconds
         if job.used >= job.quantum:
-            covering = self._level_for(self._next_iteration(request))
+            covering = self._covering(self._next_iteration(request))
             last = len(self._levels) - 1
-            self._join(job, min(max(job.level + 1, covering), last))
+            self._join(request, min(max(job.level + 1, covering), last))
 
     def leave(self, request: "Request", now: float) -> None:
-        job = self._jobs.pop(request.request_id)
-        del self._levels[job.level][request.request_id]
+        del self._levels[self._jobs.pop(request).level][request]
+        self._patience.forget(request)
 
     def order(self, now: float) -> "Iterator[Request]":
-        self._promote_the_starving(now)
-        return (job.request for job in chain.from_iterable(map(dict.values, self._levels)))
+        for request in self._patience.starving(now):
+            job = self._join(request, 0)
+            job.quantum = max(job.quantum, self._next_iteration(request))
+        return chain.from_iterable(self._levels)
 
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""
-        return self._jobs[request.request_id].level
+        return self._jobs[request].level
 
-    def _promote_the_starving(self, now: float) -> None:
-        starving = []
-        for job in self._jobs.values():
-            if now - job.waits_since < self._settings.starvation_seconds:
-                break
-            starving.append(job)
-        for job in starving:
-            self._join(job, 0)
-            job.quantum = max(job.quantum, self._next_iteration(job.request))
-            job.waits_since = now
-            self._jobs[job.request.request_id] = self._jobs.pop(job.request.request_id)
-
-    def _join(self, job: _Job, level: int) -> None:
-        del self._levels[job.level][job.request.request_id]
+    def _join(self, request: "Request", level: int) -> _Job:
+        """Go to the end of a queue, with all of its quantum."""
+        job = self._jobs[request]
+        del self._levels[job.level][request]
         job.level, job.quantum, job.used = level, self._quantum(level), 0.0
-        self._levels[level][job.request.request_id] = job
+        self._levels[level][request] = None
+        return job
 
     def _next_iteration(self, request: "Request") -> float:
+        """Seconds of all that the request has to have computed before its next token."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
     def _quantum(self, level: int) -> float:
-        base = self._settings.base_quantum or self._cost.compute(1, 1)
+        base = self._settings.base_quantum or self._cost.compute(1, 0)
         return base * self._settings.ratio**level
 
-    def _level_for(self, seconds: float) -> int:
-        """The highest queue whose quantum covers so many seconds."""
-        for level in range(len(self._levels)):
-            if self._quantum(level) >= seconds:
+    def _covering(self, seconds: float) -> int:
+        """The highest queue whose quantum covers so many seconds; the lowest if none does."""
+        quantum = self._quantum(0)
+        for level in range(len(self._levels) - 1):
+            if quantum >= seconds:
                 return level
+            quantum *= self._settings.ratio
         return len(self._levels) - 1

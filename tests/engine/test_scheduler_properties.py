@@ -1,9 +1,11 @@
-"""The scheduler under any mix of arrivals, lengths, cancels, failures and worker deaths.
+"""The scheduler under any mix of policies, arrivals, cancels, failures and worker deaths.
 
 Whatever happens: no slot is lost or owned twice, every request ends exactly once, nobody who is
 in flight is touched, preemptions are bounded, and when arrivals stop everybody gets served.
+PODWAY_EXAMPLES=10000 runs as many cases.
 """
 
+import os
 from array import array
 from collections import Counter, deque
 
@@ -11,18 +13,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.errors import StepFailed
+from engine.cost import LiveCost
+from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import Silence
 from engine.iteration import Iteration
 from engine.kv import KVLedger
 from engine.memory import Admission
-from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.ports import Policy
 from engine.request import Abort, Ask, Request, State
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Sampling, StepEntry, StepResult
+from tests.turns import HAND
 
 NUM_SLOTS = 24
 END = 3
+STARVATION_SECONDS = 20.0
+NAMES = st.sampled_from([*POLICIES, *ORACLES])
 
 
 class Ends(Silence):
@@ -43,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Drives a scheduler with up to `depth` iterations in flight."""
 
     @initialize(
+        name=NAMES,
         admission=st.sampled_from(Admission),
         depth=st.integers(1, 3),
         block_size=st.sampled_from([1, 2, 4]),
@@ -52,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
+        name: str,
         admission: Admission,
         depth: int,
         block_size: int,
@@ -72,24 +81,70 @@ class SchedulerMachine(RuleBasedStateMachine):
             reuses_prefixes=reuses_prefixes,
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size)
-        self.scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed(), self.ends)
+        self.name = name
+        self.cost = LiveCost(HAND)
+        policy = self.make_policy()
+        self.scheduler = IterationScheduler(bounds, ledger, policy, self.ends, self.cost)
+        self.now = 0.0
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
         self.device: dict[int, tuple[int, ...]] = {}  # by slot: the tokens that its KV is of
 
+    def make_policy(self) -> Policy:
+        settings = PolicySettings(starvation_seconds=STARVATION_SECONDS, seats=2)
+        return build(self.name, self.cost, settings, serves=False)
+
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         max_tokens=st.integers(1, 8),
-        salt=st.sampled_from(["", "mine"]),
+        tenant=st.sampled_from(["", "mine"]),
+        priority=st.integers(-1, 1),
+        ttft_deadline=st.sampled_from([None, 5.0, 50.0]),
+        deadline=st.sampled_from([None, None, 10.0]),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, salt: str) -> None:
-        ask = Ask(tuple(prompt), max_tokens, Sampling(), frozenset({END}), salt=salt)
-        self.requests.append(self.scheduler.add(ask, 0.0))
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        tenant: str,
+        priority: int,
+        ttft_deadline: float | None,
+        deadline: float | None,
+    ) -> None:
+        ask = Ask(
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=Sampling(),
+            end_ids=frozenset({END}),
+            salt=tenant,
+            tenant=tenant,
+            priority=priority,
+            ttft_deadline=ttft_deadline,
+            deadline=deadline,
+        )
+        before = repr(self.scheduler)
+        try:
+            self.requests.append(self.scheduler.add(ask, self.now))
+        except (DeadlineUnmeetable, InvalidRequest):
+            assert self.name == "deadline"
+            assert repr(self.scheduler) == before
+
+    @rule(name=NAMES)
+    def switch(self, name: str) -> None:
+        self.name = name
+        self.scheduler.switch(self.make_policy(), self.now)
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 7.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for request in self.scheduler.expire(self.now):
+            assert request.ask.deadline is not None
+            assert self.now >= request.arrived_at + request.ask.deadline
 
     @rule()
     def plan(self) -> None:
         if len(self.in_flight) < self.depth:
-            iteration = self.scheduler.plan(0.0)
+            iteration = self.scheduler.plan(self.now)
             if iteration is not None:
                 self.check_iteration(iteration)
                 self.in_flight.append(iteration)
@@ -120,18 +175,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, tokens: list[int]) -> None:
         iteration = self.in_flight.popleft()
         draws = sum(entry.draw is not None for entry in iteration.step.entries)
-        result = StepResult(iteration.step.step_id, tuple(tokens[:draws]), 0.01)
-        for delivery in self.scheduler.commit(iteration, result, 0.0):
+        seconds = HAND.step(iteration.step)
+        self.now += seconds
+        result = StepResult(iteration.step.step_id, tuple(tokens[:draws]), seconds)
+        for delivery in self.scheduler.commit(iteration, result, self.now):
             assert delivery.request.abort is None
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def fail(self) -> None:
-        self.scheduler.fail(self.in_flight.popleft(), StepFailed("boom"), 0.0)
+        self.scheduler.fail(self.in_flight.popleft(), StepFailed("boom"), self.now)
 
     @rule()
     def lose_the_worker(self) -> None:
-        self.scheduler.lose_device(self.in_flight, 0.0)
+        self.scheduler.lose_device(self.in_flight, self.now)
         self.in_flight.clear()
         self.device.clear()
         assert self.scheduler.ledger.num_held == 0
@@ -140,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1 << 16))
     def cancel(self, which: int) -> None:
         request = self.requests[which % len(self.requests)]
-        self.scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+        self.scheduler.cancel(request, Abort.CLIENT_GONE, self.now)
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
@@ -152,7 +209,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.ends.count[request.request_id] == int(request.state.is_terminal)
             assert (request.request_id in live) != request.state.is_terminal
             assert request.num_preemptions <= self.scheduler.settings.max_preemptions
-        assert list(self.scheduler.policy.order(0.0)) == list(self.scheduler.pool)
+        order = list(self.scheduler.policy.order(self.now))
+        assert len(order) == len(live)
+        assert {request.request_id for request in order} == live
         assert max(self.ends.freed_after, default=0) <= self.depth
 
     def teardown(self) -> None:
@@ -172,4 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "200")),
+    stateful_step_count=50,
+    deadline=None,
+)

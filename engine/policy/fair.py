@@ -1,0 +1,100 @@
+"""Fair shares between tenants: the virtual token counter (VTC; Sheng et al., OSDI 2024).
+
+Each tenant has a counter of the tokens that were really computed for it; whoever has had least
+goes first. A tenant that comes back is lifted to the least of those who stayed, so that absence
+earns no credit. Within a tenant, first come, first served.
+"""
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
+
+from engine.policy.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.ports import Cost
+    from engine.request import Ask, Request
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    name: str
+    index: int  # decides between equal counters
+    counter: float
+    requests: "dict[Request, None]" = field(default_factory=dict)
+
+
+class VirtualTokenCounter:
+    """Tokens served per tenant, weighted by input and output and by the tenant's own weight.
+
+    Prompt tokens found in the cache cost nothing; tokens computed again after a preemption do.
+    """
+
+    preempts = False
+
+    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+        self._settings = settings or PolicySettings()
+        self._active: dict[str, _Tenant] = {}
+        self._absent: dict[str, float] = {}  # counters that are ahead of the floor
+        self._last_counter = 0.0  # of the last tenant to leave
+        self._num_tenants = 0
+
+    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+        return None
+
+    def arrive(self, request: "Request", now: float) -> None:
+        assert request.ask.weight > 0.0, "a tenant's share is positive"
+        name = request.ask.tenant
+        tenant = self._active.get(name)
+        if tenant is None:
+            counter = self._lifted(name)
+            tenant = self._active[name] = _Tenant(name, self._num_tenants, counter)
+            self._num_tenants += 1
+        tenant.requests[request] = None
+
+    def _lifted(self, name: str) -> float:
+        """The counter to come back with; counters that would be lifted anyway are forgotten."""
+        floor = min((t.counter for t in self._active.values()), default=self._last_counter)
+        counter = max(floor, self._absent.pop(name, floor))
+        self._absent = {who: ahead for who, ahead in self._absent.items() if ahead > floor}
+        return counter
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        is_decode = num_tokens == 1 and bool(request.output) and not request.remaining
+        charge = self._charge(request, num_tokens, is_decode)
+        self._active[request.ask.tenant].counter += charge
+
+    def leave(self, request: "Request", now: float) -> None:
+        tenant = self._active[request.ask.tenant]
+        del tenant.requests[request]
+        if not tenant.requests:
+            del self._active[tenant.name]
+            self._absent[tenant.name] = self._last_counter = tenant.counter
+
+    def order(self, now: float) -> "Iterator[Request]":
+        """Always the next request of the tenant that would have had least by then."""
+        heap = [(t.counter, t.index, iter(t.requests)) for t in self._active.values()]
+        heapify(heap)
+        while len(heap) > 1:
+            counter, index, queue = heap[0]
+            request = next(queue, None)
+            if request is None:
+                heappop(heap)
+                continue
+            yield request
+            is_decode = request.remaining == 1 and bool(request.output)
+            charge = self._charge(request, request.remaining, is_decode)
+            heapreplace(heap, (counter + charge, index, queue))
+        if heap:
+            yield from heap[0][2]
+
+    def counter(self, tenant: str) -> float:
+        """Weighted tokens that count for a tenant with live requests."""
+        return self._active[tenant].counter
+
+    def _charge(self, request: "Request", num_tokens: int, is_decode: bool) -> float:
+        settings = self._settings
+        weight = settings.output_weight if is_decode else settings.input_weight
+        return num_tokens * weight / request.ask.weight

@@ -1,0 +1,67 @@
+"""By the priority that the caller gave: lower first as in vLLM, then in order of arrival."""
+
+from bisect import insort
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from engine.policy.patience import Patience
+from engine.policy.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.ports import Cost
+    from engine.request import Ask, Request
+
+STARVATION_SECONDS = 60.0
+
+
+class LowestPriorityFirst:
+    """Strict classes, with one way out of waiting for ever: whoever starves goes ahead of all
+    classes, behind those who starved before, and stays there until it ends."""
+
+    preempts = True
+
+    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+        limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS
+        self._patience = Patience(limit)
+        self._rescued: dict[Request, None] = {}
+        self._classes: dict[int, dict[Request, None]] = {}
+        self._priorities: list[int] = []  # of the classes, ascending
+
+    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+        return None
+
+    def arrive(self, request: "Request", now: float) -> None:
+        priority = request.ask.priority
+        if priority not in self._classes:
+            self._classes[priority] = {}
+            insort(self._priorities, priority)
+        self._classes[priority][request] = None
+        self._patience.watch(request, now)
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        if request not in self._rescued:
+            self._patience.watch(request, now)
+
+    def leave(self, request: "Request", now: float) -> None:
+        self._patience.forget(request)
+        if request in self._rescued:
+            del self._rescued[request]
+        else:
+            self._remove(request)
+
+    def order(self, now: float) -> "Iterator[Request]":
+        for request in self._patience.starving(now):
+            self._patience.forget(request)
+            self._remove(request)
+            self._rescued[request] = None
+        classes = [self._classes[priority] for priority in self._priorities]
+        return chain(self._rescued, chain.from_iterable(classes))
+
+    def _remove(self, request: "Request") -> None:
+        priority = request.ask.priority
+        del self._classes[priority][request]
+        if not self._classes[priority]:
+            del self._classes[priority]
+            self._priorities.remove(priority)

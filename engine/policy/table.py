@@ -1,0 +1,35 @@
+"""Policies by name. What knows more than a server can know is an oracle: simulation only."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from engine.policy.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from engine.ports import Cost, Policy
+
+POLICIES: dict[str, str] = {
+    "fcfs": "engine.policy.fcfs:FirstComeFirstServed",
+    "mlfq": "engine.policy.mlfq:SkipJoinMLFQ",
+    "priority": "engine.policy.priority:LowestPriorityFirst",
+    "fair": "engine.policy.fair:VirtualTokenCounter",
+    "deadline": "engine.policy.deadline:EarliestFeasibleFirst",
+}
+ORACLES: dict[str, str] = {
+    "srpt": "engine.policy.srpt:ShortestRemainingFirst",
+}
+
+
+def build(
+    name: str, cost: "Cost", settings: PolicySettings | None = None, *, serves: bool = True
+) -> "Policy":
+    """The policy of that name, with nobody in it; ValueError if there is none.
+
+    An oracle is built only where `serves` is False.
+    """
+    known = POLICIES if serves else POLICIES | ORACLES
+    if name not in known:
+        reason = " (simulation only)" if name in ORACLES else ""
+        raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
+    module, _, kind = known[name].partition(":")
+    return cast("Policy", getattr(import_module(module), kind)(cost, settings or PolicySettings()))

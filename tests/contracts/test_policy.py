@@ -1,0 +1,131 @@
+"""The contract of `Policy`: it loses none, doubles none, and starves none beyond its bound."""
+
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from engine.memory import Admission
+from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.ports import Policy
+from engine.request import Abort, Ask, Request, State
+from engine.step import RequestId
+from tests.turns import HAND, a_scheduler, an_ask, answer, play, turn
+
+NAMES = [*POLICIES, *ORACLES]
+STARVATION_SECONDS = 20.0
+
+
+def make(name: str) -> Policy:
+    return build(name, HAND, PolicySettings(STARVATION_SECONDS), serves=False)
+
+
+@pytest.fixture(params=NAMES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    return make(request.param)
+
+
+def any_ask(random: Random) -> Ask:
+    """Lengths, tenants, priorities and first-token deadlines of all kinds."""
+    return an_ask(
+        random.randint(1, 20),
+        random.randint(1, 12),
+        priority=random.randint(-1, 1),
+        tenant=random.choice("abc"),
+        weight=random.choice([1.0, 2.0]),
+        ttft_deadline=random.choice([None, 500.0, 1000.0]),
+    )
+
+
+def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy) -> None:
+    random = Random(1)
+    live = {}
+    now = 0.0
+    for number in range(300):
+        now += random.random()
+        request = Request(RequestId(number), any_ask(random), arrived_at=now)
+        live[number] = request
+        policy.arrive(request, now)
+        for other in random.sample(list(live.values()), min(len(live), 4)):
+            done = random.randint(1, other.remaining)
+            other.num_computed += done
+            policy.ran(other, done, HAND.compute(done, 0), now)
+            if not other.remaining:
+                other.output.append(5)
+        if random.random() < 0.8:
+            gone = live.pop(random.choice(list(live)))
+            policy.leave(gone, now)
+        order = list(policy.order(now))
+        assert len(order) == len(live)
+        assert {request.request_id for request in order} == live.keys()
+    for request in list(live.values()):
+        policy.leave(request, now)
+    assert list(policy.order(now)) == []
+
+
+def test_the_order_is_the_same_when_asked_again_at_the_same_moment(policy: Policy) -> None:
+    random = Random(2)
+    for number in range(40):
+        policy.arrive(Request(RequestId(number), any_ask(random), arrived_at=0.0), 0.0)
+    for now in (0.0, 10.0, STARVATION_SECONDS, 3 * STARVATION_SECONDS):
+        outer = policy.order(now)
+        first = [next(outer), next(outer)]
+        inner = list(policy.order(now))  # as the memory does when it looks for victims
+        assert first + list(outer) == inner
+
+
+@pytest.mark.parametrize("admission", Admission)
+@pytest.mark.parametrize("name", NAMES)
+def test_everybody_is_served_in_full_and_the_same_way_twice(
+    name: str, admission: Admission
+) -> None:
+    def run() -> list[tuple[float | None, int]]:
+        random = Random(3)
+        moments = sorted(random.uniform(0.0, 150.0) for _ in range(60))
+        arrivals = [(at, any_ask(random)) for at in moments]
+        scheduler = a_scheduler(make(name), num_slots=64, max_batch_size=3, admission=admission)
+        requests = play(scheduler, arrivals)
+        assert all(request.state is State.FINISHED for request in requests)
+        assert all(request.produced == request.ask.max_tokens for request in requests)
+        return [(request.last_token_at, request.num_preemptions) for request in requests]
+
+    assert run() == run()
+
+
+def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy) -> None:
+    """A flood fills every seat: it is shorter, more urgent, and due before. The one request of
+    another tenant has to come to its end all the same."""
+    scheduler = a_scheduler(policy, num_slots=40)
+    wanted = an_ask(9, 6, priority=5, tenant="modest")
+    favoured = an_ask(1, 1, priority=0, tenant="greedy", ttft_deadline=15.0)
+    now, arrived = 0.0, 0
+    disfavoured = scheduler.add(wanted, now)
+    while not disfavoured.state.is_terminal:
+        while arrived <= now:
+            scheduler.add(favoured, now)
+            arrived += 1
+        now = turn(scheduler, now)
+        waited = now - (disfavoured.last_token_at or disfavoured.arrived_at)
+        assert waited <= 2 * STARVATION_SECONDS + 10.0
+    assert disfavoured.state is State.FINISHED
+
+
+@pytest.mark.parametrize(("before", "after"), list(permutations(NAMES, 2)))
+def test_policies_are_switched_without_losing_anybody(before: str, after: str) -> None:
+    random = Random(4)
+    scheduler = a_scheduler(make(before), num_slots=60, max_batch_size=3)
+    requests = [scheduler.add(any_ask(random), 0.0) for _ in range(12)]
+    now = 0.0
+    for _ in range(6):
+        now = turn(scheduler, now)
+    in_flight = scheduler.plan(now)
+    assert in_flight is not None
+    gone = in_flight.requests[0]
+    scheduler.cancel(gone, Abort.CLIENT_GONE, now)
+    live = set(scheduler.pool)
+    scheduler.switch(make(after), now)
+    assert set(scheduler.policy.order(now)) == live
+    now = answer(scheduler, in_flight, now)
+    while scheduler.pool:
+        now = turn(scheduler, now)
+    assert all(request.state is State.FINISHED for request in requests if request is not gone)

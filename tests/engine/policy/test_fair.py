@@ -1,0 +1,114 @@
+"""The virtual token counter: charges, lifts, weights, and the bound of its paper."""
+
+import pytest
+
+from engine.policy import PolicySettings
+from engine.policy.fair import VirtualTokenCounter
+from engine.request import Request
+from tests.turns import a_request, a_scheduler, an_ask, ends, play, turn
+
+
+def names(policy: VirtualTokenCounter) -> list[str]:
+    return [request.ask.tenant for request in policy.order(0.0)]
+
+
+def test_prompts_count_once_and_answers_twice_and_each_token_when_it_is_computed() -> None:
+    policy = VirtualTokenCounter()
+    scheduler = a_scheduler(policy)
+    scheduler.add(an_ask(10, 9, tenant="a"), 0.0)
+    counters = []
+    for _ in range(4):
+        turn(scheduler, 0.0)
+        counters.append(policy.counter("a"))
+    assert counters == [8.0, 10.0, 12.0, 14.0]
+
+
+def test_tokens_found_in_the_cache_cost_nothing() -> None:
+    policy = VirtualTokenCounter()
+    scheduler = a_scheduler(policy, reuses_prefixes=True)
+    for tenant in ("a", "b"):
+        scheduler.add(an_ask(8, 2, tenant=tenant), 0.0)
+    turn(scheduler, 0.0)
+    turn(scheduler, 0.0)
+    assert (policy.counter("a"), policy.counter("b")) == (8.0, 1.0)
+
+
+def test_the_next_is_always_of_the_tenant_that_would_have_had_least() -> None:
+    policy = VirtualTokenCounter()
+    for number, (tenant, prompt_len) in enumerate([("a", 4), ("a", 4), ("a", 4), ("b", 2)]):
+        policy.arrive(a_request(number, prompt_len, 9, tenant=tenant), 0.0)
+    for number in range(4, 7):
+        policy.arrive(a_request(number, 2, 9, tenant="b"), 0.0)
+    assert names(policy) == ["a", "b", "b", "a", "b", "b", "a"]
+
+
+def test_a_newcomer_starts_from_the_least_of_those_who_are_there() -> None:
+    policy = VirtualTokenCounter()
+    requests = [a_request(number, 200, 9, tenant="ab"[number]) for number in range(2)]
+    for request in requests:
+        policy.arrive(request, 0.0)
+    for request, num_tokens in zip(requests, (100, 70), strict=True):
+        policy.ran(request, num_tokens, 1.0, 0.0)
+    assert (policy.counter("a"), policy.counter("b")) == (100.0, 70.0)
+    policy.arrive(a_request(2, 1, 9, tenant="c"), 0.0)
+    assert policy.counter("c") == 70.0
+
+
+def test_leaving_and_coming_back_wipes_nothing_out() -> None:
+    policy = VirtualTokenCounter()
+    greedy, modest = a_request(0, 200, 9, tenant="greedy"), a_request(1, 200, 9, tenant="modest")
+    policy.arrive(greedy, 0.0)
+    policy.arrive(modest, 0.0)
+    policy.ran(greedy, 100, 1.0, 0.0)
+    policy.leave(greedy, 0.0)
+    policy.arrive(a_request(2, 1, 9, tenant="greedy"), 0.0)
+    assert policy.counter("greedy") == 100.0
+    policy.leave(modest, 0.0)
+    policy.arrive(a_request(3, 1, 9, tenant="modest"), 0.0)
+    assert policy.counter("modest") == 100.0
+
+
+def test_after_an_empty_spell_everybody_starts_from_who_left_last() -> None:
+    policy = VirtualTokenCounter()
+    request = a_request(0, 50, 9, tenant="a")
+    policy.arrive(request, 0.0)
+    policy.ran(request, 50, 1.0, 0.0)
+    policy.leave(request, 0.0)
+    policy.arrive(a_request(1, 1, 9, tenant="b"), 0.0)
+    assert policy.counter("b") == 50.0
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_two_busy_tenants_get_tokens_in_proportion_to_their_weights(weight: float) -> None:
+    policy = VirtualTokenCounter()
+    scheduler = a_scheduler(policy)
+    light = [scheduler.add(an_ask(5, 20, tenant="light"), 0.0) for _ in range(9)]
+    heavy = [scheduler.add(an_ask(5, 20, tenant="heavy", weight=weight), 0.0) for _ in range(9)]
+    for _ in range(120):
+        turn(scheduler, 0.0)
+        apart = abs(policy.counter("light") - policy.counter("heavy"))
+        assert apart <= 5.0  # a prompt; twice the largest charge is the bound of the paper
+
+    def served(requests: list[Request]) -> int:
+        return sum(min(r.num_computed, 5) + 2 * r.produced for r in requests)
+
+    assert served(heavy) == pytest.approx(weight * served(light), rel=0.15)
+
+
+def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
+    greedy = [(0.0, an_ask(1, 4, tenant="greedy"))] * 10
+    modest = (0.5, an_ask(1, 2, tenant="modest"))
+    requests = play(a_scheduler(VirtualTokenCounter()), [*greedy, modest])
+    assert ends(requests[-1:]) == [4.0]
+
+
+def test_weights_of_input_and_output_can_be_set() -> None:
+    policy = VirtualTokenCounter(settings=PolicySettings(input_weight=3.0, output_weight=7.0))
+    request = a_request(0, 4, 9, tenant="a")
+    policy.arrive(request, 0.0)
+    request.num_computed = 4
+    policy.ran(request, 4, 1.0, 0.0)
+    request.output.append(5)
+    request.num_computed = 5
+    policy.ran(request, 1, 1.0, 0.0)
+    assert policy.counter("a") == 3.0 * 4 + 7.0

@@ -1,0 +1,136 @@
+"""Skip-join MLFQ on costs made by hand: levels, instants, starvation, preemption."""
+
+import pytest
+
+from engine.cost import CostModel
+from engine.policy import PolicySettings
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy.mlfq import SkipJoinMLFQ
+from engine.request import Request, State
+from tests.turns import HAND, a_request, a_scheduler, an_ask, ends, play, turn
+
+
+def compute(policy: SkipJoinMLFQ, request: Request, num_tokens: int, now: float = 0.0) -> int:
+    """The policy is told of an iteration with nobody else in it; the level afterwards."""
+    seconds = HAND.compute(num_tokens, request.num_computed)
+    request.num_computed += num_tokens
+    policy.ran(request, num_tokens, seconds, now)
+    if not request.remaining:
+        request.output.append(5)
+    return policy.level(request)
+
+
+@pytest.mark.parametrize(("prompt_len", "level"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
+def test_a_request_joins_the_highest_queue_whose_quantum_covers_its_first_iteration(
+    prompt_len: int, level: int
+) -> None:
+    policy = SkipJoinMLFQ(HAND)
+    request = a_request(0, prompt_len, 9)
+    policy.arrive(request, 0.0)
+    assert policy.level(request) == level
+
+
+def test_what_no_quantum_covers_joins_the_lowest_queue() -> None:
+    policy = SkipJoinMLFQ(HAND, PolicySettings(num_levels=3))
+    request = a_request(0, 400, 9)
+    policy.arrive(request, 0.0)
+    assert policy.level(request) == 2
+    assert compute(policy, request, 400) == 2
+
+
+def test_without_skips_everybody_joins_the_highest_queue() -> None:
+    policy = SkipJoinMLFQ(HAND, PolicySettings(skips=False))
+    request = a_request(0, 15, 9)
+    policy.arrive(request, 0.0)
+    assert policy.level(request) == 0
+    # Two seconds of one are used, and the twelve tokens that are left take six and a half.
+    assert compute(policy, request, 3) == 3
+
+
+def test_a_quantum_lasts_twice_as_long_in_each_next_queue() -> None:
+    policy = SkipJoinMLFQ(HAND)
+    request = a_request(0, 1, 99)
+    policy.arrive(request, 0.0)
+    levels = [compute(policy, request, 1) for _ in range(15)]
+    assert levels == [1] + [1, 2] + [2, 2, 2, 3] + [3] * 7 + [4]
+
+
+def test_the_base_quantum_is_the_shortest_iteration_unless_given() -> None:
+    cost = CostModel.linear(per_step=0.25, per_token=0.25, per_slot=0.0)
+    policy = SkipJoinMLFQ(cost, PolicySettings(base_quantum=8.0))
+    request = a_request(0, 30, 9)
+    policy.arrive(request, 0.0)
+    assert policy.level(request) == 0
+
+
+def test_short_answers_overtake_a_long_one_that_came_first() -> None:
+    arrivals = [(0.0, an_ask(1, 10)), (2.5, an_ask(1, 2))]
+    long, short = play(a_scheduler(SkipJoinMLFQ(HAND)), arrivals)
+    assert ends([long, short]) == [12.0, 5.0]
+    assert long.num_preemptions == 0  # it kept its KV while the other ran
+    assert ends(play(a_scheduler(FirstComeFirstServed()), arrivals)) == [10.0, 12.0]
+
+
+def test_a_long_prompt_lets_pass_whoever_comes_before_it_starts() -> None:
+    arrivals = [(0.0, an_ask(1, 1)), (0.25, an_ask(7, 1)), (0.5, an_ask(1, 3))]
+    assert ends(play(a_scheduler(SkipJoinMLFQ(HAND)), arrivals)) == [1.0, 8.0, 4.0]
+
+
+def test_the_starving_are_promoted_with_enough_quantum_for_their_next_iteration() -> None:
+    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=3.0))
+    request, young = a_request(0, 7, 9), a_request(1, 1, 9)
+    policy.arrive(request, 0.0)
+    policy.arrive(young, 0.0)
+    compute(policy, young, 1, now=2.9)
+    assert list(policy.order(2.9)) == [young, request]
+    assert list(policy.order(3.0)) == [request, young]
+    assert policy.level(request) == 0
+    # Chunks of one token take a second each; the prompt at one go would take four.
+    assert [compute(policy, request, 1, now=3.0) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_a_starving_request_runs_at_the_limit_though_newcomers_never_end() -> None:
+    flood = [(float(second), an_ask(1, 1)) for second in range(40)]
+    arrivals = sorted([*flood, (0.0, an_ask(7, 1))], key=lambda arrival: arrival[0])
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=10.0)))
+    (starved,) = (r for r in play(scheduler, arrivals) if r.prompt_len == 7)
+    # Promoted at 10, behind the one that arrived at that moment; then four seconds of prompt.
+    assert starved.last_token_at == 15.0
+
+
+def test_a_request_in_flight_does_not_starve() -> None:
+    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=3.0))
+    request = a_request(0, 7, 9)
+    policy.arrive(request, 0.0)
+    request.state = State.RUNNING
+    list(policy.order(5.0))
+    assert policy.level(request) == 2
+
+
+def test_a_newcomer_takes_the_memory_of_who_has_sunk() -> None:
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND), num_slots=12)
+    long = scheduler.add(an_ask(4, 8), 0.0)
+    now = 0.0
+    while long.produced < 4:
+        now = turn(scheduler, now)
+    short = scheduler.add(an_ask(6, 1), now)  # in a higher queue, and wants six slots
+    turn(scheduler, now)
+    assert (short.state, long.state) == (State.FINISHED, State.WAITING)
+    assert (long.num_preemptions, long.num_computed) == (1, 0)
+
+
+def test_to_order_and_take_a_batch_asks_no_cost_however_many_live() -> None:
+    asked: list[int] = []
+
+    class Counting(CostModel):
+        def compute(self, num_tokens: int, start: int) -> float:
+            asked.append(num_tokens)
+            return super().compute(num_tokens, start)
+
+    policy = SkipJoinMLFQ(Counting(HAND.curve, 0.0, 0.0))
+    for number in range(2000):
+        policy.arrive(a_request(number, 1 + number % 50, 9), 0.0)
+    asked.clear()
+    order = policy.order(1.0)
+    assert [next(order).prompt_len for _ in range(3)] == [1, 1, 1]
+    assert not asked

@@ -1,0 +1,42 @@
+"""The oracle: least work left first, and only in a simulation."""
+
+import pytest
+
+from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.policy.srpt import ShortestRemainingFirst
+from tests.turns import HAND, a_scheduler, an_ask, ends, play
+
+
+def test_the_shortest_remaining_work_goes_first() -> None:
+    arrivals = [(0.0, an_ask(1, 10)), (0.5, an_ask(7, 1)), (1.5, an_ask(1, 2)), (7.0, an_ask(1, 6))]
+    requests = play(a_scheduler(ShortestRemainingFirst(HAND)), arrivals)
+    assert ends(requests) == [22.0, 5.0, 7.0, 13.0]
+
+
+def test_a_limit_to_starving_can_be_set() -> None:
+    flood = [(float(second), an_ask(1, 1)) for second in range(30)]
+    arrivals = sorted([*flood, (0.0, an_ask(1, 3))], key=lambda arrival: arrival[0])
+
+    def end(settings: PolicySettings) -> float | None:
+        requests = play(a_scheduler(ShortestRemainingFirst(HAND, settings)), arrivals)
+        return max(requests, key=lambda request: request.produced).last_token_at
+
+    assert end(PolicySettings()) == 33.0
+    assert end(PolicySettings(starvation_seconds=10.0)) == 13.0
+
+
+def test_a_server_is_not_given_an_oracle() -> None:
+    assert "srpt" not in POLICIES
+    with pytest.raises(ValueError, match=r"not 'srpt' \(simulation only\)"):
+        build("srpt", HAND)
+    assert isinstance(build("srpt", HAND, serves=False), ShortestRemainingFirst)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *ORACLES])
+def test_every_name_in_the_tables_can_be_built(name: str) -> None:
+    assert list(build(name, HAND, serves=False).order(0.0)) == []
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"one of fcfs, mlfq, .*, not 'lifo'$"):
+        build("lifo", HAND)
