@@ -53,7 +53,11 @@ class CostModel:
 
     def step(self, step: "Step") -> float:
         """Seconds of a whole step."""
-        total = self.tokens(step.num_tokens)
+        num_tokens = step.num_tokens
+        if num_tokens == len(step.entries):  # decodes only: the common case, on the hot path
+            slots = sum([entry.start for entry in step.entries]) + num_tokens
+            return self.tokens(num_tokens) + self.per_slot * slots
+        total = self.tokens(num_tokens)
         for entry in step.entries:
             total += self.attention(len(entry.tokens), entry.start)
         return total
@@ -79,13 +83,14 @@ class LiveCost:
 
     def observe(self, step: "Step", seconds: float) -> None:
         """An iteration took `seconds`."""
-        if seconds <= 0.0 or not step.num_tokens:
+        num_tokens = step.num_tokens
+        if seconds <= 0.0 or not num_tokens:
             return
-        latest = step.num_tokens / seconds
+        latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         predicted = self.model.step(step)
         if predicted > 0.0:
-            self._scale(step.num_tokens, 1.0 + self._weight * (seconds / predicted - 1.0))
+            self._scale(num_tokens, 1.0 + self._weight * (seconds / predicted - 1.0))
 
     def _scale(self, num_tokens: int, factor: float) -> None:
         """Scale the two points around `num_tokens`, and keep the curve rising."""

@@ -33,7 +33,7 @@ class Draft:
         is_last = stop == request.num_tokens
         is_decode = num_tokens == 1 and is_last and bool(request.output)
         tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
-        draw = _draw(request) if is_last else None
+        draw = request.fixed_draw or _draw(request) if is_last else None
         blocks = ledger.table(request.request_id)
         entry = StepEntry(request.request_id, start, tokens, blocks, draw)
         (self._decodes if is_decode else self._prefills).append((request, entry))
@@ -55,7 +55,8 @@ def _draw(request: "Request") -> Draw:
     ask = request.ask
     sampling = ask.sampling
     if not ask.min_tokens and not sampling.reads_output:
-        return Draw(sampling)
+        request.fixed_draw = Draw(sampling)
+        return request.fixed_draw
     return Draw(
         sampling=sampling,
         banned=tuple(sorted(ask.end_ids)) if request.produced < ask.min_tokens else (),

@@ -138,10 +138,6 @@ class KVLedger:
                 self._hash[block] = block_hash
         holding.num_published = max(holding.num_published, len(hashes))
 
-    def num_published(self, request_id: "RequestId") -> int:
-        """Leading blocks of the request that `adopt` or `publish` has named."""
-        return self._held[request_id].num_published
-
     def num_private(self, request_id: "RequestId") -> int:
         """Blocks that nobody else holds: what its release makes available."""
         return sum(self._holders[block] == 1 for block in self._held[request_id].blocks)

@@ -65,13 +65,12 @@ class Memory:
         """Its tokens that are not in the cache now."""
         return request.num_tokens - len(self._prefix(request)) * self._ledger.block_size
 
-    def publish(self, request: Request) -> None:
-        """Let others reuse the blocks that this request has filled."""
-        if not self._terms.reuses_prefixes:
-            return
-        num_full = request.num_computed // self._ledger.block_size
-        if num_full > self._ledger.num_published(request.request_id):
-            extend_hashes(request, self._ledger.block_size)
+    def publish(self, request: Request, start: int) -> None:
+        """Let others reuse the blocks that it has filled from position `start` on."""
+        size = self._ledger.block_size
+        num_full = request.num_computed // size
+        if num_full > start // size and self._terms.reuses_prefixes:
+            extend_hashes(request, size)
             self._ledger.publish(request.request_id, request.block_hashes[:num_full])
 
     def admit(self, request: Request, now: float) -> bool:

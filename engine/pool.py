@@ -66,8 +66,7 @@ class RequestPool:
     def move(self, request: Request, move: Move) -> None:
         """Make a move of `TRANSITIONS`; a request that ends leaves the pool."""
         before = request.state
-        request.move(move)
-        after = request.state
+        after = request.move(move)
         self._counts[before] -= 1
         self._counts[after] += 1
         if before is State.WAITING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
-    from engine.step import RequestId, Sampling
+    from engine.step import Draw, RequestId, Sampling
 
 
 class State(StrEnum):
@@ -140,6 +140,7 @@ class Request:
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
+    fixed_draw: "Draw | None" = None  # the draw of each of its tokens, if all are alike
     num_computed: int = 0  # tokens whose KV is on the device
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
@@ -156,11 +157,12 @@ class Request:
     ended_at: float | None = None
     cancelled_in: int | None = None  # iterations committed when the cancel came
 
-    def move(self, move: Move) -> None:
-        """Make a legal move; anything else is a bug of ours."""
+    def move(self, move: Move) -> State:
+        """Make a legal move, and say where it led; anything else is a bug of ours."""
         to = TRANSITIONS.get((self.state, move))
         assert to is not None, f"request {self.request_id}: {move} while {self.state}"
         self.state = to
+        return to
 
     @property
     def prompt_len(self) -> int:

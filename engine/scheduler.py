@@ -202,12 +202,13 @@ class IterationScheduler:
             if request.state is State.CANCELLING:
                 self._return(request, now)
                 continue
-            request.num_computed = entry.start + len(entry.tokens)
-            self.policy.ran(request, len(entry.tokens), result.seconds, now)
+            num_tokens = len(entry.tokens)
+            request.num_computed = entry.start + num_tokens
+            self.policy.ran(request, num_tokens, result.seconds, now)
             if token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token))
-            self.memory.publish(request)
+            self.memory.publish(request, entry.start)
             if request.finish is None:
                 self.pool.move(request, Move.COMMIT)
             else:

@@ -77,7 +77,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens computed by this step, over all entries."""
-        return sum(len(entry.tokens) for entry in self.entries)
+        return sum([len(entry.tokens) for entry in self.entries])
 
 
 @dataclass(frozen=True, slots=True)
