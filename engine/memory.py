@@ -8,6 +8,7 @@ with all it may ever need, so preemptions are bounded and nobody deadlocks.
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine.prefix import extend_hashes
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from engine.kv import KVLedger
     from engine.pool import RequestPool
     from engine.ports import Policy
+
+READY = State.READY  # bound once, for the hot path (see pool)
 
 
 class Admission(Enum):
@@ -55,6 +58,15 @@ class Memory:
         self._ledger = ledger
         self._pool = pool
         self._observer = observer
+        self._rank: dict[Request, int] = {}  # in the plan in the making; made when needed
+        self._started: list[Request] = []  # who may be preempted in it, least urgent first
+        self._reclaimable = inf  # blocks that preemption was found to yield at most, in it
+
+    def begin(self) -> None:
+        """A plan begins: what was found for the last one is void."""
+        self._rank.clear()
+        self._started.clear()
+        self._reclaimable = inf
 
     def arrive(self, request: Request) -> None:
         """Name the blocks of a prompt, so that it can be found in the cache."""
@@ -117,10 +129,11 @@ class Memory:
 
     def _make_room(self, request: Request, prefix: "Sequence[bytes]", now: float) -> bool:
         """Preempt less urgent requests until it fits; none, if all together are too few."""
-        if not self.policy.preempts:
+        missing = self._missing(request, prefix)
+        if not self.policy.preempts or missing > self._reclaimable:
             return False
         victims: list[Request] = []
-        missing = self._missing(request, prefix)
+        wanted = missing
         for victim in self._victims(request, now):
             if victim.produced > victim.produced_at_start:
                 victims.append(victim)
@@ -128,6 +141,7 @@ class Memory:
                 if missing <= 0:
                     break
         if missing > 0:
+            self._reclaimable = wanted - missing  # and who comes later has fewer victims
             return False
         for victim in victims:
             self._preempt(victim, now)
@@ -144,10 +158,14 @@ class Memory:
 
     def _victims(self, request: Request, now: float) -> "Iterator[Request]":
         """Who may give KV up for `request`, the least urgent first."""
-        for other in reversed(list(self.policy.order(now))):
-            if other is request:
+        if not self._rank:
+            self._rank.update((other, at) for at, other in enumerate(self.policy.order(now)))
+            self._started += [r for r in self._rank if r.state is READY]
+            self._started.reverse()
+        for other in self._started:
+            if self._rank[other] <= self._rank[request]:
                 return
-            if other.state is State.READY and not self._is_reserved(other):
+            if other.state is READY and not self._is_reserved(other):
                 yield other
 
     def _preempt(self, victim: Request, now: float) -> None:

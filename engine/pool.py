@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from engine.step import RequestId
 
 
+WAITING = State.WAITING  # bound once: Python 3.11 looks a member up in a quarter of a microsecond
+
+
 class RequestPool:
     """Holds requests from arrival to their terminal state. All moves go through `move`, so
     that the counts are never wrong."""
@@ -69,9 +72,9 @@ class RequestPool:
         after = request.move(move)
         self._counts[before] -= 1
         self._counts[after] += 1
-        if before is State.WAITING:
+        if before is WAITING:
             self.waiting_tokens -= request.num_tokens
-        elif after is State.WAITING:
+        elif after is WAITING:
             self.waiting_tokens += request.num_tokens
         if after in TERMINAL:
             del self._live[request.request_id]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from engine.step import StepResult
 
 
+WAITING, READY, CANCELLING = State.WAITING, State.READY, State.CANCELLING
+PLAN, COMMIT = Move.PLAN, Move.COMMIT  # bound once, for the hot path (see pool)
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
@@ -130,6 +132,7 @@ class IterationScheduler:
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, its KV reserved and its requests running; None if there is none."""
         draft = Draft(self.settings.max_batch_size, self.settings.max_batch_tokens)
+        self.memory.begin()
         self._fill(draft, now)
         iteration = draft.iteration(StepId(self._next_step_id))
         if iteration is not None:
@@ -138,36 +141,49 @@ class IterationScheduler:
         return iteration
 
     def _fill(self, draft: Draft, now: float) -> None:
+        """From the front of the order; once nobody more may start, only those who have."""
+        order = self.policy.order(now)
         whole_batch = self.settings.admission is Admission.REQUEST
         admits = not (whole_batch and self.pool.num_admitted)
-        for request in self.policy.order(now):
-            ready_left = self.pool.count(State.READY) - draft.num_skipped
-            if draft.is_full or not (admits or ready_left):
+        while admits and not draft.is_full:
+            request = next(order, None)
+            if request is None:
                 return
-            if request.state is State.READY:
-                if not self._take(draft, request, now):
-                    draft.num_skipped += 1
-            elif request.state is State.WAITING and admits:
+            if request.state is READY:
+                self._take(draft, request, now)
+            elif request.state is WAITING:
                 admits = self._admit(draft, request, now)
+        while not draft.is_full and self._ready_left(draft):
+            request = next((r for r in order if r.state is READY), None)
+            if request is None:
+                return
+            self._take(draft, request, now)
 
-    def _take(self, draft: Draft, request: Request, now: float) -> bool:
-        """Put a ready request into the draft; False if tokens or KV do not allow it now.
+    def _take(self, draft: Draft, request: Request, now: float) -> None:
+        """Put a ready request into the draft, unless tokens or KV do not allow it now.
 
         A prefill leaves a token for every other ready request: decodes come first.
         """
+        num_tokens = self._num_tokens_now(draft, request)
+        slots = request.num_computed + num_tokens
+        if num_tokens > 0 and self.memory.secure(request, slots, now):
+            draft.add(request, num_tokens, self.ledger)
+            self.pool.move(request, PLAN)
+        else:
+            draft.num_skipped += 1
+
+    def _num_tokens_now(self, draft: Draft, request: Request) -> int:
+        """Tokens that the draft has left for a ready request; 0 if it has to wait."""
         if draft.has_suspect and request.is_suspect:
-            return False
+            return 0
         num_tokens = request.remaining
         if num_tokens > 1:
-            others = self.pool.count(State.READY) - draft.num_skipped - 1
-            num_tokens = min(num_tokens, draft.tokens_left - others)
-        if not 0 < num_tokens <= draft.tokens_left:
-            return False
-        if not self.memory.secure(request, request.num_computed + num_tokens, now):
-            return False
-        draft.add(request, num_tokens, self.ledger)
-        self.pool.move(request, Move.PLAN)
-        return True
+            num_tokens = min(num_tokens, draft.tokens_left - self._ready_left(draft) + 1)
+        return num_tokens if num_tokens <= draft.tokens_left else 0
+
+    def _ready_left(self, draft: Draft) -> int:
+        """Ready requests that the draft has not looked at."""
+        return self.pool.count(READY) - draft.num_skipped
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
         """Start a waiting request if it fits; whether others behind it may still be looked at."""
@@ -176,14 +192,12 @@ class IterationScheduler:
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
-        ready_left = self.pool.count(State.READY) - draft.num_skipped
-        if not whole_batch and draft.tokens_left <= ready_left:
+        if not whole_batch and draft.tokens_left <= self._ready_left(draft):
             return False
         if self.memory.admit(request, now):
             for other in draft.passed:
                 other.num_step_overs += 1
-            if not self._take(draft, request, now):
-                draft.num_skipped += 1
+            self._take(draft, request, now)
         else:
             draft.passed.append(request)
         bound = self.settings.max_step_overs
@@ -199,7 +213,7 @@ class IterationScheduler:
         self.num_committed += 1
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = next(tokens) if entry.draw is not None else None
-            if request.state is State.CANCELLING:
+            if request.state is CANCELLING:
                 self._return(request, now)
                 continue
             num_tokens = len(entry.tokens)
@@ -210,7 +224,7 @@ class IterationScheduler:
                 deliveries.append(Delivery(request, token))
             self.memory.publish(request, entry.start)
             if request.finish is None:
-                self.pool.move(request, Move.COMMIT)
+                self.pool.move(request, COMMIT)
             else:
                 self._end(request, Move.FINISH, now)
         self.cost.observe(iteration.step, result.seconds)
