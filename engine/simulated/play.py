@@ -30,6 +30,7 @@ class Fared:
     jct: float
     num_preemptions: int
     num_cached: int = 0  # tokens of the prompt that need not be computed
+    admitted_at: float = 0.0  # the moment at which it was first given KV
 
     @property
     def normalized_latency(self) -> float:
@@ -155,10 +156,12 @@ class _Patient(TokenStream):
 def _fared(arrival: "Arrival", request: Request) -> Fared:
     assert request.first_token_at is not None, "a finished request has a first token"
     assert request.last_token_at is not None, "and a last one"
+    assert request.admitted_at is not None, "and was admitted"
     return Fared(
         arrival=arrival,
         ttft=request.first_token_at - request.arrived_at,
         jct=request.last_token_at - request.arrived_at,
         num_preemptions=request.num_preemptions,
         num_cached=request.num_cached,
+        admitted_at=request.admitted_at,
     )

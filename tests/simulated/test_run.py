@@ -31,11 +31,11 @@ def setup(cost: CostModel, num_slots: int, stages: int = 1, size: int = 64) -> S
 
 def test_a_real_trace_simulates_twice_the_same_bit_for_bit() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
-    arrivals = sped_up(read_trace(AZURE)[:300], 8.0)
-    runs = [simulate(setup(deployed.cost(), 20_000), arrivals) for _ in range(2)]
+    arrivals = sped_up(read_trace(AZURE)[:80], 6.0)
+    runs = [simulate(setup(deployed.cost(), 8_192), arrivals) for _ in range(2)]
     first, second = (json.dumps(figures.as_json()) for figures in runs)
     assert first == second
-    assert runs[0].num_finished == 300
+    assert runs[0].num_finished == 80
     assert runs[0].num_preempted > 0
 
 
@@ -102,7 +102,7 @@ def test_more_load_takes_longer() -> None:
     deployed = Deployment(DEVICES["a100-40gb"], SHAPES["gpt3-13b"])
     medians = []
     for rate in (1.0, 4.0, 16.0):
-        arrivals = poisson(rate, 200, orca_lengths, Random(3))
+        arrivals = poisson(rate, 80, orca_lengths, Random(3))
         figures = simulate(setup(deployed.cost(), deployed.num_slots), arrivals)
         medians.append(figures.at("norm", "p50") or 0.0)
     assert medians == sorted(medians)

@@ -1,0 +1,125 @@
+"""Simulated runs as a table, as curves over load, and as the state of single runs over time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from engine.simulated.figures import MEASURES, Figures
+
+_LATENCIES = (  # measure, title, unit
+    ("ttft", "TTFT\nms", 1e3),
+    ("itl", "ITL\nms", 1e3),
+    ("norm", "ms/\ntoken", 1e3),
+    ("jct", "JCT\ns", 1.0),
+)
+_WIDE = 120  # characters; a narrower screen shows two points of each measure
+_COUNTS = ("offered\n/s", "done\n/s", "good\n%", "out\ntok/s", "pre-\nempted", "queue\nmost")
+
+
+def show(runs: Sequence[Figures], console: Console) -> None:
+    """Rates and counts, one row a run; then latencies, likewise."""
+    points = ("mean", "p50", "p90", "p99") if console.width >= _WIDE else ("mean", "p99")
+    shown = [(*column, point) for column in _LATENCIES for point in points]
+    counts = _table(_COUNTS)
+    times = _table([f"{title}\n{point}" for _, title, _, point in shown])
+    for run in runs:
+        counts.add_row(_name(run), *_counts(run))
+        times.add_row(_name(run), *(_cell(run, m, unit, point) for m, _, unit, point in shown))
+    console.print(counts)
+    console.print(times)
+
+
+def _table(titles: Sequence[str]) -> Table:
+    table = Table("", header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _name(run: Figures) -> str:
+    return f"{run.label} @{run.offered:.3g}/s"
+
+
+def _counts(run: Figures) -> tuple[str, ...]:
+    return (
+        f"{run.offered:.3g}",
+        f"{run.throughput:.3g}",
+        f"{100 * run.attainment:.1f}",
+        f"{run.output_rate:,.0f}",
+        str(run.num_preempted),
+        str(run.peak_waiting),
+    )
+
+
+def _cell(run: Figures, measure: str, unit: float, point: str) -> str:
+    value = run.at(measure, point)
+    if value is None:
+        return "-"
+    return f"{value * unit:.0f}" if value * unit >= 100 else f"{value * unit:.3g}"
+
+
+def by_label(runs: Sequence[Figures]) -> dict[str, list[Figures]]:
+    """The runs of each label, by load."""
+    series: dict[str, list[Figures]] = {}
+    for run in sorted(runs, key=lambda run: run.offered):
+        series.setdefault(run.label, []).append(run)
+    return series
+
+
+def draw_load(series: Mapping[str, Sequence[Figures]], path: Path) -> None:
+    """Latencies (solid p50, dashed p99), goodput and preemptions against load, as a PNG."""
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 3)
+    for axes, measure in zip(panels.flat[:4], ("ttft", "itl", "norm", "jct"), strict=True):
+        for number, (label, runs) in enumerate(series.items()):
+            _over_load(axes, runs, measure, label, f"C{number}")
+        axes.set(title=MEASURES[measure], ylabel="seconds", yscale="log")
+    for label, runs in series.items():
+        load = [run.offered for run in runs]
+        panels[1, 1].plot(load, [run.goodput for run in runs], marker=".", label=label)
+        shares = [run.num_preempted / max(1, run.num_arrived) for run in runs]
+        panels[1, 2].plot(load, shares, marker=".", label=label)
+    panels[1, 1].set(title="goodput within the SLO", ylabel="requests/s")
+    panels[1, 2].set(title="preemptions per request")
+    for axes in panels.flat:
+        axes.set_xlabel("requests/s offered")
+        axes.grid(alpha=0.3)
+    panels[0, 0].legend()
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _over_load(axes: Axes, runs: Sequence[Figures], measure: str, label: str, colour: str) -> None:
+    load = [run.offered for run in runs]
+    for point, style in (("p50", "-"), ("p99", "--")):
+        values = [run.at(measure, point) or float("nan") for run in runs]
+        axes.plot(
+            load, values, style, marker=".", color=colour, label=label if style == "-" else None
+        )
+
+
+def draw_time(runs: Sequence[Figures], path: Path) -> None:
+    """Queue, admitted requests, held slots and preemptions of each run over time, as a PNG."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2)
+    titles = {
+        "waiting": "requests waiting",
+        "admitted": "requests with KV",
+        "held_slots": "slots held",
+        "preempted": "preemptions so far",
+    }
+    for axes, (name, title) in zip(panels.flat, titles.items(), strict=True):
+        for run in runs:
+            times = [moment.at for moment in run.moments]
+            values = [getattr(moment, name) for moment in run.moments]
+            axes.plot(times, values, label=f"{run.label}, {run.offered:.3g}/s")
+        axes.set(title=title, xlabel="seconds")
+        axes.grid(alpha=0.3)
+    panels[0, 0].legend()
+    figure.savefig(path, format="png", dpi=110)
