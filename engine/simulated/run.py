@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.ports import Cost, Policy
     from engine.scheduler import SchedulerSettings
     from engine.simulated.trace import Arrival
+    from engine.step import Step
 
 NO_SLO = SLO()
 _NUM_MOMENTS = 500  # samples of the state while requests arrive
@@ -37,10 +38,20 @@ class Setup:
     slo: SLO = NO_SLO
 
 
+class _KnownCost(LiveCost):
+    """The simulated machine takes what its model says: there is nothing to learn from it but
+    the rate. (Learning would change nothing, half a million times an hour.)"""
+
+    def observe(self, step: "Step", seconds: float) -> None:
+        if seconds > 0.0:
+            latest = step.num_tokens / seconds
+            self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+
+
 def simulate(setup: Setup, arrivals: "Sequence[Arrival]") -> Figures:
     """Play the arrivals, which are by time, to the last token of the last request."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
-    cost = LiveCost(setup.cost)
+    cost = _KnownCost(setup.cost)
     ledger = KVLedger(max(1, setup.num_slots // setup.block_size), setup.block_size)
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), recorder, cost)
     recorder.watch(scheduler)
