@@ -1,7 +1,8 @@
 """The figures of a load run: computed once from the outcomes, then shown or written as JSON.
 
 TTFT: sent to first token. ITL: gaps between events of one stream, pooled. TPOT: first token to the
-finish, / (tokens - 1); tokens that show no text count too. JCT: sent to the end. Normalised latency: JCT / output tokens (Orca, section 6).
+finish, over (tokens - 1); tokens that show no text count too. JCT: sent to the end. Normalised
+latency: JCT over output tokens (Orca, section 6).
 """
 
 from collections import Counter
