@@ -22,10 +22,6 @@ class Draft:
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []
 
-    @property
-    def is_full(self) -> bool:
-        return self.seats == 0
-
     def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
         """Take the next `num_tokens` tokens of a request whose slots are reserved."""
         start = request.num_computed
@@ -33,7 +29,7 @@ class Draft:
         is_last = stop == request.num_tokens
         is_decode = num_tokens == 1 and is_last and bool(request.output)
         tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
-        draw = _draw(request) if is_last else None
+        draw = (request.draw or _draw(request)) if is_last else None
         blocks = ledger.table(request.request_id)
         entry = StepEntry(request.request_id, start, tokens, blocks, draw)
         (self._decodes if is_decode else self._prefills).append((request, entry))
@@ -54,8 +50,6 @@ class Draft:
 def _draw(request: "Request") -> Draw:
     ask = request.ask
     sampling = ask.sampling
-    if not ask.min_tokens and not sampling.reads_output:
-        return Draw(sampling)
     return Draw(
         sampling=sampling,
         banned=tuple(sorted(ask.end_ids)) if request.produced < ask.min_tokens else (),

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+from engine.step import Draw
+
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.step import RequestId, Sampling
@@ -133,6 +135,11 @@ class Request:
     last_token_at: float | None = None
     ended_at: float | None = None
     cancelled_in: int | None = None  # iterations committed when the cancel came
+    draw: Draw | None = None  # set at birth if it is the same at every position
+
+    def __post_init__(self) -> None:
+        if not self.ask.min_tokens and not self.ask.sampling.reads_output:
+            self.draw = Draw(self.ask.sampling)
 
     def move(self, move: Move) -> None:
         """Make a legal move; anything else is a bug of ours."""

@@ -126,11 +126,12 @@ class IterationScheduler:
     def _fill(self, draft: Draft, now: float) -> None:
         whole_batch = self.settings.admission is Admission.REQUEST
         admits = not (whole_batch and self.pool.num_admitted)
+        ready_left = self.pool.count(State.READY)
         for request in self.policy.order(now):
-            ready_left = self.pool.count(State.READY) - draft.num_skipped
-            if draft.is_full or not (admits or ready_left):
+            if not draft.seats or not (admits or ready_left):
                 return
             if request.state is State.READY:
+                ready_left -= 1
                 if not self._take(draft, request, now):
                     draft.num_skipped += 1
             elif request.state is State.WAITING and admits:
@@ -149,7 +150,9 @@ class IterationScheduler:
             num_tokens = min(num_tokens, draft.tokens_left - others)
         if not 0 < num_tokens <= draft.tokens_left:
             return False
-        if not self._secure(request, request.num_computed + num_tokens, now):
+        num_slots = request.num_computed + num_tokens
+        is_secured = self.ledger.reserve(request.request_id, num_slots)
+        if not is_secured and not self._secure(request, num_slots, now):
             return False
         draft.add(request, num_tokens, self.ledger)
         self.pool.move(request, Move.PLAN)
@@ -201,13 +204,12 @@ class IterationScheduler:
         return request.num_preemptions >= self.settings.max_preemptions
 
     def _secure(self, request: Request, num_slots: int, now: float) -> bool:
-        """Reserve the slots, at the expense of less urgent requests if need be."""
-        while not self.ledger.reserve(request.request_id, num_slots):
-            victim = self._victim(request, now)
-            if victim is None:
-                return False
+        """Reserve the slots at the expense of less urgent requests."""
+        while victim := self._victim(request, now):
             self._preempt(victim, now)
-        return True
+            if self.ledger.reserve(request.request_id, num_slots):
+                return True
+        return False
 
     def _victim(self, request: Request, now: float) -> Request | None:
         """The least urgent request that may give its KV up for `request`."""
