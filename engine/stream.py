@@ -5,8 +5,7 @@ however the block is left; a request that has finished by then is not touched.
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from engine.request import Abort, Ask, FinishReason, Request
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """The tokens since the last chunk, merged; `finish` is set on the last chunk only.
 
     With `FinishReason.STOP` the last token is the end token.
@@ -41,7 +39,8 @@ class TokenStream:
         self.request: Request  # from __enter__ on
         self._lender = lender
         self._tokens: list[int] = []
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._reader: asyncio.Future[None] | None = None  # while it waits
 
     def __enter__(self) -> Self:
         """Join the queue; raises `ContextTooLong`, `Overloaded` or `Unavailable`."""
@@ -66,20 +65,24 @@ class TokenStream:
         Raises the request's `RequestFailed` or `Unavailable` if it was lost. After the last
         chunk, or after `close`, there is nothing to wait for and calling this is a bug.
         """
-        await self._news.wait()
-        self._news.clear()
+        if not self._has_news:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._has_news = False
         tokens, self._tokens = tuple(self._tokens), []
-        if self.request.error is not None and not tokens:
-            raise self.request.error
         if self.request.error is not None:
-            self._news.set()
+            if not tokens:
+                raise self.request.error
+            self._has_news = True
         return TokenChunk(tokens, self.request.finish)
 
     def push(self, token: int) -> None:
         """The engine delivers a token."""
         self._tokens.append(token)
-        self._news.set()
+        self.wake()
 
     def wake(self) -> None:
-        """The engine says that the request has ended."""
-        self._news.set()
+        """The engine says that there is news: a token, or the end."""
+        self._has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -4,7 +4,7 @@ Orca (OSDI 2022, section 6): prompts of 32..512 and answers of 1..128 tokens, bo
 Poisson arrivals; how many requests a second at a median of 190 ms per output token? Writes
 README.md, orca.json and orca.png. About ten minutes.
 
-    python examples/80_orca_headline.py [--out benchmarks/orca] [--requests 600]
+    python examples/80_orca_headline.py [--out examples/results/orca] [--requests 600]
 """
 
 import argparse
@@ -224,7 +224,7 @@ Against our best request-level row ({rival.system.name}) it is {ours.rate / riva
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/orca"))
+    parser.add_argument("--out", type=Path, default=Path("examples/results/orca"))
     parser.add_argument("--requests", type=int, default=600)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

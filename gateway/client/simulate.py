@@ -14,7 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from gateway.client.flags import Parser, ShowDefaults, above_zero, natural, positive
 from rich.console import Console
 
 from engine.cost import CostModel
@@ -41,6 +40,7 @@ from engine.simulated.trace import (
     sped_up,
     steady,
 )
+from gateway.client.flags import Parser, ShowDefaults, above_zero, natural, positive
 
 T = TypeVar("T", Device, Shape)
 _UNBOUNDED = 1 << 62

@@ -1,0 +1,25 @@
+# The gateway with its engine. For a GPU: --build-arg EXTRAS=cuda
+FROM python:3.11-slim
+
+ARG EXTRAS=""
+# Where pip may look for other builds of torch, for instance the ones without CUDA.
+ARG PIP_EXTRA_INDEX_URL=""
+
+WORKDIR /opt/podway
+COPY pyproject.toml README.md LICENSE ./
+COPY gateway gateway
+COPY engine engine
+COPY adapters adapters
+RUN pip install --no-cache-dir --disable-pip-version-check ".${EXTRAS:+[$EXTRAS]}"
+
+# Checkpoints from the hub are kept here; the directory exists so that a volume on it is writable.
+RUN useradd --create-home podway && install -d -o podway -g podway /home/podway/.cache/huggingface
+USER podway
+WORKDIR /home/podway
+
+ENV PODWAY_HOST=0.0.0.0 PYTHONUNBUFFERED=1
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/ready')"]
+ENTRYPOINT ["podway"]
+CMD ["serve"]

@@ -1,0 +1,154 @@
+"""A checkpoint's Jinja chat template, rendered as transformers does, in a sandbox with bounds.
+
+The template's own complaints (`raise_exception`) and its failures on odd messages are the
+caller's to read: both become `InvalidRequest` for `messages`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.utils import Namespace
+
+from adapters.dialects.bounds import BUDGET, BoundedEnvironment, Budget
+from engine.errors import InvalidRequest, RefusedToStart
+
+Message = Mapping[str, Any]
+
+# What one rendering may use, whatever the messages, and how much more for their number and text.
+_TURNS, _TURNS_PER_MESSAGE = 100_000, 500
+_CHARS, _CHARS_PER_CHAR = 1 << 25, 64
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _local_now() -> datetime:
+    return datetime.now(UTC).astimezone().replace(tzinfo=None)
+
+
+class JinjaTemplate:
+    """The `ChatTemplate` port over one or several named templates ("default", "tool_use")."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, Any],
+        now: Callable[[], datetime] = _local_now,
+    ) -> None:
+        """Compile `sources`. `special_tokens` are what templates see as `bos_token` and so on.
+
+        Raises `RefusedToStart` for a template that does not compile.
+        """
+        self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
+        self._knows_developer = {name: "developer" in text for name, text in sources.items()}
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt. `kwargs` are template variables such as `tools`.
+
+        The role "developer" is shown as "system" to a template that has never heard of it.
+        Raises `InvalidRequest` with the template's own words.
+        """
+        name = self._name(has_tools=kwargs.get("tools") is not None)
+        shown = [_with_reasoning(message) for message in messages]
+        if not self._knows_developer[name]:
+            shown = [_as_system(message) for message in shown]
+        variables = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **kwargs,
+            "messages": shown,
+            "add_generation_prompt": add_generation_prompt,
+            BUDGET: _budget(shown),
+        }
+        return _rendered(self._templates[name], variables)
+
+    def _name(self, *, has_tools: bool) -> str:
+        if has_tools and "tool_use" in self._templates:
+            return "tool_use"
+        if "default" in self._templates:
+            return "default"
+        names = ", ".join(sorted(self._templates))
+        raise InvalidRequest(f"The model has no default chat template, only {names}.", "messages")
+
+
+def _rendered(template: Template, variables: Mapping[str, Any]) -> str:
+    try:
+        return template.render(variables)
+    except TemplateError as error:
+        raise InvalidRequest(error.message or "The chat template failed.", "messages") from error
+    except RecursionError as error:
+        raise InvalidRequest("The chat template calls itself without end.", "messages") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        message = f"The chat template does not accept these messages: {error}"
+        raise InvalidRequest(message, "messages") from error
+
+
+def _compiled(name: str, source: str, now: Callable[[], datetime]) -> Template:
+    environment = BoundedEnvironment()
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: now().strftime(format),
+        "namespace": _TemplateNamespace,
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # the type has ways to write
+    }
+    try:
+        return environment.bounded(source)
+    except TemplateSyntaxError as error:
+        raise RefusedToStart(
+            f"chat template {name!r}, line {error.lineno}: {error.message}"
+        ) from error
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace may not hold {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Reasoning under the two names that templates read, whichever the caller used."""
+    given = (message[name] for name in _REASONING if message.get(name) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _as_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _budget(messages: Sequence[Message]) -> Budget:
+    contents = (message.get("content") for message in messages)
+    chars = sum(len(content) for content in contents if isinstance(content, str))
+    return Budget(_TURNS + _TURNS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars)

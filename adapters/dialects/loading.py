@@ -1,0 +1,101 @@
+"""From a checkpoint's directory to its chat template: where Hugging Face keeps such things."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from adapters.dialects.jinja_template import JinjaTemplate
+from engine.errors import RefusedToStart
+
+if TYPE_CHECKING:
+    from gateway.ports import ChatTemplate
+
+
+def load_chat_template(directory: Path, instead: Path | None = None) -> "ChatTemplate | None":
+    """The chat template of the checkpoint in `directory`; None for a model without one.
+
+    First comes the Jinja file `instead`, then `chat_template.jinja` with
+    `additional_chat_templates/*.jinja`, then `chat_template` of `tokenizer_config.json`.
+    Raises `RefusedToStart` for a file that cannot be read or a template that does not compile.
+    """
+    config = _object(directory / "tokenizer_config.json")
+    sources = _read(_files(directory) if instead is None else {"default": instead})
+    sources = sources or _configured(config.get("chat_template"), directory)
+    if not sources:
+        return None
+    older = _object(directory / "special_tokens_map.json")
+    return JinjaTemplate(sources, _special_tokens(older) | _special_tokens(config))
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    try:
+        data = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RefusedToStart(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise RefusedToStart(f"{path} is not a JSON object")
+    return data
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    paths = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    main = directory / "chat_template.jinja"
+    return paths | ({"default": main} if main.exists() else {})
+
+
+def _read(paths: Mapping[str, Path]) -> dict[str, str]:
+    try:
+        return {name: path.read_text("utf-8") for name, path in paths.items()}
+    except OSError as error:
+        raise RefusedToStart(f"a chat template cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        paths_read = ", ".join(map(str, paths.values()))
+        raise RefusedToStart(f"a chat template is not UTF-8: {paths_read}") from error
+
+
+def _configured(template: object, directory: Path) -> dict[str, str]:
+    match template:
+        case None:
+            return {}
+        case str():
+            return {"default": template}
+        case [*entries]:
+            named = [found for entry in entries if (found := _named(entry)) is not None]
+            if len(named) == len(entries):
+                return dict(named)
+    raise RefusedToStart(
+        f"{directory / 'tokenizer_config.json'}: chat_template is neither a string "
+        "nor a list of named templates"
+    )
+
+
+def _named(entry: object) -> tuple[str, str] | None:
+    match entry:
+        case {"name": str(name), "template": str(template)}:
+            return name, template
+    return None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`bos_token`, `eos_token`, … as text; those that are null stay undefined."""
+    tokens: dict[str, Any] = {}
+    for name, value in config.items():
+        text = _text(value)
+        if name.endswith("_token") and text is not None:
+            tokens[name] = text
+        elif name == "additional_special_tokens" and isinstance(value, list):
+            tokens[name] = [text for entry in value if (text := _text(entry)) is not None]
+    return tokens
+
+
+def _text(value: object) -> str | None:
+    match value:
+        case str():
+            return value
+        case {"content": str(content)}:
+            return content
+    return None

@@ -1,0 +1,9 @@
+"""Tokenizers of Hugging Face checkpoints behind the gateway's `Tokenizer` port.
+
+Byte-level BPE runs in tiktoken; whatever tiktoken cannot represent exactly runs in `tokenizers`.
+The ids are Hugging Face's in both cases.
+"""
+
+from adapters.tokenizers.loading import load_tokenizer
+
+__all__ = ["load_tokenizer"]

@@ -1,0 +1,141 @@
+"""Ids back to bytes, one at a time, as Hugging Face's decoders join whole answers.
+
+A table of each id's bytes is made once; a decoder adds only what depends on the beginning of the
+answer. Known: byte-level; SentencePiece's Replace, ByteFallback, Fuse, Strip; Metaspace.
+Broken UTF-8 is passed on as it is; Hugging Face's ByteFallback would replace also the whole
+characters beside it, which a stream has already shown.
+"""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from adapters.tokenizers.byte_level import TokenBytes
+from adapters.tokenizers.definition import Section, TokenizerDefinition
+from engine.errors import RefusedToStart
+
+if TYPE_CHECKING:
+    from gateway.ports import TokenDecoder
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TableDecoder:
+    """Each id always adds the same bytes; unknown and special ids add none."""
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+
+    def feed(self, token_id: int) -> bytes:
+        try:
+            return self._table[token_id]
+        except IndexError:
+            return b""
+
+
+class StrippingDecoder:
+    """Takes up to `count` times `content` from the beginning of the answer."""
+
+    __slots__ = ("_content", "_left", "_table")
+
+    def __init__(self, table: list[bytes], content: bytes, count: int) -> None:
+        self._table = table
+        self._content = content
+        self._left = count
+
+    def feed(self, token_id: int) -> bytes:
+        added = self._table[token_id] if token_id < len(self._table) else b""
+        while self._left and added:
+            if not added.startswith(self._content):
+                self._left = 0
+                break
+            added = added[len(self._content) :]
+            self._left -= 1
+        return added
+
+
+class FirstWordDecoder:
+    """The first token that is shown adds its bytes of `first`, all others those of `table`."""
+
+    __slots__ = ("_first", "_shown", "_table")
+
+    def __init__(self, table: list[bytes], first: list[bytes]) -> None:
+        self._table = table
+        self._first = first
+        self._shown = False
+
+    def feed(self, token_id: int) -> bytes:
+        if token_id >= len(self._table):
+            return b""
+        added = self._table[token_id]
+        if added and not self._shown:
+            self._shown = True
+            return self._first[token_id]
+        return added
+
+
+def decoder_factory(definition: TokenizerDefinition) -> "Callable[[], TokenDecoder]":
+    """What makes a fresh decoder for one answer. Raises `RefusedToStart` for an unknown kind."""
+    decoder = definition.decoder or {"type": None}
+    match decoder:
+        case {"type": "ByteLevel"}:
+            table = _table(definition, TokenBytes().loose)
+            return lambda: TableDecoder(table)
+        case {"type": "Metaspace", "replacement": str(mark)}:
+            return _metaspace(definition, mark, decoder.get("prepend_scheme", "always"))
+        case {"type": "Sequence", "decoders": [*steps]}:
+            return _sentencepiece(definition, steps)
+    raise RefusedToStart(f"{definition.path}: decoder {decoder['type']!r} is not supported")
+
+
+def _table(definition: TokenizerDefinition, read: Callable[[str], bytes]) -> list[bytes]:
+    table = [b""] * definition.vocab_size
+    for token, token_id in definition.token_ids.items():
+        table[token_id] = read(token)
+    for token_id in definition.special_ids:
+        table[token_id] = b""
+    return table
+
+
+def _metaspace(
+    definition: TokenizerDefinition, mark: str, scheme: str
+) -> "Callable[[], TokenDecoder]":
+    table = _table(definition, lambda token: token.replace(mark, " ").encode())
+    if scheme == "never":
+        return lambda: TableDecoder(table)
+    first = _table(definition, lambda token: token.replace(mark, "").encode())
+    return lambda: FirstWordDecoder(table, first)
+
+
+def _sentencepiece(
+    definition: TokenizerDefinition, steps: list[Section]
+) -> "Callable[[], TokenDecoder]":
+    """Per-token steps, then Fuse, then Strip of the whole."""
+    per_token: list[Section] = []
+    rest = list(steps)
+    while rest and rest[0].get("type") in ("Replace", "ByteFallback"):
+        per_token.append(rest.pop(0))
+    table = _table(definition, lambda token: _piece_bytes(definition, per_token, token))
+    match rest:
+        case [{"type": "Fuse"}]:
+            return lambda: TableDecoder(table)
+        case [{"type": "Fuse"}, {"type": "Strip", "content": str(content), "stop": 0} as strip]:
+            taken, count = content.encode(), int(strip["start"])
+            return lambda: StrippingDecoder(table, taken, count)
+    kinds = [step.get("type") for step in steps]
+    raise RefusedToStart(f"{definition.path}: decoder {kinds} is not supported")
+
+
+def _piece_bytes(definition: TokenizerDefinition, steps: list[Section], token: str) -> bytes:
+    for step in steps:
+        match step:
+            case {"type": "ByteFallback"}:
+                if match := _BYTE_TOKEN.fullmatch(token):
+                    return bytes.fromhex(match[1])
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                token = token.replace(old, new)
+            case _:
+                raise RefusedToStart(f"{definition.path}: decoder step {step} is not supported")
+    return token.encode()

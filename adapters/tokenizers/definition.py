@@ -1,0 +1,101 @@
+"""`tokenizer.json` as typed facts: what every tokenizer of this room reads at loading.
+
+Only what is checked here is believed; a file that says something else is refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engine.errors import RefusedToStart
+
+Section = Mapping[str, Any]
+
+
+class NotRepresentable(Exception):
+    """A library cannot give exactly the ids that the file describes; the next one is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is cut out of the text before anything else looks at it."""
+
+    id: int
+    content: str
+    is_special: bool
+    is_normalized: bool
+    has_margins: bool  # lstrip, rstrip or single_word: the match depends on its neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDefinition:
+    """One `tokenizer.json`. The sections that may be null in the file are None here."""
+
+    path: Path
+    model: Section
+    vocab: Mapping[str, int]
+    added: tuple[AddedToken, ...]
+    normalizer: Section | None
+    pre_tokenizer: Section | None
+    post_processor: Section | None
+    decoder: Section | None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that answers do not show."""
+        return frozenset(token.id for token in self.added if token.is_special)
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """Every token and its id, added tokens included."""
+        return {**self.vocab, **{token.content: token.id for token in self.added}}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.token_ids.values(), default=-1) + 1
+
+
+def read_definition(directory: Path) -> TokenizerDefinition:
+    """Read `tokenizer.json` in `directory`. Raises `RefusedToStart` naming what is wrong."""
+    path = directory / "tokenizer.json"
+    try:
+        data = orjson.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RefusedToStart(f"{directory} has no tokenizer.json") from error
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RefusedToStart(f"{path} cannot be read: {error}") from error
+    try:
+        return _definition(path, data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RefusedToStart(f"{path} is not a tokenizer.json: {error!r}") from error
+
+
+def _definition(path: Path, data: Section) -> TokenizerDefinition:
+    model: Section = data["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # Unigram: [[piece, score], …], the id is the place
+        vocab = {piece: index for index, (piece, _) in enumerate(vocab)}
+    return TokenizerDefinition(
+        path=path,
+        model=model,
+        vocab=vocab,
+        added=tuple(_added(token) for token in data.get("added_tokens") or ()),
+        normalizer=data.get("normalizer"),
+        pre_tokenizer=data.get("pre_tokenizer"),
+        post_processor=data.get("post_processor"),
+        decoder=data.get("decoder"),
+    )
+
+
+def _added(token: Section) -> AddedToken:
+    return AddedToken(
+        id=token["id"],
+        content=token["content"],
+        is_special=bool(token.get("special")),
+        is_normalized=bool(token.get("normalized")),
+        has_margins=any(token.get(name) for name in ("lstrip", "rstrip", "single_word")),
+    )

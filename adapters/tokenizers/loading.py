@@ -1,0 +1,33 @@
+"""From a checkpoint's directory to its tokenizer. Libraries are imported when one is needed."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from adapters.tokenizers.definition import NotRepresentable, read_definition
+from engine.errors import RefusedToStart
+
+if TYPE_CHECKING:
+    from gateway.ports import Tokenizer
+
+# Asked in this order; the first that represents the file exactly is taken.
+TOKENIZERS = {
+    "tiktoken": "adapters.tokenizers.tiktoken_bpe:open_tokenizer",
+    "huggingface": "adapters.tokenizers.huggingface:open_tokenizer",
+}
+
+
+def load_tokenizer(directory: Path) -> "Tokenizer":
+    """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`.
+
+    Raises `RefusedToStart` if the file is missing, broken, or decodes in a way unknown here.
+    """
+    definition = read_definition(directory)
+    reasons: list[str] = []
+    for name, target in TOKENIZERS.items():
+        module, opener = target.split(":")
+        try:
+            return cast("Tokenizer", getattr(import_module(module), opener)(definition))
+        except NotRepresentable as error:
+            reasons.append(f"{name}: {error}")
+    raise RefusedToStart(f"{definition.path} is not supported ({'; '.join(reasons)})")

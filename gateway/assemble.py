@@ -1,0 +1,212 @@
+"""The doorway: from settings to a running server. Everything foreign is loaded here, by name.
+
+settings ─▶ checkpoint ─▶ worker (a process) ┐
+                └──────▶ tokenizer, template ┴─▶ scheduler ─▶ engine ─▶ app ─▶ server
+"""
+
+import asyncio
+import hashlib
+import importlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import uvloop
+
+from engine.cost import LiveCost
+from engine.kv import KVLedger
+from engine.loop import Engine
+from engine.memory import Admission
+from engine.policy import PolicySettings, build
+from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.step import WorkerReport, WorkerSettings
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from gateway.access import BodyLimits, Keys, RequestLog
+from gateway.app import build_app
+from gateway.exposition import Exposition, PolicyNames
+from gateway.metrics import Audience, Metrics
+from gateway.pacing import LoopWatch
+from gateway.schema.sampling import Vocabulary
+from gateway.server import Server, Signals, bind, unless_told
+from gateway.service import Pace, ServedModel, Service
+from gateway.settings import BUILTIN_MODEL, Settings
+
+if TYPE_CHECKING:
+    from gateway.ports import ChatTemplate, Tokenizer
+
+OnProgress = Callable[[str, int, int], None]  # what, done, total
+OnReady = Callable[[int, str, WorkerReport], None]  # port, the model's name, what the worker is
+
+TOKENISING_THREADS = 2
+ADAPTERS = {
+    "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
+    "tokenizer": "adapters.tokenizers:load_tokenizer",
+    "template": "adapters.dialects:load_chat_template",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """How the model reads and writes."""
+
+    tokenizer: "Tokenizer"
+    template: "ChatTemplate | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to run: its name, its worker, and how it reads and writes."""
+
+    name: str
+    executor: MultiprocessExecutor
+    report: WorkerReport
+    texts: Texts
+
+
+def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
+    """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, progress, announce))
+
+
+async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) -> None:
+    asyncio.get_running_loop().set_default_executor(
+        ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+    )
+    with Signals() as signals, closing(bind(settings.host, settings.port)) as listener:
+        async with AsyncExitStack() as stack:
+            loading = asyncio.create_task(
+                stack.enter_async_context(_loaded(settings, progress)), name="load"
+            )
+            loaded = await unless_told(loading, signals)
+            if loaded is not None:
+                port = listener.getsockname()[1]
+                server = build_server(settings, loaded)
+                await server.serve(
+                    listener, signals, lambda: announce(port, loaded.name, loaded.report)
+                )
+        if signals.is_interrupt:
+            raise KeyboardInterrupt
+
+
+@asynccontextmanager
+async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loaded]:
+    """Find the checkpoint, start its worker and read its tokenizer meanwhile."""
+    directory = await asyncio.to_thread(_directory, settings.model)
+    executor = MultiprocessExecutor(_worker_settings(settings, directory), MultiprocessSettings())
+    try:
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(executor.start(progress))
+            reading = group.create_task(asyncio.to_thread(_texts, settings, directory))
+        name = settings.served_model_name or _name(settings.model)
+        yield Loaded(name, executor, starting.result(), reading.result())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    finally:
+        await executor.close()
+
+
+def _directory(model: str) -> Path:
+    if model == BUILTIN_MODEL:
+        return Path(str(files("adapters").joinpath("builtin")))
+    return cast("Path", _adapter("checkpoint")(model))
+
+
+def _name(model: str) -> str:
+    """A hub id as it is, a directory by its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() and model != BUILTIN_MODEL else model
+
+
+def _texts(settings: Settings, directory: Path) -> Texts:
+    return Texts(
+        _adapter("tokenizer")(directory),
+        _adapter("template")(directory, settings.chat_template),
+    )
+
+
+def _adapter(role: str) -> Callable[..., Any]:
+    return _by_name(ADAPTERS[role])
+
+
+def _by_name(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+
+
+def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
+    return WorkerSettings(
+        model=str(directory),
+        dtype=settings.dtype,
+        device=settings.device,
+        attention=settings.attention,
+        block_size=settings.block_size,
+        kv_slots=settings.kv_slots or 0,
+        kv_bytes=int(settings.kv_memory or 0),
+        max_model_len=settings.max_model_len,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_size=settings.max_batch_size,
+        threads=settings.threads,
+    )
+
+
+def build_server(settings: Settings, loaded: Loaded) -> Server:
+    """The control plane and the gateway over a loaded model."""
+    metrics = Metrics()
+    scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()))
+    engine = Engine(scheduler, loaded.executor, time.perf_counter)
+    watch = LoopWatch(time.perf_counter, metrics.loop_lag)
+    names = PolicyNames(settings.policy, settings.admission)
+    service = Service(
+        engine=engine,
+        model=_served_model(loaded),
+        exposition=Exposition(metrics, scheduler, loaded.name, names),
+        watch=watch,
+        clock=time.perf_counter,
+        unix_now=_unix_now,
+        random=random.SystemRandom(),
+        keys=Keys(settings.api_key),
+        limits=BodyLimits(int(settings.max_body_bytes)),
+        pace=Pace(),
+    )
+    return Server(build_app(service), engine, watch, settings.drain_seconds)
+
+
+def _scheduler(settings: Settings, report: WorkerReport, observer: Audience) -> IterationScheduler:
+    cost = LiveCost(UNMEASURED)
+    policy = build(settings.policy, cost, PolicySettings(seats=settings.max_batch_size))
+    ledger = KVLedger(report.num_blocks, report.block_size)
+    bounds = SchedulerSettings(
+        max_model_len=report.max_model_len,
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        admission=Admission(settings.admission),
+        max_queue_requests=settings.max_queue_requests,
+        max_queue_tokens=settings.max_queue_tokens,
+    )
+    return IterationScheduler(bounds, ledger, policy, observer, cost)
+
+
+def _served_model(loaded: Loaded) -> ServedModel:
+    report = loaded.report
+    facts = f"{version('podway')} {loaded.name} {report.dtype} {report.device} {report.attention}"
+    return ServedModel(
+        name=loaded.name,
+        created=_unix_now(),
+        fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
+        vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),
+        tokenizer=loaded.texts.tokenizer,
+        template=loaded.texts.template,
+    )
+
+
+def _unix_now() -> int:
+    return int(datetime.now(UTC).timestamp())

@@ -1,0 +1,58 @@
+"""`podway serve`: flags made from the settings, then start, announce, serve, drain.
+
+Exit codes: 0 drained, 1 could not start (`gateway.__main__` prints the line), 130 interrupted.
+"""
+
+import logging
+import sys
+
+from engine.step import WorkerReport
+from gateway.assemble import serve
+from gateway.client.flags import Parser
+from gateway.settings import LOCAL_FILE, Option, load, options
+from gateway.terminal import LoadingBars, banner, url_of
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def parser() -> Parser:
+    """One flag for every setting, in the settings' own groups."""
+    parser = Parser(
+        "podway serve",
+        usage="podway serve [MODEL] [flags]",
+        description="Serve a model over OpenAI's API; without MODEL the built-in one.",
+        epilog="Flags win over PODWAY_* variables, these over --config FILE, this over "
+        f"{LOCAL_FILE} in the current directory. In files the names are the flags' names.",
+    )
+    groups = {}
+    for option in options():
+        if option.name == "model":
+            parser.add_argument("model", nargs="?", metavar=option.metavar, help=_help(option))
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
+        groups[option.group].add_argument(option.flag, metavar=metavar, help=_help(option))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
+    said = vars(parser().parse_args(argv))
+    settings = load({name: value for name, value in said.items() if value is not None})
+    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)
+    with LoadingBars(sys.stderr) as progress:
+
+        def announce(port: int, model: str, report: WorkerReport) -> None:
+            progress.stop()
+            url = url_of(settings.host, port)
+            sys.stdout.write(banner(url, model, report, settings))
+            sys.stdout.flush()
+
+        serve(settings, progress=progress, announce=announce)
+    return 0
+
+
+def _help(option: Option) -> str:
+    default = f"default {option.default}; " if option.default else ""
+    return f"{option.description} ({default}{option.env})"

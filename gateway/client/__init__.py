@@ -1,0 +1,1 @@
+"""Clients of any OpenAI-compatible server: a terminal chat and a load generator."""

@@ -1,0 +1,123 @@
+"""The one table from what went wrong to what the client is told: status, type, code, body.
+
+Errors of the engine come as they are; what only HTTP can get wrong is named here, in the same
+tree. Bodies are OpenAI's `{"error": {message, type, param, code}}`, always JSON.
+"""
+
+import math
+from typing import NamedTuple
+
+import orjson
+
+from engine.errors import (
+    ContextTooLong,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+)
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    def __init__(self, model: str, served: str) -> None:
+        shown = model if len(model) <= 200 else model[:200] + "…"
+        super().__init__(
+            f"The model {shown!r} does not exist here; this server has {served!r}.", "model"
+        )
+
+
+class PathNotFound(InvalidRequest):
+    """No endpoint at this path."""
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The endpoint is there, for the methods in `allow` (as the header spells them)."""
+
+    def __init__(self, method: str, allow: str) -> None:
+        super().__init__(f"Method {method} is not allowed here; allowed: {allow}.")
+        self.allow = allow
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is longer than this server takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request body is larger than {limit} bytes, the most taken here.")
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body did not arrive in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request body did not arrive within {seconds:g} seconds.")
+
+
+class WrongMediaType(InvalidRequest):
+    """The body is not plain `application/json`."""
+
+
+class InvalidApiKey(InvalidRequest):
+    """No key, or one that this server does not know."""
+
+
+class Verdict(NamedTuple):
+    """What an error looks like on the wire."""
+
+    status: int
+    type: str
+    code: str
+
+
+_INVALID = "invalid_request_error"
+
+TABLE: dict[type[EngineError], Verdict] = {
+    InvalidRequest: Verdict(400, _INVALID, "invalid_request_error"),
+    ContextTooLong: Verdict(400, _INVALID, "context_length_exceeded"),
+    InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
+    ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
+    PathNotFound: Verdict(404, _INVALID, "not_found"),
+    MethodNotAllowed: Verdict(405, _INVALID, "method_not_allowed"),
+    BodyTooSlow: Verdict(408, _INVALID, "request_timeout"),
+    BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
+    WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
+    Overloaded: Verdict(503, "server_error", "overloaded"),
+    Unavailable: Verdict(503, "server_error", "unavailable"),
+    RequestFailed: Verdict(500, "server_error", "internal_error"),
+    EngineError: Verdict(500, "server_error", "internal_error"),
+}
+
+_INTERNAL = Verdict(500, "server_error", "internal_error")
+_OUR_FAULT = "The server had an error while it processed your request. Sorry; please try again."
+
+
+def verdict(error: BaseException) -> Verdict:
+    """Status, type and code of an error: its own row, or that of its nearest ancestor."""
+    rows = (TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+    return next(rows, _INTERNAL)
+
+
+def error_body(error: BaseException) -> bytes:
+    """The JSON body. What is our fault keeps its details for the log."""
+    row = verdict(error)
+    message = _OUR_FAULT if row.status == 500 else str(error)
+    param = error.param if isinstance(error, InvalidRequest) else None
+    told = {"message": message, "type": row.type, "param": param, "code": row.code}
+    return orjson.dumps({"error": told})
+
+
+def error_headers(error: BaseException) -> dict[str, str]:
+    """Headers that belong to this error besides the usual ones."""
+    if isinstance(error, Overloaded):
+        seconds = max(0.001, error.retry_after)
+        whole, milliseconds = math.ceil(seconds), math.ceil(seconds * 1000)
+        return {"retry-after": str(whole), "retry-after-ms": str(milliseconds)}
+    if isinstance(error, MethodNotAllowed):
+        return {"allow": error.allow}
+    if isinstance(error, InvalidApiKey):
+        return {"www-authenticate": "Bearer"}
+    if isinstance(error, BodyTooLarge | BodyTooSlow):
+        return {"connection": "close"}  # the rest of the body is still on its way
+    return {}

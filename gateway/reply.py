@@ -1,0 +1,89 @@
+"""Whole replies, errors among them. A reply watches for its client as a stream does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+from starlette.responses import Response
+
+from engine.request import Abort
+from gateway.answer import Choir, Order, Voice
+from gateway.errors import error_body, error_headers, verdict
+from gateway.schema.frames import Finished
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from engine.ports import Clock
+    from gateway.access import Caller
+    from gateway.service import Service
+
+T = TypeVar("T")
+JSON = "application/json"
+
+
+def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 200) -> Response:
+    """A JSON body with the headers that every response carries."""
+    return Response(body, status, caller.headers(clock()), JSON)
+
+
+def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
+    """What the table of `gateway.errors` says about an error."""
+    headers = caller.headers(clock()) | error_headers(error)
+    return Response(error_body(error), verdict(error).status, headers, JSON)
+
+
+class Reply:
+    """An ASGI response: all choices to their end, then one body."""
+
+    def __init__(self, order: Order, service: "Service") -> None:
+        self._order = order
+        self._service = service
+        self._choir = Choir(order, service)
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answer; if the client leaves first, give everything back and say nothing."""
+        body = await unless_gone(receive, self._compose, self._client_gone)
+        if body is not None:
+            response = json_response(body, self._order.caller, self._service.clock)
+            await response(scope, receive, send)
+
+    def _client_gone(self) -> None:
+        self._choir.close(Abort.CLIENT_GONE)
+
+    async def _compose(self) -> bytes:
+        with self._choir as choir:
+            await choir.gather()
+            choices = await choir.each(_to_the_end)
+            return self._order.frames.whole(choices, choir.usage)
+
+
+async def _to_the_end(voice: Voice) -> Finished:
+    pieces = []
+    while voice.finish_reason is None:
+        pieces.append(await voice.next())
+    return Finished("".join(pieces), voice.finish_reason)
+
+
+async def unless_gone(
+    receive: "Receive", work: Callable[[], Awaitable[T]], on_gone: Callable[[], None]
+) -> T | None:
+    """The result of `work`, or None if the client hung up first: then `on_gone` was called
+    at once and the work was cancelled. Errors of the work come out as they are."""
+    scope = anyio.CancelScope()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+        scope.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        with scope:
+            return await work()
+        return None
+    finally:
+        watching.cancel()
+        await asyncio.wait((watching,))

@@ -1,0 +1,33 @@
+"""`/health` is liveness, `/ready` means that a request would be served now, `/metrics` counts."""
+
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from engine.errors import Unavailable
+from gateway.exposition import CONTENT_TYPE
+from gateway.reply import json_response
+from gateway.service import caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+
+
+async def health(http: "HttpRequest") -> Response:
+    """The process answers."""
+    return json_response(b'{"status":"ok"}', caller_of(http), service_of(http).clock)
+
+
+async def ready(http: "HttpRequest") -> Response:
+    """A worker finished an iteration lately, or nobody waits for one; else `Unavailable`."""
+    service = service_of(http)
+    if not service.engine.is_ready:
+        raise Unavailable("The server is not ready: it is shutting down or has no live worker.")
+    return json_response(b'{"status":"ready"}', caller_of(http), service.clock)
+
+
+async def metrics(http: "HttpRequest") -> Response:
+    """All metrics in Prometheus' text format."""
+    service = service_of(http)
+    headers = caller_of(http).headers(service.clock())
+    return Response(service.exposition.render(), headers=headers, media_type=CONTENT_TYPE)

@@ -1,0 +1,199 @@
+"""The parameters that chat and text completions share, and what they ask of the sampler."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.step import Sampling
+from gateway.schema.decoding import check_least, check_range, shown
+
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+INT64 = (-(2**63), 2**63 - 1)
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "n": (1, MAX_CHOICES),
+    "seed": INT64,
+    "top_logprobs": (0, 20),
+}
+LEAST: dict[str, int] = {
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+    "top_k": -1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The ids that a request may name: `[0, size)`, and those that end an answer."""
+
+    size: int
+    eos_token_ids: frozenset[int]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`; obfuscation pads events against eavesdroppers, which we do not do."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every request for text may say. None is OpenAI's null: as if it were absent."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    # Not OpenAI's; spelled as vLLM does.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+
+    # Who asks and how to file it: accepted, and nothing is done with it.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
+        for name, (low, high) in RANGES.items():
+            check_range(getattr(self, name, None), name, low, high)
+        for name, least in LEAST.items():
+            check_least(getattr(self, name, None), name, least)
+        self._check_stop()
+        self._check_stream_options()
+        refuse_unless(self, "service_tier", "auto", "default")
+
+    def _check_stop(self) -> None:
+        if len(self.stops) > MAX_STOPS:
+            raise InvalidRequest(
+                f"Invalid 'stop': at most {MAX_STOPS} sequences, but got {len(self.stops)}.", "stop"
+            )
+        if "" in self.stops:
+            raise InvalidRequest("Invalid 'stop': a sequence has at least one character.", "stop")
+
+    def _check_stream_options(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise InvalidRequest(
+                "The 'stream_options' parameter is only allowed when 'stream' is true.",
+                "stream_options",
+            )
+        refuse_unless(self.stream_options, "include_obfuscation", False, prefix="stream_options.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, none to four."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, vocabulary: Vocabulary, seed: int) -> Sampling:
+        """How the sampler should draw; `seed` is used where the request has none."""
+        return Sampling(
+            temperature=self._temperature,
+            top_p=self.top_p or 1.0,
+            top_k=min(max(self.top_k or 0, 0), vocabulary.size),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_biases(self.logit_bias or {}, vocabulary),
+            seed=seed if self.seed is None else self.seed,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """A nucleus of nothing (`top_p` 0) still holds the likeliest token: that is greedy."""
+        return 0.0 if self.top_p == 0 else _or(self.temperature, 1.0)
+
+    def end_ids(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """Ids that end the answer: the model's own unless ignored, and the caller's."""
+        named = self.stop_token_ids or []
+        if len(named) > MAX_STOP_TOKENS:
+            raise InvalidRequest(
+                f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKENS} ids.", "stop_token_ids"
+            )
+        for i, token_id in enumerate(named):
+            check_token(token_id, f"stop_token_ids[{i}]", vocabulary)
+        own: frozenset[int] = frozenset() if self.ignore_eos else vocabulary.eos_token_ids
+        return own | frozenset(named)
+
+
+def refuse_unless(shape: msgspec.Struct, name: str, *neutral: object, prefix: str = "") -> None:
+    """Refuse a parameter that we do not have, unless its value asks for nothing."""
+    value = getattr(shape, name)
+    if value is None or value in neutral:
+        return
+    allowed = ", ".join(["null", *(msgspec.json.encode(word).decode() for word in neutral)])
+    raise InvalidRequest(
+        f"'{prefix}{name}' is not supported with the value {shown(value)}; allowed: {allowed}.",
+        f"{prefix}{name}",
+    )
+
+
+def check_token(token_id: int, param: str, vocabulary: Vocabulary) -> None:
+    """An id must be one of the model's."""
+    if not 0 <= token_id < vocabulary.size:
+        raise InvalidRequest(
+            f"Invalid token id for '{param}': {shown(token_id)} is not from 0 to "
+            f"{vocabulary.size - 1}.",
+            param,
+        )
+
+
+def _biases(biases: Mapping[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_BIASES:
+        raise InvalidRequest(f"Invalid 'logit_bias': at most {MAX_BIASES} ids.", "logit_bias")
+    return tuple(_bias(key, value, vocabulary) for key, value in biases.items())
+
+
+def _bias(key: str, value: float, vocabulary: Vocabulary) -> tuple[int, float]:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise InvalidRequest(
+            f"Invalid key in 'logit_bias': {shown(key)} is not a token id.", "logit_bias"
+        )
+    check_token(int(key), "logit_bias", vocabulary)
+    check_range(value, "logit_bias", -100, 100)
+    return int(key), value
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

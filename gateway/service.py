@@ -1,0 +1,97 @@
+"""Service: what the routes need, built once by the doorway and never written to."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.loop import Engine
+from engine.ports import Clock
+from gateway.access import BodyLimits, Caller, Keys
+from gateway.exposition import Exposition
+from gateway.pacing import LoopWatch
+from gateway.ports import ChatTemplate, Tokenizer
+from gateway.schema.frames import Header
+from gateway.schema.sampling import Vocabulary
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+
+SEED_BITS = 63
+HOLD_SECONDS = 1.0
+PING_SECONDS = 15.0
+STALL_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model of this server: its name on the wire, and how it reads text.
+
+    `created` is Unix seconds. Without a `template` the model has no chat.
+    """
+
+    name: str
+    created: int
+    fingerprint: str
+    vocabulary: Vocabulary
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: a status line is held, a silent stream gets a ping, a stuck write is given up."""
+
+    hold: float = HOLD_SECONDS
+    ping: float = PING_SECONDS
+    stall: float = STALL_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Everything behind the routes. `unix_now` is wall time in seconds, for `created` only."""
+
+    engine: Engine
+    model: ServedModel
+    exposition: Exposition
+    watch: LoopWatch
+    clock: Clock
+    unix_now: Callable[[], int]
+    random: random.Random
+    keys: Keys
+    limits: BodyLimits
+    pace: Pace
+
+    def header(self, prefix: str) -> Header:
+        """The identity of a new response, `prefix-` and 24 hex digits."""
+        return Header(
+            response_id=f"{prefix}-{self.random.getrandbits(96):024x}",
+            created=self.unix_now(),
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+        )
+
+    def seed(self) -> int:
+        """A seed for a request that brought none."""
+        return self.random.getrandbits(SEED_BITS)
+
+    def room_for_output(self, prompt_len: int) -> int:
+        """Tokens that an answer to such a prompt may have; `ContextTooLong` if there are none."""
+        self.engine.check_fits(prompt_len, 1)
+        scheduler = self.engine.scheduler
+        room = min(scheduler.settings.max_model_len, scheduler.ledger.num_slots + 1)
+        return room - prompt_len
+
+
+def service_of(http: "HttpRequest") -> Service:
+    """The service behind the app that serves this HTTP request."""
+    service = http.app.state.service
+    assert isinstance(service, Service), "the app was built with its service"
+    return service
+
+
+def caller_of(http: "HttpRequest") -> Caller:
+    """Who asks; set by `gateway.app` before any route runs."""
+    caller = http.scope["podway.caller"]
+    assert isinstance(caller, Caller), "the app names every caller"
+    return caller

@@ -1,0 +1,189 @@
+"""Byte-level BPE in tiktoken gives Hugging Face's ids, or is recognised as not representable."""
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import adapters
+from adapters.tokenizers import load_tokenizer
+from adapters.tokenizers.byte_level import TokenBytes, byte_alphabet, merge_table
+from adapters.tokenizers.definition import NotRepresentable
+from adapters.tokenizers.huggingface import HuggingFaceTokenizer
+from adapters.tokenizers.tiktoken_bpe import TiktokenTokenizer
+from gateway.ports import Tokenizer
+from tests.adapters.tokenizers import families
+
+Pair = tuple[Tokenizer, tokenizers.Tokenizer]
+
+
+def padded() -> tokenizers.Tokenizer:
+    """Specials first, then fillers that no merge reaches but tiktoken would merge into."""
+    tok = families.byte_level(families.LLAMA_3, 600, ["<|endoftext|>", "<|im_start|>"])
+    vocab = dict(json.loads(tok.to_str())["model"]["vocab"])
+    tokens = [token for token in vocab if len(token) > 1 and not token.startswith("<|")]
+    for number in range(300):
+        filler = random.Random(number).choice(tokens) + "ab1"[number % 3]
+        vocab.setdefault(filler, len(vocab))
+    return families.edited(tok, vocab=vocab)
+
+
+def shuffled() -> tokenizers.Tokenizer:
+    """Ids in no order at all."""
+    tok = families.qwen_2()
+    data = json.loads(tok.to_str())
+    ids = list(range(len(data["model"]["vocab"])))
+    random.Random(1).shuffle(ids)
+    vocab = dict(zip(data["model"]["vocab"], ids, strict=True))
+    return families.edited(tok, vocab=vocab)
+
+
+def built_in() -> tokenizers.Tokenizer:
+    """The model that the package ships."""
+    path = Path(adapters.__file__).parent / "builtin" / "tokenizer.json"
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+FAMILIES = {
+    "built_in": built_in,
+    "gpt_2": families.gpt_2,
+    "llama_3": families.llama_3,
+    "qwen_2": families.qwen_2,
+    "padded": padded,
+    "shuffled": shuffled,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    tok = FAMILIES[request.param]()
+    return load_tokenizer(families.saved(tok, tmp_path_factory.mktemp(request.param))), tok
+
+
+def same(pair: Pair, text: str) -> None:
+    ours, theirs = pair
+    for special in (False, True):
+        expected = theirs.encode(text, add_special_tokens=special).ids
+        assert ours.encode(text, add_special_tokens=special) == expected
+
+
+def test_every_family_runs_in_tiktoken(pair: Pair) -> None:
+    assert isinstance(pair[0], TiktokenTokenizer)
+
+
+@pytest.mark.parametrize("text", families.PIECES)
+def test_ids_are_hugging_faces(pair: Pair, text: str) -> None:
+    same(pair, text)
+
+
+def test_ids_are_hugging_faces_on_all_kinds_of_characters(pair: Pair) -> None:
+    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    step = 13 * 1024  # in order, so that neighbours are of one kind; every seventh suffices
+    for start in range(0, len(codes), step * 7):
+        same(pair, " ".join(map(chr, codes[start : start + step])))
+    same(pair, "a".join(map(chr, codes[:0x3000])))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from(families.PIECES)), max_size=8))
+def test_ids_are_hugging_faces_on_any_text(pair: Pair, parts: list[str]) -> None:
+    same(pair, "".join(parts))
+
+
+@pytest.mark.parametrize("run", ["a", "{", " ", "\n", "\t", "1", "\u00e9", "中", " \n", "' "])
+def test_a_long_run_of_one_kind_is_the_same_and_overflows_nothing(pair: Pair, run: str) -> None:
+    same(pair, run * (100_000 // len(run)))
+
+
+def test_a_megabyte_of_blanks_overflows_nothing(tmp_path: Path) -> None:
+    tok = families.gpt_2()
+    same((load_tokenizer(families.saved(tok, tmp_path)), tok), "x" + " " * 1_000_000 + "y")
+
+
+def test_a_lone_surrogate_is_an_error_not_another_text(pair: Pair) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        pair[0].encode("a\ud800b", add_special_tokens=False)
+
+
+def test_two_threads_may_encode_at_once(pair: Pair) -> None:
+    text = "".join(families.PIECES) * 50
+    expected = pair[1].encode(text, add_special_tokens=False).ids
+    results: list[list[int]] = []
+
+    def encode() -> None:
+        results.append(pair[0].encode(text, add_special_tokens=False))
+
+    threads = [threading.Thread(target=encode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+
+
+@pytest.fixture(scope="module")
+def bytes_only() -> tokenizers.Tokenizer:
+    return families.byte_level(families.QWEN_2, 256)
+
+
+CHARS = "abc"
+MERGES = st.lists(
+    st.tuples(st.text(CHARS, min_size=1, max_size=3), st.text(CHARS, min_size=1, max_size=3)),
+    max_size=8,
+    unique=True,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(merges=MERGES, looks_up=st.booleans(), words=st.lists(st.text(CHARS, max_size=12)))
+def test_any_list_of_merges_gives_hugging_faces_ids(
+    bytes_only: tokenizers.Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
+    merges: list[tuple[str, str]],
+    looks_up: bool,
+    words: list[str],
+) -> None:
+    vocab = {char: index for index, char in enumerate(byte_alphabet())}
+    for left, right in merges:
+        for token in (left, right, left + right):
+            vocab.setdefault(token, len(vocab))
+    pairs = [list(merge) for merge in merges]
+    tok = families.edited(bytes_only, vocab=vocab, merges=pairs, ignore_merges=looks_up)
+    directory = families.saved(tok, tmp_path_factory.getbasetemp() / "merges")
+    same((load_tokenizer(directory), tok), " ".join(words))
+
+
+def test_a_merge_that_only_tiktoken_would_make_is_noticed(tmp_path: Path) -> None:
+    # "abc" comes to a + bc, which is no merge; tiktoken would merge it, Hugging Face does not.
+    vocab = {char: index for index, char in enumerate(byte_alphabet())}
+    vocab |= {"bc": 256, "ab": 257, "abc": 258}
+    merges = [["b", "c"], ["a", "b"], ["ab", "c"]]
+    with pytest.raises(NotRepresentable, match="'abc' would be merged from"):
+        merge_table({"merges": merges}, vocab, [])
+    tok = families.edited(families.byte_level(families.QWEN_2, 256), vocab=vocab, merges=merges)
+    ours = load_tokenizer(families.saved(tok, tmp_path))
+    assert isinstance(ours, HuggingFaceTokenizer)
+    assert ours.encode("abc", add_special_tokens=False) == [vocab["a"], 256]
+
+
+def test_a_token_that_merging_never_reaches_has_no_rank() -> None:
+    vocab = {char: index for index, char in enumerate(byte_alphabet())}
+    vocab |= {"bc": 256, "cd": 257, "ab": 258, "abcd": 259}
+    merges = ["b c", "c d", "a b", "ab cd"]
+    assert b"abcd" not in merge_table({"merges": merges}, vocab, []).ranks
+    assert b"abcd" in merge_table({"merges": merges, "ignore_merges": True}, vocab, []).ranks
+
+
+def test_the_alphabet_of_bytes_is_the_librarys() -> None:
+    alphabet = byte_alphabet()
+    assert set(alphabet) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(alphabet.values()) == list(range(256))
+    read = TokenBytes()
+    assert all(read.strict(char) == bytes([byte]) for char, byte in alphabet.items())
+    assert read.strict("a b") is None
+    assert read.loose("a｜b") == "a｜b".encode()

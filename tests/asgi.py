@@ -1,0 +1,170 @@
+"""An ASGI peer in this process: it sends a request and takes the answer piece by piece.
+
+Unlike httpx's transport it yields chunks as they come, can leave at any moment, and can stop
+reading: then the app's `send` waits, as it does behind a full socket.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+
+class Exchange:
+    """One request and its response. Use as `async with`: leaving the block hangs up."""
+
+    def __init__(self, app: "ASGIApp", scope: dict[str, Any], body: list[bytes]) -> None:
+        self.status: int = 0  # from `start` on
+        self.headers: dict[str, str] = {}
+        self._app = app
+        self._scope = scope
+        self._requests: asyncio.Queue[Message] = asyncio.Queue()
+        for i, piece in enumerate(body):
+            more = i + 1 < len(body)
+            self._requests.put_nowait({"type": "http.request", "body": piece, "more_body": more})
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._reads = asyncio.Event()
+        self._reads.set()
+        self._task: asyncio.Task[None]
+
+    def hold_back(self, num_pieces: int) -> None:
+        """Never send the last pieces of the body. To be called before the exchange begins."""
+        pieces = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
+        for piece in pieces[:-num_pieces]:
+            self._requests.put_nowait(piece)
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+        self.resume()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            raise error
+
+    def leave(self) -> None:
+        """Hang up now."""
+        self._requests.put_nowait({"type": "http.disconnect"})
+
+    def pause(self) -> None:
+        """Stop reading: the app's next `send` waits for `resume`."""
+        self._reads.clear()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._reads.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the app has returned."""
+        return self._task.done()
+
+    async def ended(self) -> None:
+        """Wait until the app has returned."""
+        await asyncio.wait((self._task,))
+
+    async def start(self) -> int:
+        """Wait for the status line."""
+        message = await self._next()
+        assert message["type"] == "http.response.start", message
+        self.status = message["status"]
+        self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+        return self.status
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The pieces of the body as the app writes them."""
+        if not self.status:
+            await self.start()
+        more = True
+        while more:
+            message = await self._next()
+            more = message.get("more_body", False)
+            if message["body"]:
+                yield message["body"]
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def json(self) -> Any:
+        """The whole body, parsed."""
+        return orjson.loads(await self.read())
+
+    async def events(self) -> AsyncIterator[Any]:
+        """The data of each server-sent event, parsed; `[DONE]` as the word DONE."""
+        rest = b""
+        async for chunk in self.chunks():
+            rest += chunk
+            *frames, rest = rest.split(b"\n\n")
+            for frame in frames:
+                if frame.startswith(b"data: "):
+                    data = frame.removeprefix(b"data: ")
+                    yield "DONE" if data == b"[DONE]" else orjson.loads(data)
+        assert rest == b"", "the stream ends with a whole event"
+
+    async def _next(self) -> "Message":
+        getting = asyncio.ensure_future(self._messages.get())
+        await asyncio.wait((getting, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if getting.done():
+            return getting.result()
+        getting.cancel()
+        if not self._messages.empty():
+            return self._messages.get_nowait()
+        self._task.result()
+        raise EOFError("the app returned without finishing its response")
+
+    async def _run(self) -> None:
+        await self._app(self._scope, self._requests.get, self._send)
+
+    async def _send(self, message: "Message") -> None:
+        await self._reads.wait()
+        self._messages.put_nowait(message)
+
+
+class Client:
+    """Makes exchanges with one app."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Exchange:
+        return self.send("GET", path, headers=headers)
+
+    def post(
+        self, path: str, payload: object, headers: Mapping[str, str] | None = None
+    ) -> Exchange:
+        """A JSON body; bytes are sent as they are."""
+        headers = {"content-type": "application/json", **(headers or {})}
+        body = payload if isinstance(payload, bytes) else orjson.dumps(payload)
+        return self.send("POST", path, [body], headers)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: list[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Exchange:
+        """Any request, its body in pieces."""
+        named = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": named,
+            "client": ("test", 1),
+            "server": ("test", 80),
+        }
+        return Exchange(self._app, scope, body or [b""])

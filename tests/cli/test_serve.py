@@ -1,0 +1,90 @@
+"""`podway serve` as a process: how it starts, refuses and ends."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gateway import cli
+from gateway.settings import options
+from tests.conftest import read_url, start_server
+
+
+def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in options()[1:]:
+        assert option.flag in shown
+    assert "(default 8000; PODWAY_PORT)" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "99999"], "podway: --port must be a whole number from 0 to 65535, not '99999'"),
+        (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
+        (["no/such/directory"], "podway: no/such/directory is"),
+        (["--prot", "1"], "podway serve: unrecognized arguments: --prot"),
+        (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused_in_one_line(
+    flags: list[str], says: str, tmp_path: Path
+) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "gateway", "serve", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith(says)
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = subprocess.run(
+            [sys.executable, "-m", "gateway", "serve", "--port", str(port)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+    assert refused.returncode == 1
+    assert str(port) in refused.stderr.splitlines()[-1]
+    assert "Traceback" not in refused.stderr
+
+
+async def test_ctrl_c_ends_the_server_with_130(tmp_path: Path) -> None:
+    with start_server(tmp_path) as server:
+        ready = f"{read_url(server)}/ready"
+        async with aiohttp.ClientSession() as session, session.get(ready) as response:
+            assert response.status == 200
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+        assert "Traceback" not in server.log.read_text()
+
+
+async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Path) -> None:
+    with start_server(tmp_path) as server:
+        url = read_url(server)
+        ask = {"model": "builtin", "prompt": "a", "max_tokens": 60, "stream": True}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=ask | {"ignore_eos": True}) as answer,
+        ):
+            first = await answer.content.readline()
+            server.send_signal(signal.SIGTERM)
+            rest = await answer.content.read()
+        assert first.startswith(b"data: ")
+        assert rest.strip().endswith(b"data: [DONE]")
+        assert server.wait(60) == 0

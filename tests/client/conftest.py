@@ -1,0 +1,98 @@
+"""A small OpenAI-compatible server, played by hand, in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+
+@dataclass(eq=False)
+class Peer:
+    """Answers with `words`; with `hold` it keeps the stream open after them until left."""
+
+    words: list[str] = field(default_factory=lambda: ["Hel", "lo", "!"])
+    hold: bool = False
+    break_off: bool = False
+    refuse: tuple[int, str] | None = None
+    error_event: str | None = None
+    usage: bool = True
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    async def models(self, http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "peer", "object": "model"}]})
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, lambda word: {"delta": {"content": word}})
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, lambda word: {"text": word})
+
+    async def _answer(self, http: web.Request, choice: Any) -> web.StreamResponse:
+        self.bodies.append(orjson.loads(await http.read()))
+        self.headers.append(dict(http.headers))
+        if self.refuse is not None:
+            status, message = self.refuse
+            return web.json_response({"error": {"message": message}}, status=status)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        for word in self.words:
+            await _event(response, {"choices": [choice(word) | {"finish_reason": None}]})
+        try:
+            if self.hold:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        if self.error_event is not None:
+            await _event(response, {"error": {"message": self.error_event}})
+        elif not self.break_off:
+            await self._finish(response, choice)
+        return response
+
+    async def _finish(self, response: web.StreamResponse, choice: Any) -> None:
+        await _event(response, {"choices": [choice("") | {"finish_reason": "stop"}]})
+        if self.usage:
+            usage = {"prompt_tokens": 7, "completion_tokens": 2 * len(self.words)}
+            await _event(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+
+
+async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b": ping\r\n\r\ndata: " + orjson.dumps(event) + b"\r\n\r\n")
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    """A running `Peer`; set its fields before the request that shall see them."""
+    peer = Peer()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(_start(peer), loop).result()
+    yield peer
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _start(peer: Peer) -> web.AppRunner:
+    app = web.Application()
+    app.router.add_get("/v1/models", peer.models)
+    app.router.add_post("/v1/chat/completions", peer.chat)
+    app.router.add_post("/v1/completions", peer.completions)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    peer.url = f"http://{host}:{port}"
+    return runner

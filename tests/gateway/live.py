@@ -1,0 +1,66 @@
+"""The rig on a real port: uvicorn under uvloop in a thread of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from gateway.server import Server, Signals, bind
+from tests.gateway.rig import Rig, Setting, build_rig
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A listening server; `stop` tells it to drain, as SIGTERM does."""
+
+    port: int
+    rig: Rig
+    loop: asyncio.AbstractEventLoop
+    signals: Signals
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.signals.told.set)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+@contextmanager
+def listening(setting: Setting, drain_seconds: float = 10.0) -> Iterator[Live]:
+    """Serve in a thread; afterwards no request lives, every slot is free, the port is closed."""
+    ready = threading.Event()
+    born: list[Live] = []
+
+    async def main() -> None:
+        rig, signals = build_rig(setting), Signals()
+        with bind("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            born.append(Live(port, rig, asyncio.get_running_loop(), signals))
+            server = Server(rig.app, rig.engine, rig.service.watch, drain_seconds)
+            await server.serve(listener, signals, ready.set)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(30), "the server did not start"
+        yield born[0]
+    finally:
+        if born:
+            born[0].stop()
+        thread.join(30)
+    assert not thread.is_alive(), "the server did not stop"
+    scheduler = born[0].rig.engine.scheduler
+    assert not scheduler.pool
+    assert scheduler.ledger.num_held == 0

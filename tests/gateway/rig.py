@@ -1,0 +1,196 @@
+"""The real app over the real engine in virtual time, with a model of which all is known.
+
+Tokens are bytes and 256 is the end. An iteration takes `STEP` seconds. Request `i` (counted
+from 0) answers with the `i`-th of the given texts, then with its end token.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from engine.cost import CostModel
+from engine.kv import KVLedger
+from engine.loop import Engine
+from engine.memory import Admission
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Request
+from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.loop import run_virtual
+from engine.step import StepEntry
+from gateway.access import BodyLimits, Keys, RequestLog
+from gateway.app import build_app
+from gateway.exposition import Exposition, PolicyNames
+from gateway.metrics import Audience, Metrics
+from gateway.pacing import LoopWatch
+from gateway.schema.sampling import Vocabulary
+from gateway.service import Pace, ServedModel, Service
+from tests.asgi import Client
+
+STEP = 0.25
+END = 256
+MODEL = "org/tiny-bytes"
+CONTEXT = 200
+USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+class ByteDecoder:
+    """A byte is a byte; the end token is nothing."""
+
+    def feed(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < END else b""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids."""
+
+    vocab_size = END + 1
+    special_ids = frozenset({END})
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decoder(self) -> ByteDecoder:
+        return ByteDecoder()
+
+
+class PlainTemplate:
+    """`role:content` lines."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        return "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+
+
+class Speaker:
+    """What the model says: the given texts in order of arrival, over and over."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts: list[list[int]] = [[*text.encode(), END] for text in texts]
+        self._starts: dict[int, int] = {}
+
+    def __call__(self, entry: StepEntry) -> int:
+        position = entry.start + len(entry.tokens)
+        start = self._starts.setdefault(entry.request_id, position)
+        text = self._texts[entry.request_id % len(self._texts)]
+        return text[min(position - start, len(text) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a test may change."""
+
+    texts: Sequence[str] = ("Hello!",)
+    step: float = STEP
+    num_blocks: int = 1000
+    admission: Admission = Admission.GROW
+    max_queue_requests: int = 100
+    max_batch_size: int = 8
+    keys: Sequence[str] = ()
+    max_body_bytes: int = 1 << 20
+    pace: Pace = field(default_factory=Pace)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """What a scene plays with; `ended` holds the requests that have ended, in order."""
+
+    app: ASGIApp
+    client: Client
+    service: Service
+    metrics: Metrics
+    ended: list[Request]
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+
+class Ends(RequestLog):
+    """Keeps the requests that ended."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def ended(self, request: Request, now: float) -> None:
+        super().ended(request, now)
+        self.requests.append(request)
+
+
+def play(scene: Callable[[Rig], Awaitable[None]], setting: Setting | None = None) -> Rig:
+    """Run a scene to its end; afterwards no request lives and every slot is free."""
+
+    async def main() -> Rig:
+        rig = build_rig(setting or Setting())
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(rig.engine.run())
+            await scene(rig)
+            await asyncio.sleep(2 * STEP)
+            running.cancel()
+        scheduler = rig.engine.scheduler
+        assert not scheduler.pool, scheduler
+        assert scheduler.ledger.num_held == 0, scheduler
+        return rig
+
+    return run_virtual(main())
+
+
+def build_rig(setting: Setting) -> Rig:
+    """The parts, put together as the doorway does it."""
+    clock = asyncio.get_running_loop().time
+    metrics, ends = Metrics(), Ends()
+    scheduler = IterationScheduler(
+        SchedulerSettings(
+            max_model_len=CONTEXT,
+            max_batch_size=setting.max_batch_size,
+            max_queue_requests=setting.max_queue_requests,
+            admission=setting.admission,
+        ),
+        KVLedger(setting.num_blocks, 1),
+        FirstComeFirstServed(),
+        Audience(metrics, ends),
+    )
+    cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
+    executor = SimulatedExecutor(cost, draw=Speaker(setting.texts))
+    service = Service(
+        engine=Engine(scheduler, executor, clock),
+        model=ServedModel(
+            name=MODEL,
+            created=1_700_000_000,
+            fingerprint="fp_test",
+            vocabulary=Vocabulary(END + 1, frozenset({END})),
+            tokenizer=ByteTokenizer(),
+            template=PlainTemplate(),
+        ),
+        exposition=Exposition(metrics, scheduler, MODEL, PolicyNames("fcfs", "grow")),
+        watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
+        clock=clock,
+        unix_now=lambda: 1_700_000_001,
+        random=random.Random(1),
+        keys=Keys(setting.keys),
+        limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
+        pace=setting.pace,
+    )
+    app = build_app(service)
+    return Rig(app, Client(app), service, metrics, ends.requests)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A chat request's body."""
+    return {"model": MODEL, "messages": USER, **fields}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    """A text completion request's body."""
+    return {"model": MODEL, "prompt": "ab", **fields}

@@ -1,0 +1,224 @@
+"""Chat completions, streamed and whole."""
+
+from engine.request import Abort
+from tests.gateway.rig import CHAT, MODEL, STEP, Rig, Setting, chat, play
+
+
+def test_a_whole_reply_has_openais_shape() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as exchange:
+            reply = await exchange.json()
+            assert exchange.status == 200
+        assert reply["object"] == "chat.completion"
+        assert reply["model"] == MODEL
+        assert reply["created"] == 1_700_000_001
+        assert reply["id"].startswith("chatcmpl-")
+        assert reply["choices"] == [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "Hello!",
+                    "refusal": None,
+                    "annotations": [],
+                },
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ]
+        prompt_tokens = len("user:hi\n")
+        assert reply["usage"] == {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 7,
+            "total_tokens": prompt_tokens + 7,
+        }
+
+    play(scene)
+
+
+def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_done() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            *chunks, done = [event async for event in exchange.events()]
+        assert done == "DONE"
+        assert chunks[0]["choices"][0]["delta"] == {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+        }
+        assert [c["choices"][0]["delta"].get("content") for c in chunks[1:-1]] == list("Hello!")
+        assert chunks[-1]["choices"][0] == {
+            "index": 0,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert not any("usage" in chunk for chunk in chunks)
+
+    play(scene)
+
+
+def test_every_iteration_is_one_write() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            writes = [chunk async for chunk in exchange.chunks()]
+        assert len(writes) == len("Hello!") + 1
+        assert writes[0].count(b"data:") == 2
+        assert writes[-1].endswith(b"data: [DONE]\n\n")
+
+    play(scene)
+
+
+def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(stream=True, stream_options={"include_usage": True})
+        async with rig.client.post(CHAT, body) as exchange:
+            *chunks, usage, _ = [event async for event in exchange.events()]
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert usage["choices"] == []
+        assert usage["usage"] == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
+
+    play(scene)
+
+
+def test_several_choices_arrive_interleaved_and_each_ends_once() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True, n=3, seed=7)) as exchange:
+            *chunks, _ = [event async for event in exchange.events()]
+        texts, ends = ["", "", ""], []
+        order = []
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            order.append(choice["index"])
+            if choice["finish_reason"]:
+                ends.append((choice["index"], choice["finish_reason"]))
+        assert texts == ["one", "three", "seven"]
+        assert ends == [(0, "stop"), (1, "stop"), (2, "stop")]
+        assert order[:6] == [0, 0, 1, 1, 2, 2]
+        seeds = [request.ask.sampling.seed for request in rig.ended]
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 3
+
+    play(scene, Setting(texts=("one", "three", "seven")))
+
+
+def test_a_reply_of_several_choices_counts_the_prompt_once() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(n=2, max_tokens=2)) as exchange:
+            reply = await exchange.json()
+        contents = [choice["message"]["content"] for choice in reply["choices"]]
+        assert contents == ["on", "tw"]
+        assert [choice["finish_reason"] for choice in reply["choices"]] == ["length", "length"]
+        assert reply["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+
+    play(scene, Setting(texts=("one", "two")))
+
+
+def test_a_stop_string_ends_the_request_and_is_not_shown() -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(stream=True, stop=["lo!", "xyz"])
+        async with rig.client.post(CHAT, body) as exchange:
+            *chunks, _ = [event async for event in exchange.events()]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hel"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    (request,) = play(scene, Setting(texts=("Hello! and much more",))).ended
+    assert request.outcome == "finished"
+    assert request.abort is Abort.STOP_STRING
+    assert request.produced == len("Hello!")
+
+
+def test_a_character_split_over_tokens_arrives_whole() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            *chunks, _ = [event async for event in exchange.events()]
+        assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "é", "🙂", None]
+
+    play(scene, Setting(texts=("é🙂",)))
+
+
+def test_ignore_eos_runs_on_to_the_limit() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(ignore_eos=True, max_tokens=9)) as exchange:
+            reply = await exchange.json()
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["usage"]["completion_tokens"] == 9
+
+    play(scene)
+
+
+def test_a_callers_own_end_token_is_not_shown() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stop_token_ids=[ord("o")])) as exchange:
+            reply = await exchange.json()
+        assert reply["choices"][0]["message"]["content"] == "Hell"
+        assert reply["choices"][0]["finish_reason"] == "stop"
+
+    play(scene)
+
+
+def test_without_a_limit_an_answer_may_fill_the_context() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_completion_tokens=None)) as exchange:
+            await exchange.json()
+        (request,) = rig.ended
+        assert request.ask.max_tokens == 200 - 8
+
+    play(scene)
+
+
+def test_a_request_without_a_seed_gets_one_and_a_seed_is_kept() -> None:
+    async def scene(rig: Rig) -> None:
+        for body in (chat(), chat(), chat(seed=-5)):
+            async with rig.client.post(CHAT, body) as exchange:
+                await exchange.json()
+        first, second, third = (request.ask.sampling.seed for request in rig.ended)
+        assert first != second
+        assert third == -5
+
+    play(scene)
+
+
+def test_sampling_fields_reach_the_engine() -> None:
+    async def scene(rig: Rig) -> None:
+        fields = {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "presence_penalty": 1,
+            "frequency_penalty": -1,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"5": 3, "7": -100},
+            "min_tokens": 2,
+        }
+        async with rig.client.post(CHAT, chat(**fields)) as exchange:
+            await exchange.json()
+        ask = rig.ended[0].ask
+        assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.5, 0.9, 5)
+        assert (ask.sampling.min_p, ask.sampling.repetition_penalty) == (0.1, 1.1)
+        assert (ask.sampling.presence_penalty, ask.sampling.frequency_penalty) == (1, -1)
+        assert ask.sampling.logit_bias == ((5, 3), (7, -100))
+        assert ask.min_tokens == 2
+
+    play(scene)
+
+
+def test_an_empty_nucleus_is_greedy() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(top_p=0)) as exchange:
+            await exchange.json()
+        assert rig.ended[0].ask.sampling.temperature == 0.0
+
+    play(scene)
+
+
+def test_events_go_out_as_iterations_end() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            times = [rig.service.clock() async for _ in exchange.chunks()]
+        assert times == [STEP * n for n in range(1, 8)]
+
+    play(scene)

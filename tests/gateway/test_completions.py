@@ -1,0 +1,96 @@
+"""Text completions: four spellings of a prompt, several choices of each."""
+
+import pytest
+
+from engine.request import Request
+from tests.gateway.rig import TEXT, Rig, Setting, play, text
+
+
+def test_a_whole_reply_has_openais_shape() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text()) as exchange:
+            reply = await exchange.json()
+        assert reply["object"] == "text_completion"
+        assert reply["id"].startswith("cmpl-")
+        assert reply["choices"] == [
+            {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}
+        ]
+        assert reply["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+
+    play(scene)
+
+
+def test_sixteen_tokens_are_the_default() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text()) as exchange:
+            (choice,) = (await exchange.json())["choices"]
+        assert choice["text"] == "x" * 16
+        assert choice["finish_reason"] == "length"
+
+    play(scene, Setting(texts=("x" * 50,)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [(97, 98)]),
+        (["ab", "c"], [(97, 98), (99,)]),
+        ([1, 2, 3], [(1, 2, 3)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+    ],
+)
+def test_a_prompt_may_be_spelled_four_ways(prompt: object, ids: list[tuple[int, ...]]) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(prompt=prompt)) as exchange:
+            reply = await exchange.json()
+        assert [request.ask.prompt for request in rig.ended] == ids
+        assert [choice["index"] for choice in reply["choices"]] == list(range(len(ids)))
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+    play(scene)
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt=["ab", "c"], n=2, best_of=2, seed=3, stream=True)
+        async with rig.client.post(TEXT, body) as exchange:
+            *chunks, _ = [event async for event in exchange.events()]
+        said = ["", "", "", ""]
+        for chunk in chunks:
+            said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert said == ["one", "two", "three", "four"]
+        seeds = [request.ask.sampling.seed for request in sorted_by_id(rig)]
+        assert seeds[:2] == seeds[2:]
+        assert seeds[0] == 3 != seeds[1]
+
+    play(scene, Setting(texts=("one", "two", "three", "four")))
+
+
+def sorted_by_id(rig: Rig) -> list[Request]:
+    return sorted(rig.ended, key=lambda request: request.request_id)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([], "prompt"),
+        ("", "prompt"),
+        ([[]], "prompt[0]"),
+        (["a", 1], "prompt"),
+        ([1, [2]], "prompt"),
+        ([257], "prompt[0]"),
+        ([[1], [2, -1]], "prompt[1][1]"),
+        (["a"] * 3000, "prompt"),
+        (None, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([1.5], "prompt[0]"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_by_name(prompt: object, param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(prompt=prompt)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert error["param"] == param
+
+    play(scene)

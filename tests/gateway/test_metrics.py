@@ -1,0 +1,58 @@
+"""What the observer counts."""
+
+import asyncio
+import logging
+
+import pytest
+
+from engine.request import Abort
+from gateway.metrics import Tally
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+
+
+def test_a_tally_counts_into_cumulative_buckets() -> None:
+    tally = Tally((1, 2, 4))
+    for value, times in ((0.5, 1), (1, 1), (3, 2), (9, 1)):
+        tally.add(value, times)
+    assert tally.buckets() == [("1.0", 2), ("2.0", 2), ("4.0", 4), ("+Inf", 5)]
+    assert tally.sum == 16.5
+
+
+def test_gaps_are_counted_once_per_token_whoever_shares_the_batch() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(n=3, max_tokens=4)) as exchange:
+            await exchange.json()
+
+    metrics = play(scene, Setting(texts=("abcdefgh",))).metrics
+    assert metrics.inter_token.buckets()[-1] == ("+Inf", 3 * 3)
+    assert metrics.inter_token.sum == 9 * STEP
+    assert metrics.time_to_first_token.sum == 3 * STEP
+    assert metrics.num_output_tokens == 12
+    assert metrics.finishes["length"] == 3
+
+
+def test_aborts_are_counted_by_reason() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()):
+            await asyncio.sleep(1.5 * STEP)
+        async with rig.client.post(CHAT, chat(stop="l")) as exchange:
+            await exchange.json()
+
+    metrics = play(scene).metrics
+    assert metrics.aborts[Abort.CLIENT_GONE] == 1
+    assert metrics.aborts[Abort.STOP_STRING] == 1
+    assert metrics.outcomes["finished"] == 1
+    assert metrics.outcomes["cancelled"] == 1
+    assert metrics.finishes["stop"] == 1
+
+
+def test_one_line_is_logged_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), {"x-request-id": "mine"}) as exchange:
+            await exchange.json()
+
+    with caplog.at_level(logging.INFO, "gateway.access"):
+        play(scene)
+    (record,) = [record for record in caplog.records if record.name == "gateway.access"]
+    expected = "mine prompt_len=8 produced=7 ttft=0.250 jct=1.750 reason=stop"
+    assert record.getMessage() == expected

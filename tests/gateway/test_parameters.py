@@ -1,0 +1,227 @@
+"""Every parameter is honoured, or refused with a 400 that names it."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import CHAT, TEXT, USER, Rig, chat, play, text
+
+ASKS_NOTHING: list[dict[str, Any]] = [
+    {"logprobs": False, "top_logprobs": None},
+    {"top_logprobs": 0},
+    {"tools": []},
+    {"tools": None, "tool_choice": "none", "parallel_tool_calls": True},
+    {"tool_choice": "auto", "functions": [], "function_call": "none"},
+    {"response_format": {"type": "text"}},
+    {"modalities": ["text"]},
+    {"audio": None, "prediction": None, "web_search_options": None, "moderation": None},
+    {"reasoning_effort": "none", "verbosity": "medium"},
+    {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s"},
+    {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {}},
+    {"service_tier": "auto"},
+    {"service_tier": "default"},
+    {"stop": []},
+    {"stop": None, "n": None, "seed": None, "temperature": None, "top_p": None},
+    {"max_tokens": 5, "max_completion_tokens": 5},
+    {"stream": False, "stream_options": None, "logit_bias": None},
+    {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": []},
+]
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"moderation": {"model": "m"}}, "moderation"),
+    ({"service_tier": "priority"}, "service_tier"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": True}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop_token_ids": [257]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": list(range(200))}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"257": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"foo": 1}, "foo"),
+    ({"model": None}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [*USER, {"role": 1, "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}
+            ]
+        },
+        "messages[0].content[0].type",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "1", "type": "custom", "function": {"name": "f", "arguments": ""}}
+                    ],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].type",
+    ),
+]
+
+REFUSED_IN_TEXT: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": 21}, "best_of"),
+    ({"messages": USER}, "messages"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+]
+
+
+@pytest.mark.parametrize("fields", ASKS_NOTHING, ids=lambda fields: ",".join(fields))
+def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(**fields)) as exchange:
+            reply = await exchange.json()
+        assert exchange.status == 200, reply
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_what_is_wrong_or_missing_here_is_named(fields: dict[str, Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(**fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+        assert param.rpartition(".")[2].partition("[")[0] in error["message"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED_IN_TEXT)
+def test_the_same_for_text_completions(fields: dict[str, Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(**fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert error["param"] == param
+
+    play(scene)
+
+
+def test_a_wrong_role_is_told_the_right_ones() -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(messages=[{"role": "robot", "content": "x"}])
+        async with rig.client.post(CHAT, body) as exchange:
+            message = (await exchange.json())["error"]["message"]
+        assert "'developer'" in message
+        assert "'function'" in message
+
+    play(scene)
+
+
+def test_an_unknown_argument_is_told_in_openais_words() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(foo=1)) as exchange:
+            message = (await exchange.json())["error"]["message"]
+        assert message == "Unrecognized request argument supplied: foo"
+
+    play(scene)
+
+
+def test_a_whole_conversation_is_read() -> None:
+    async def scene(rig: Rig) -> None:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = [
+            {"role": "system", "content": "s"},
+            {"role": "developer", "content": "d", "name": "n"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call],
+                "refusal": None,
+                "audio": None,
+            },
+            {"role": "tool", "content": "t", "tool_call_id": "1"},
+            {"role": "function", "content": "f", "name": "f"},
+            {
+                "role": "assistant",
+                "content": [{"type": "refusal", "refusal": "no"}],
+                "annotations": [],
+            },
+        ]
+        async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
+            reply = await exchange.json()
+            assert exchange.status == 200, reply
+        prompt = bytes(rig.ended[0].ask.prompt).decode()
+        assert (
+            prompt
+            == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\nfunction:f\nassistant:no\n"
+        )
+
+    play(scene)

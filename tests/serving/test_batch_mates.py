@@ -1,0 +1,39 @@
+"""A text does not depend on who shares its batch: greedy, and with a seed."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from tests.serving.client import Json, streamed_text
+
+PROMPTS = (
+    "Hello",
+    "What is 12 + 30?",
+    "Tell me a story about a fox.",
+    "What is Podway? Explain it in a few words, and then explain what an iteration is.",
+)
+
+
+def body(index: int, temperature: float) -> Json:
+    return {
+        "prompt": PROMPTS[index % len(PROMPTS)] * (1 + index % 5),
+        "max_tokens": 10 + index * 3 % 60,
+        "temperature": temperature,
+        "seed": index,
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_64_concurrent_streams_say_what_each_says_alone(
+    server_url: str, temperature: float
+) -> None:
+    bodies = [body(index, temperature) for index in range(64)]
+    async with aiohttp.ClientSession() as session:
+        alone = [await streamed_text(session, server_url, each) for each in bodies]
+        together = await asyncio.gather(
+            *(streamed_text(session, server_url, each) for each in bodies)
+        )
+    assert together == alone
+    assert len(set(alone)) > 16

@@ -1,0 +1,75 @@
+"""Clients that leave: the slots are free one iteration later, and nobody else notices."""
+
+import asyncio
+from random import Random
+
+import aiohttp
+
+from tests.serving.client import Json, asked, metrics, raw_post, stream, streamed_text, until_idle
+
+LONG: Json = {"prompt": "Tell me a story.", "max_tokens": 4000, "ignore_eos": True}
+
+
+async def test_hundred_clients_hang_up_at_random_moments(server_url: str) -> None:
+    """50 streams and 50 plain requests, cut after 0 to 1.5 seconds."""
+    random = Random(5)
+    async with aiohttp.ClientSession() as session:
+        before = await until_idle(session, server_url)
+
+        async def leave(is_stream: bool, seconds: float) -> None:
+            _, writer = await raw_post(server_url, LONG | {"stream": is_stream})
+            await asyncio.sleep(seconds)
+            writer.transport.abort()
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(100):
+                group.create_task(leave(index % 2 == 0, random.uniform(0.0, 1.5)))
+        after = await until_idle(session, server_url)
+        cancelled = "podway_requests_total/outcome=cancelled"
+        assert after[cancelled] - before.get(cancelled, 0) == 100
+        within_one = "podway_cancel_to_free_iterations_bucket/le=1.0"
+        assert after[within_one] == after["podway_cancel_to_free_iterations_count"]
+        assert after["podway_orphan_blocks"] == 0
+        assert after["podway_kv_slots/state=held/tier=device"] == 0
+        assert await streamed_text(session, server_url, {"prompt": "Hello", "max_tokens": 4})
+
+
+async def test_a_reader_of_one_byte_a_second_stalls_nobody(server_url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        reader, writer = await raw_post(server_url, LONG | {"stream": True})
+        assert await reader.read(1)
+        texts = await asyncio.gather(
+            *(
+                streamed_text(session, server_url, LONG | {"max_tokens": 100, "seed": seed})
+                for seed in range(8)
+            )
+        )
+        assert all(texts)
+        assert await reader.read(1), "the slow reader was cut off"
+        writer.transport.abort()
+        assert (await until_idle(session, server_url))["podway_orphan_blocks"] == 0
+
+
+async def test_a_long_prompt_does_not_stop_the_streams_beside_it(server_url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        order: list[str] = []
+        is_streaming = asyncio.Event()
+
+        async def short() -> None:
+            async for _ in stream(session, server_url, LONG | {"max_tokens": 400}):
+                order.append("short")
+                is_streaming.set()
+
+        async def long() -> None:
+            await is_streaming.wait()
+            order.append("long arrives")
+            body = asked({"prompt": [17] * 20_000, "max_tokens": 1}, stream=False)
+            async with session.post(f"{server_url}/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+            order.append("long answered")
+
+        await asyncio.gather(short(), long())
+        during = order[order.index("long arrives") : order.index("long answered")]
+        assert during.count("short") >= 5
+        counts = await metrics(session, server_url)
+        assert counts["podway_loop_lag_seconds_count"] > 0
