@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from engine.worker.worker import Worker
-
 import adapters
 from adapters.dialects import load_chat_template
 from adapters.tokenizers import load_tokenizer
@@ -23,6 +21,7 @@ from engine.request import Ask, FinishReason
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Sampling, WorkerSettings
 from engine.transport.inline import InlineExecutor
+from engine.worker.worker import Worker
 from gateway.ports import Tokenizer
 
 PROMPTS = ("Hello!", "What is 2 + 3?", "What is Podway?", "Tell me a story.")
