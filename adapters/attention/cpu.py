@@ -1,0 +1,99 @@
+"""Attention on the CPU over the paged cache as it lies, in native kernels on the worker's team."""
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adapters.attention import paged
+from engine.worker.kv_tensors import KVTensors
+from engine.worker.layout import RaggedLayout
+from engine.worker.native.operators import Call
+from engine.worker.ports import AttentionSpec, Team
+
+ROWS = 24  # of a task: tokens x query heads of one KV head
+ROUND = 16  # floats; a row of scores is written in fours and may run over its end
+
+
+class CpuAttention:
+    """Float32 only. Work is cut into tasks once a step; layers differ in addresses alone."""
+
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: Team) -> None:
+        group = spec.num_heads // spec.num_kv_heads
+        self._team = team
+        self._cache = cache
+        self._dim = spec.head_dim
+        self._kv_heads = spec.num_kv_heads
+        self._tokens_per_task = max(1, ROWS // group)
+        self._most_rows = self._tokens_per_task * group
+        self._tasks = np.empty((0, paged.TASK_WORDS), dtype=np.int64)
+        self._tables = self._slots = np.empty(0, dtype=np.int64)
+        self._scratch: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        self._attend = Call(
+            team,
+            paged.attend,
+            (
+                spec.num_kv_heads,
+                group,
+                spec.head_dim,
+                cache.block_size,
+                spec.window or 0,
+                *(0,) * 6,
+                self._most_rows,
+                *(0,) * 6,
+            ),
+        )
+        self._attend.words.view(np.float32)[2 * 5] = spec.scale
+        self._store = Call(team, paged.store, (0,) * 9)
+
+    def plan(self, layout: RaggedLayout) -> None:
+        """See `AttentionBackend`."""
+        per = self._tokens_per_task
+        first_row, last_row = layout.qo_indptr[:-1], layout.qo_indptr[1:]
+        pieces = -(-(last_row - first_row) // per)
+        owner = np.repeat(np.arange(layout.num_requests), pieces)
+        piece = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._tasks = np.empty((len(owner), paged.TASK_WORDS), dtype=np.int64)
+        self._tasks[:, 0] = first_row[owner] + piece * per
+        self._tasks[:, 1] = np.minimum(per, last_row[owner] - self._tasks[:, 0])
+        self._tasks[:, 2] = layout.positions[self._tasks[:, 0]]
+        self._tasks[:, 3] = layout.kv_indptr[owner]
+        self._tables = layout.kv_indices.astype(np.int64)
+        self._slots = layout.slots
+        score_stride = (int(layout.kv_len.max()) // ROUND + 2) * ROUND
+        stride = self._most_rows * (2 * self._dim + score_stride)
+        if len(self._scratch) < stride * self._team.threads:
+            self._scratch = np.empty(stride * self._team.threads, dtype=np.float32)
+        self._attend.words[6:11] = (
+            self._tasks.ctypes.data,
+            self._tables.ctypes.data,
+            self._scratch.ctypes.data,
+            stride,
+            score_stride,
+        )
+        self._store.words[:3] = self._slots.ctypes.data, len(self._slots), 0
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        rows = len(q)
+        assert k.stride() == v.stride(), "k and v lie in one tensor"
+        self._store.words[2:8] = (
+            self._kv_heads * self._dim,
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+        self._store.over_rows(rows, 8)
+        out = q.new_empty(q.shape)
+        self._attend.words[12:] = (
+            keys.data_ptr(),
+            values.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+        )
+        self._attend(len(self._tasks) * self._kv_heads)
+        return out

@@ -1,0 +1,9 @@
+"""Checkpoint families by the `architectures` entry of config.json, loaded by name."""
+
+FAMILIES: dict[str, str] = {
+    "GPT2LMHeadModel": "adapters.models.gpt2:Gpt2",
+    "LlamaForCausalLM": "adapters.models.llama:Llama",
+    "MistralForCausalLM": "adapters.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "adapters.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "adapters.models.qwen3:Qwen3",
+}

@@ -1,0 +1,95 @@
+"""A model's name to its directory and the small files in it. No torch here.
+
+A name is a directory or a hub id; from the hub come config, safetensors and tokenizer only.
+"""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from engine.errors import RefusedToStart
+
+WANTED = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+UNWANTED = ("*/*", "consolidated*")
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The directory of a model, downloaded if it is a hub id; raises `RefusedToStart`."""
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        if directory.exists():
+            raise RefusedToStart(f"{model} is a file, not a checkpoint directory")
+        directory = _download(model)
+    if not (directory / "config.json").is_file():
+        raise RefusedToStart(f"{directory} has no config.json")
+    return directory
+
+
+def _download(model: str) -> Path:
+    try:
+        path: str = snapshot_download(
+            model, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
+        )
+    except HFValidationError as error:
+        raise RefusedToStart(f"{model} is neither a directory nor a hub id") from error
+    except GatedRepoError as error:
+        raise RefusedToStart(f"{model} is gated on the hub; log in with access to it") from error
+    except RepositoryNotFoundError as error:
+        raise RefusedToStart(
+            f"{model} is not a directory, and the hub has no such model"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise RefusedToStart(
+            f"{model} is not a directory, and the hub cannot be reached to download it"
+        ) from error
+    return Path(path)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file, empty if there is no such file; raises `RefusedToStart`."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RefusedToStart(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RefusedToStart(f"{path} is not a JSON object")
+    return value
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """config.json of a checkpoint directory."""
+    return read_json(directory / "config.json")
+
+
+def end_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config.json's, else config.json's; may be empty."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+            return tuple(value)
+        if value is not None and value != []:
+            raise RefusedToStart(f"{name}: eos_token_id is {value!r}, expected ids")
+    return ()

@@ -1,0 +1,73 @@
+"""config.json read strictly: a wrong type or an unknown choice is a refusal naming the field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import RefusedToStart
+from engine.worker.operators import ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Typed access to a JSON object; `where` is the path to it, for messages."""
+
+    values: Mapping[str, object]
+    where: str = "config.json"
+
+    def _wrong(self, name: str, wanted: str) -> RefusedToStart:
+        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        return RefusedToStart(f"{self.where}: {name} {found}, expected {wanted}")
+
+    def get(self, name: str) -> object:
+        """The raw value, None if absent or null."""
+        return self.values.get(name)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; null counts as absent."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._wrong(name, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; null counts as absent."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self._wrong(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; null counts as absent."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def refuse(self, name: str, *served: object) -> None:
+        """Refuse a field whose value is not absent, null or one of `served`."""
+        value = self.get(name)
+        if value is not None and value not in served:
+            only = f"; only {served[0]!r} is" if served else ""
+            raise RefusedToStart(f"{self.where}: {name}={value!r} is not supported{only}")
+
+    def activation(self, name: str, default: str) -> str:
+        """The name of an activation that the operators know."""
+        value = self.get(name) or default
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise RefusedToStart(f"{self.where}: activation {name}={value!r} is not supported")
+        return value
+
+    def child(self, name: str) -> "Fields | None":
+        """The JSON object under a name, None if absent or null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return Fields(value, f"{self.where}: {name}")

@@ -1,0 +1,96 @@
+"""The paged KV cache of one stage, and how large it may be.
+
+A slot is the room of one token over all layers of the stage; a block is `block_size` slots.
+Which request owns which block is known to the ledger, never here.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.step import WorkerSettings
+from engine.worker.ports import ModelShape
+
+DEFAULT_MOST_BYTES = 4 << 30
+DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """Keys and values of each layer, `[num_blocks, block_size, kv_heads, dim]` each."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.keys[0].shape[1]
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: what the system has left, within its cgroup."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(most) - int(used.read_text())))
+    return free
+
+
+def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, item_bytes: int) -> int:
+    """Bytes of one block: keys and values of all layers of the stage."""
+    return 2 * num_layers * block_size * shape.num_kv_heads * shape.head_dim * item_bytes
+
+
+def choose_num_blocks(
+    settings: WorkerSettings, block_bytes: int, max_model_len: int, available: int
+) -> int:
+    """How many blocks to make; raises `RefusedToStart` when none fit or more than fit are asked.
+
+    Without an order it is the smaller of 4 GiB and a quarter of the available memory, and never
+    more than `max_batch_size` requests of full length can use.
+    """
+    size = settings.block_size
+    if size < 1:
+        raise RefusedToStart(f"block_size must be at least 1, not {size}")
+    if settings.kv_slots:
+        blocks, asked = settings.kv_slots // size, f"kv_slots={settings.kv_slots}"
+    elif settings.kv_bytes:
+        blocks, asked = settings.kv_bytes // block_bytes, f"kv_bytes={settings.kv_bytes}"
+    else:
+        share = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
+        enough = settings.max_batch_size * -(-max_model_len // size)
+        blocks, asked = min(share // block_bytes, enough), f"{share} bytes of memory for KV"
+    if blocks < 1:
+        raise RefusedToStart(
+            f"{asked} is less than one block of {size} slots ({block_bytes} bytes)"
+        )
+    if blocks * block_bytes > available:
+        raise RefusedToStart(
+            f"{asked} needs {blocks * block_bytes} bytes for KV, but {available} are available"
+        )
+    return blocks
+
+
+def allocate(
+    shape: ModelShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVTensors:
+    """A zeroed cache; the system backs its pages with memory only when they are written."""
+    item_bytes = torch.empty(0, dtype=dtype).element_size()
+    total = num_blocks * bytes_per_block(shape, num_layers, block_size, item_bytes)
+    whole = torch.from_numpy(np.zeros(total, dtype=np.uint8)).view(dtype)
+    cache = whole.view(num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    return KVTensors(keys=tuple(cache[:, 0]), values=tuple(cache[:, 1]))

@@ -1,0 +1,111 @@
+"""One step as arrays: the ragged layout that every attention backend reads.
+
+Built in numpy on the host. Requests lie one after the other, decodes first; names and meaning
+of the index arrays are FlashInfer's. Whatever a wrong step could do to memory is refused here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.step import Step, StepEntry
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutLimits:
+    """What indexes of a step must stay below."""
+
+    vocab_size: int
+    max_positions: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedLayout:
+    """T new tokens of N requests; the first `num_decodes` requests have one new token each.
+
+    `kv_len[i]` counts the tokens that request i has cached after this step. Its pages are
+    `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, the last one filled to `kv_last_page_len[i]`.
+    """
+
+    token_ids: Int64s  # [T]
+    positions: Int64s  # [T]
+    slots: Int64s  # [T], page * block_size + offset
+    qo_indptr: Int32s  # [N + 1]
+    kv_len: Int32s  # [N]
+    kv_indptr: Int32s  # [N + 1]
+    kv_indices: Int32s  # [kv_indptr[N]]
+    kv_last_page_len: Int32s  # [N]
+    sampled_rows: Int64s  # [M], row of the last token of each request that draws
+    num_decodes: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.kv_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def _indptr(lengths: Int64s) -> Int32s:
+    out = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def _blocks_of(entry: StepEntry, num_pages: int) -> Int32s:
+    blocks = np.frombuffer(entry.blocks, dtype="<i4")
+    if len(blocks) < num_pages:
+        raise ValueError(
+            f"request {entry.request_id}: {len(blocks)} blocks do not cover "
+            f"{entry.start + len(entry.tokens)} tokens"
+        )
+    return blocks[:num_pages]
+
+
+def _check(name: str, values: NDArray[np.integer], limit: int) -> None:
+    if len(values) and (int(values.min()) < 0 or int(values.max()) >= limit):
+        raise ValueError(f"{name} out of range [0, {limit})")
+
+
+def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
+    """The layout of a step; raises `ValueError` if an index would leave its bounds."""
+    entries, size = step.entries, limits.block_size
+    if not entries or not all(entry.tokens for entry in entries):
+        raise ValueError("a step needs entries, and each entry needs tokens")
+    q_len = np.array([len(entry.tokens) for entry in entries], dtype=np.int64)
+    start = np.array([entry.start for entry in entries], dtype=np.int64)
+    kv_len = start + q_len
+    num_pages = -(-kv_len // size)
+
+    token_ids = np.array([token for entry in entries for token in entry.tokens], dtype=np.int64)
+    qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
+    owner = np.repeat(np.arange(len(entries)), q_len)
+    positions = np.arange(len(token_ids)) - qo_indptr[owner] + start[owner]
+    blocks = [_blocks_of(entry, int(n)) for entry, n in zip(entries, num_pages, strict=True)]
+    kv_indices = np.concatenate(blocks).astype(np.int32)
+
+    _check("token ids", token_ids, limits.vocab_size)
+    _check("positions", positions, limits.max_positions)
+    _check("block ids", kv_indices, limits.num_blocks)
+    pages = kv_indices[kv_indptr[owner] + positions // size]
+    longer = np.flatnonzero(q_len > 1)
+    draws = np.array([entry.draw is not None for entry in entries])
+    return RaggedLayout(
+        token_ids=token_ids,
+        positions=positions,
+        slots=pages.astype(np.int64) * size + positions % size,
+        qo_indptr=qo_indptr,
+        kv_len=kv_len.astype(np.int32),
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_last_page_len=((kv_len - 1) % size + 1).astype(np.int32),
+        sampled_rows=qo_indptr[1:][draws].astype(np.int64) - 1,
+        num_decodes=int(longer[0]) if len(longer) else len(entries),
+    )

@@ -1,0 +1,233 @@
+"""The operators over native kernels: tensors in, addresses to the team, tensors out.
+
+A layer keeps the operands of its kernel and fills in what changes from call to call, so a call
+costs a few microseconds of Python.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.step import Sampling
+from engine.worker.native import drawing, kernels
+from engine.worker.native.build import kernel
+from engine.worker.native.pages import Pages
+from engine.worker.native.tiles import COLUMNS
+from engine.worker.operators import LayerNorm, TorchOperators
+from engine.worker.ports import Largest, Team
+
+ACTIVATION_KINDS = {
+    "silu": kernels.SILU,
+    "swish": kernels.SILU,
+    "gelu_new": kernels.GELU_TANH,
+    "gelu_pytorch_tanh": kernels.GELU_TANH,
+}
+CHUNKS_PER_THREAD = 4
+COLUMNS_FOR_FEW = 128  # of a chunk, at most: weights stream through
+COLUMNS_FOR_MANY = 96  # a piece of them stays in cache
+
+
+class Call:
+    """A kernel with its operands: words that the kernel reads, in the order of its tuple."""
+
+    def __init__(self, team: Team, function: Callable[..., None], operands: Sequence[int]) -> None:
+        self.words = np.array(operands, dtype=np.int64)
+        self._team = team
+        self._kernel: int = kernel(function).address
+        self._address = int(self.words.ctypes.data)
+
+    def __call__(self, chunks: int) -> None:
+        self._team.run(self._kernel, self._address, chunks)
+
+    def over_rows(self, rows: int, at: int) -> None:
+        """Run over all rows; word `at` takes the rows of a chunk."""
+        share = -(-rows // (self._team.threads * CHUNKS_PER_THREAD))
+        self.words[at] = share
+        self(-(-rows // share))
+
+
+class NativeLinear:
+    """Row-major weights, not packed."""
+
+    def __init__(self, team: Team, weight: Tensor, bias: Tensor | None) -> None:
+        self._held = weight, bias
+        self._outputs, inputs = weight.shape
+        blank = kernels.LinearOperands(
+            weight=weight.data_ptr(),
+            inputs=inputs,
+            outputs=self._outputs,
+            bias=0 if bias is None else bias.data_ptr(),
+            columns=0,
+            x=0,
+            x_stride=0,
+            y=0,
+            y_stride=0,
+            rows=0,
+            adds=0,
+        )
+        self._call = Call(team, kernels.linear, blank)
+        self._for_few = self._columns(COLUMNS_FOR_FEW, 12 * team.threads)
+        self._for_many = self._columns(COLUMNS_FOR_MANY, 4 * team.threads)
+
+    def _columns(self, most: int, chunks: int) -> int:
+        """Columns of a chunk: at most so many, and at least so many chunks where there can be."""
+        return max(COLUMNS, min(most, self._outputs // chunks // COLUMNS * COLUMNS))
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        y = x.new_empty((rows, self._outputs)) if add_to is None else add_to
+        columns = self._for_few if rows <= kernels.PANEL else self._for_many
+        self._call.words[4:] = (
+            columns,
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            rows,
+            add_to is not None,
+        )
+        self._call(-(-self._outputs // columns))
+        return y
+
+
+class NativeRmsNorm:
+    """Root mean square norm."""
+
+    def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
+        self._held = weight
+        self._dim = len(weight)
+        self._call = Call(team, kernels.rms_norm, (weight.data_ptr(), 0, self._dim, *(0,) * 7))
+        self._call.words.view(np.float32)[2] = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        self._run(x, y, 1)
+        return y
+
+    def apply_(self, heads: Tensor) -> None:
+        self._run(heads, heads, heads.shape[1])
+
+    def _run(self, x: Tensor, y: Tensor, groups: int) -> None:
+        rows = x.shape[0]
+        self._call.words[3:9] = (
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            rows,
+            groups,
+        )
+        self._call.over_rows(rows, 9)
+
+
+class NativeActivation:
+    """silu or the tanh form of gelu, gated or not."""
+
+    def __init__(self, team: Team, kind: int, is_gated: bool) -> None:
+        self._is_gated = is_gated
+        self._call = Call(team, kernels.activation, (kind, is_gated, *(0,) * 7))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        width = width // 2 if self._is_gated else width
+        y = x.new_empty((rows, width))
+        self._call.words[2:8] = (
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            rows,
+            width,
+        )
+        self._call.over_rows(rows, 8)
+        return y
+
+
+class NativeOperators:
+    """See `Operators`. What no kernel does yet (LayerNorm, odd activations) is torch's."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._pages = Pages()
+        self._torch = TorchOperators()
+        self._turn = Call(team, kernels.turn, (0,) * 8)
+        self._largest = Call(team, drawing.largest, (0,) * 5)
+        self._draw = Call(team, drawing.draw, (0,) * 8)
+
+    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> NativeLinear:
+        return NativeLinear(self._team, self._pages.stack(weights), bias)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> NativeRmsNorm:
+        return NativeRmsNorm(self._team, weight, eps)
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> LayerNorm:
+        return self._torch.layer_norm(weight, bias, eps)
+
+    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+        if name in ACTIVATION_KINDS:
+            return NativeActivation(self._team, ACTIVATION_KINDS[name], is_gated)
+        return self._torch.activation(name, is_gated=is_gated)
+
+    def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        rows, count, dim = heads.shape
+        self._turn.words[:7] = (
+            heads.data_ptr(),
+            heads.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rows,
+            count,
+            dim // 2,
+        )
+        self._turn.over_rows(rows, 7)
+
+    def largest(self, logits: Tensor) -> Largest:
+        rows, vocab = logits.shape
+        values = logits.new_empty(rows)
+        ids = torch.empty(rows, dtype=torch.int64)
+        self._largest.words[:] = (
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+            values.data_ptr(),
+            ids.data_ptr(),
+        )
+        self._largest(rows)
+        return Largest(values, ids)
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[Sampling],
+        points: Sequence[float],
+    ) -> list[int]:
+        integers = np.array(
+            [(row, one.top_k) for row, one in zip(rows, samplings, strict=True)], dtype=np.int64
+        )
+        reals = np.array(
+            [
+                (one.temperature, one.min_p, one.top_p, point)
+                for one, point in zip(samplings, points, strict=True)
+            ],
+            dtype=np.float64,
+        )
+        ids = np.empty(len(rows), dtype=np.int64)
+        vocab = logits.shape[1]
+        scratch_bytes = drawing.BUCKETS * 8 + vocab * drawing.BYTES + drawing.BUCKETS
+        scratch = np.empty(self._team.threads * scratch_bytes // 8 + 1, dtype=np.int64)
+        self._draw.words[:] = (
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+            integers.ctypes.data,
+            reals.ctypes.data,
+            ids.ctypes.data,
+            scratch.ctypes.data,
+            scratch_bytes // 64 * 64,
+        )
+        self._draw(len(rows))
+        found: list[int] = ids.tolist()
+        return found

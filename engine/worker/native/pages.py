@@ -1,0 +1,43 @@
+"""Memory for weights that the system may back with huge pages.
+
+Reading all weights once a token touches half a million small pages a gigabyte or two; with huge
+pages the same read is faster by a tenth or more. Only a hint: where it is not taken, nothing is
+lost.
+"""
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 64 << 20
+ALIGNMENT = 64
+
+
+class Pages:
+    """Hands out float32 tensors from large anonymous mappings; each lives as long as its use."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """A copy of the parts one below the other, `[sum of rows, columns]`."""
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        whole = self._take(rows, columns)
+        torch.cat(list(parts), out=whole)
+        return whole
+
+    def _take(self, *shape: int) -> Tensor:
+        num_bytes = 4 * prod(shape)
+        if self._used + num_bytes > len(self._slab):
+            mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
+            self._used = 0
+        taken = self._slab[self._used : self._used + num_bytes]
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return taken.view(torch.float32).view(shape)

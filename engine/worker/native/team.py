@@ -1,0 +1,125 @@
+"""A team of threads that shares out the chunks of one kernel after another.
+
+Theory of operation. The leader (who calls `run`) posts a job: a kernel's address, its operands
+and a number of chunks. Leader and helpers claim chunks by compare-and-swap on one word that also
+carries the job's number, so a helper that comes late can claim nothing of a job that is over.
+The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
+not schedule costs nothing. While a step runs (`awake`) helpers look for jobs without sleeping
+for long; between steps they wait on a semaphore.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+from engine.worker.native.build import compiled
+from engine.worker.native.memory import (
+    add_release,
+    call_kernel,
+    compare_and_swap,
+    load_acquire,
+    store_release,
+    words,
+)
+
+# Words of the control block, as byte offsets; each on its own cache line.
+CLAIM, DONE, KERNEL, OPERANDS, IS_AWAKE = 0, 64, 128, 136, 192
+CONTROL_WORDS = 32
+
+COUNT_BITS = 24
+COUNT_MASK = (1 << COUNT_BITS) - 1
+SPINS = 20000  # looks at memory before a thread lets others run
+PAUSE_MICROSECONDS = 20
+
+_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+@njit(inline="always")
+def _work(control, thread):
+    """Claim and run chunks until none is left; how many were run."""
+    ran = 0
+    while True:
+        claim = load_acquire(control + CLAIM)
+        total = (claim >> COUNT_BITS) & COUNT_MASK
+        chunk = claim & COUNT_MASK
+        if chunk >= total:
+            return ran
+        if compare_and_swap(control + CLAIM, claim, claim + 1):
+            job = words(control + KERNEL, 2)
+            call_kernel(job[0], job[1], chunk, thread)
+            add_release(control + DONE, 1)
+            ran += 1
+
+
+def lead(control, kernel, operands, chunks):
+    """Run all chunks of a kernel together with whoever helps."""
+    job = words(control + KERNEL, 2)
+    job[0], job[1] = kernel, operands
+    number = (load_acquire(control + CLAIM) >> (2 * COUNT_BITS)) + 1
+    store_release(control + DONE, 0)
+    claim = ((number & 0x7FFF) << (2 * COUNT_BITS)) | (chunks << COUNT_BITS)
+    store_release(control + CLAIM, claim)
+    _work(control, 0)
+    spins = 0
+    while load_acquire(control + DONE) < chunks:
+        spins += 1
+        if spins > SPINS:
+            _sleep(PAUSE_MICROSECONDS)
+
+
+def follow(control, thread):
+    """Help with every job until the step is over."""
+    spins = 0
+    while load_acquire(control + IS_AWAKE) != 0:
+        if _work(control, thread) > 0:
+            spins = 0
+        else:
+            spins += 1
+        if spins > SPINS:
+            _sleep(PAUSE_MICROSECONDS)
+
+
+class Team:
+    """`threads` workers: the caller and `threads - 1` helpers, which end with the process."""
+
+    def __init__(self, threads: int) -> None:
+        assert threads >= 1, "a team has at least its leader"
+        self.threads = threads
+        self._lead = compiled(lead, types.void(*[types.int64] * 4))
+        self._follow = compiled(follow, types.void(types.int64, types.int64))
+        self._block: NDArray[np.int64] = np.zeros(CONTROL_WORDS, dtype=np.int64)
+        self._control = int(self._block.ctypes.data)
+        self._begun = [threading.Semaphore(0) for _ in range(threads - 1)]
+        for number in range(1, threads):
+            helper = threading.Thread(
+                target=self._help, args=(number,), name=f"podway-compute-{number}", daemon=True
+            )
+            helper.start()
+
+    def __repr__(self) -> str:
+        return f"<Team of {self.threads}>"
+
+    def run(self, kernel: int, operands: int, chunks: int) -> None:
+        """Run chunks 0 .. chunks - 1; both arguments are addresses that outlive the call."""
+        self._lead(self._control, kernel, operands, chunks)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Helpers are at hand inside the block; outside, `run` works but works alone."""
+        self._block[IS_AWAKE // 8] = 1
+        for semaphore in self._begun:
+            semaphore.release()
+        try:
+            yield
+        finally:
+            self._block[IS_AWAKE // 8] = 0
+
+    def _help(self, number: int) -> None:
+        while True:
+            self._begun[number - 1].acquire()
+            self._follow(self._control, number)

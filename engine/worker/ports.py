@@ -1,0 +1,211 @@
+"""What the data plane is put together from: families, attention backends, operators.
+
+One worker holds one stage (a run of layers). Everything but attention works on
+`[tokens, hidden]`, where tokens are those of all requests of the step, one after the other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.step import Sampling
+
+if TYPE_CHECKING:
+    from engine.worker.kv_tensors import KVTensors
+    from engine.worker.layout import RaggedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The facts of a checkpoint that the worker plans with.
+
+    `window` is the sliding window of attention in tokens (itself included), None for all.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What all attention layers of a stage share. Scores are `q · k * scale`, in float32."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+class Team(Protocol):
+    """The threads of a worker on the CPU; see `engine.worker.native.team`."""
+
+    @property
+    def threads(self) -> int: ...
+
+    def run(self, kernel: int, operands: int, chunks: int) -> None:
+        """Run `kernel(operands, chunk, thread)` for all chunks; both are addresses."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache; made as `Backend(spec, cache, team)`.
+
+    `plan` is called once a step, `run` once a layer after it.
+    """
+
+    def plan(self, layout: "RaggedLayout") -> None: ...
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k and v into their slots, then attend; all `[tokens, heads, dim]`.
+
+        `layer` counts within the stage. Each token sees its request's slots up to itself.
+        """
+        ...
+
+
+class MakesAttention(Protocol):
+    """A class in the table of `adapters.attention`."""
+
+    def __call__(self, spec: AttentionSpec, cache: "KVTensors", team: Team) -> AttentionBackend: ...
+
+
+class Linear(Protocol):
+    """`[tokens, in] -> [tokens, out]`."""
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """A new tensor, or `add_to` with the result added in place."""
+        ...
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A new tensor `[tokens, hidden]`."""
+        ...
+
+    def apply_(self, heads: Tensor) -> None:
+        """In place, `[tokens, heads, dim]`; heads lie side by side, tokens may be apart."""
+        ...
+
+
+class Largest(NamedTuple):
+    """`values` `[rows]`, no finite number where a row has NaN or infinity; lowest `ids`."""
+
+    values: Tensor
+    ids: Tensor
+
+
+class Operators(Protocol):
+    """What layers are made of, in the form that one kind of device runs fast."""
+
+    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> Linear:
+        """From weights `[out, in]`, taken one below the other, and a bias for all rows.
+
+        Several linears that read the same input become one. The weights may be views of a file;
+        who needs them elsewhere copies them once.
+        """
+        ...
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm: ...
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> Norm: ...
+
+    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+        """`act(x)`; gated: `act(left half of x) * right half`. Names are Hugging Face's."""
+        ...
+
+    def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotary positions in place on `[tokens, heads, dim]`; the halves of dim are the pairs.
+
+        `cos` and `sin` are `[tokens, dim / 2]`.
+        """
+        ...
+
+    def largest(self, logits: Tensor) -> Largest:
+        """The largest of each row of `[rows, vocab]` float32."""
+        ...
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[Sampling],
+        points: Sequence[float],
+    ) -> list[int]:
+        """One id for each of `rows`: temperature, min-p, top-k, top-p, then the id at `point`.
+
+        `point` in [0, 1) is a place in the cumulative distribution by id. What the filters keep
+        is said in `engine.worker.filters`.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """The tensors of a checkpoint by name."""
+
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor in the worker's dtype; raises `RefusedToStart` if missing or misshapen."""
+        ...
+
+
+class StageModel(Protocol):
+    """A run of layers. `ids` and `positions` are int64 `[tokens]`."""
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states `[tokens, hidden]`; only on the first stage."""
+        ...
+
+    def layers(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """All layers of this stage; may overwrite `hidden`.
+
+        Only `rows` (int64) of the result are asked for, None for all: what the last layer would
+        compute for other rows is left out.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, vocab]` in float32; only on the last stage."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """How one architecture is read and built; made as `Family(config)` from `config.json`.
+
+    Both steps raise `RefusedToStart` naming the field or tensor that they cannot serve.
+    """
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Shell patterns of tensors in old checkpoints that carry no information."""
+        ...
+
+    def build(self, weights: WeightSource, span: range, operators: Operators) -> StageModel:
+        """The layers in `span`, with embedding or head where the span begins or ends the model."""
+        ...
+
+
+class ReadsFamily(Protocol):
+    """A class in the table of `adapters.models`."""
+
+    def __call__(self, config: Mapping[str, object]) -> ModelFamily: ...

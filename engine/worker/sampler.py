@@ -1,0 +1,120 @@
+"""Logits to tokens on the last stage, in vLLM's order of processors.
+
+Logit bias, banned ids, penalties (repetition over prompt and output, presence and frequency over
+output); then greedy, or temperature, min-p, top-k, top-p and one draw. Each row is worked on by
+itself in an order fixed by its ids, and its one uniform number is a function of (seed,
+position), so batch mates never change a row's token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.step import Draw
+from engine.worker.filters import Floats
+from engine.worker.ports import Operators
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
+
+
+class BadLogits(ArithmeticError):
+    """A row of logits has no finite largest value, so that nothing can be drawn from it."""
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable generators", 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 bits; element `position` of the SplitMix64 stream of `seed`."""
+    start = _mix((seed + _GOLDEN) & _MASK)
+    return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+
+
+def _is_plain(draw: Draw) -> bool:
+    return not (draw.banned or draw.sampling.logit_bias or draw.sampling.reads_output)
+
+
+def _is_greedy(draw: Draw) -> bool:
+    return draw.sampling.temperature < _COLDEST
+
+
+def process(logits: Floats, draw: Draw) -> None:
+    """Apply bias, bans and penalties to one row `[vocab]` in place."""
+    sampling = draw.sampling
+    if sampling.logit_bias:
+        ids, bias = zip(*sampling.logit_bias, strict=True)
+        np.add.at(logits, list(ids), np.array(bias, dtype=np.float32))
+    if draw.banned:
+        logits[list(draw.banned)] = -np.inf
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(np.array(draw.prompt + draw.output, dtype=np.int64))
+        penalty = np.float32(sampling.repetition_penalty)
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and draw.output:
+        out, counts = np.unique(np.array(draw.output, dtype=np.int64), return_counts=True)
+        logits[out] -= np.float32(sampling.frequency_penalty) * counts.astype(
+            np.float32
+        ) + np.float32(sampling.presence_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws one token per row."""
+
+    vocab_size: int
+    operators: Operators
+
+    def draw(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]
+    ) -> tuple[int, ...]:
+        """One id per row of `[rows, vocab]` float32; may overwrite `logits`.
+
+        `positions[i]` is where row i's new token will stand. Raises `BadLogits`, and
+        `ValueError` for ids outside the vocabulary.
+        """
+        tokens = self._largest(logits)
+        processed = [row for row, draw in enumerate(draws) if not _is_plain(draw)]
+        for row in processed:
+            self._check(draws[row])
+            values: Floats = logits[row].numpy(force=True)
+            process(values, draws[row])
+            tokens[row] = int(values.argmax())
+            if values[tokens[row]] == -np.inf:
+                raise BadLogits(f"every id of row {row} is banned")
+        drawn = [row for row, draw in enumerate(draws) if not _is_greedy(draw)]
+        if drawn:
+            samplings = [draws[row].sampling for row in drawn]
+            points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
+            found = self.operators.draw(logits, drawn, samplings, points)
+            for row, token in zip(drawn, found, strict=True):
+                tokens[row] = token
+        return tuple(tokens)
+
+    def _largest(self, logits: Tensor) -> list[int]:
+        values, ids = self.operators.largest(logits)
+        finite = values.isfinite()
+        if not finite.all():
+            rows = [row for row, is_fine in enumerate(finite.tolist()) if not is_fine]
+            raise BadLogits(f"the model computed NaN or infinite logits in rows {rows}")
+        found: list[int] = ids.tolist()
+        return found
+
+    def _check(self, draw: Draw) -> None:
+        biased = tuple(token for token, _ in draw.sampling.logit_bias)
+        for name, ids in (
+            ("logit_bias", biased),
+            ("banned", draw.banned),
+            ("prompt", draw.prompt),
+            ("output", draw.output),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                raise ValueError(f"{name} holds an id outside the vocabulary of {self.vocab_size}")

@@ -1,0 +1,37 @@
+"""A stage: the layers that this worker holds, their KV, and the attention over it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.worker.layout import RaggedLayout
+from engine.worker.ports import AttentionBackend, StageModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Runs one step through the layers; the first stage embeds, the last has the head."""
+
+    model: StageModel
+    attention: AttentionBackend
+
+    def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states `[tokens, hidden]` to hand on to the next stage.
+
+        `hidden` is what the stage before handed on, None on the first stage.
+        """
+        return self._run(layout, hidden, None)
+
+    def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """`[sampled rows, vocab]` in float32; only on the last stage."""
+        rows = torch.from_numpy(layout.sampled_rows)
+        is_all = len(layout.sampled_rows) == layout.num_tokens
+        return self.model.logits(self._run(layout, hidden, None if is_all else rows))
+
+    def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
+        positions = torch.from_numpy(layout.positions)
+        if hidden is None:
+            hidden = self.model.embed(torch.from_numpy(layout.token_ids), positions)
+        self.attention.plan(layout)
+        return self.model.layers(hidden, positions, self.attention, rows)

@@ -1,0 +1,108 @@
+"""Every family gives transformers' logits, however the tokens are cut into steps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.worker import Worker
+from tests.checkpoints import VARIANTS, make_checkpoint, make_model
+from tests.worker.driving import Driver, load_worker
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers and in a worker."""
+
+    model: Any
+    worker: Worker
+
+    def expected(self, tokens: list[int]) -> Tensor:
+        """transformers' logits at every position, `[tokens, vocab]`."""
+        with torch.inference_mode():
+            logits: Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
+    variant = str(request.param)
+    return make_model(variant), make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def pair(request: pytest.FixtureRequest, checkpoint: tuple[Any, Path]) -> Pair:
+    model, directory = checkpoint
+    return Pair(model, load_worker(directory, attention=str(request.param)))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(97) for _ in range(length)]
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 61])
+def test_whole_prefill_matches(pair: Pair, length: int) -> None:
+    tokens = text(length)
+    assert_close(Driver(pair.worker).logits((0, tokens))[0], pair.expected(tokens)[-1])
+
+
+def test_chunked_prefill_matches_at_every_cut(pair: Pair) -> None:
+    tokens, driver = text(45), Driver(pair.worker)
+    expected, done = pair.expected(tokens), 0
+    for size in (3, 1, 8, 13, 20):
+        found = driver.logits((0, tokens[done : done + size]))
+        done += size
+        assert_close(found[0], expected[done - 1])
+
+
+def test_decode_matches_at_every_token(pair: Pair) -> None:
+    tokens, driver = text(30), Driver(pair.worker)
+    expected = pair.expected(tokens)
+    assert_close(driver.logits((0, tokens[:11]))[0], expected[10])
+    for at in range(11, 30):
+        assert_close(driver.logits((0, [tokens[at]]))[0], expected[at])
+
+
+def test_a_ragged_mix_gives_each_request_its_own_logits(pair: Pair) -> None:
+    texts = {request: text(40, seed=request) for request in range(5)}
+    expected = {request: pair.expected(tokens) for request, tokens in texts.items()}
+    driver = Driver(pair.worker)
+    driver.logits((0, texts[0][:17]), (1, texts[1][:4]), (2, texts[2][:9]))
+    found = driver.logits(
+        (0, texts[0][17:18]),
+        (1, texts[1][4:5]),
+        (2, texts[2][9:20]),
+        (3, texts[3][:1]),
+        (4, texts[4][:33]),
+    )
+    for row, (request, last) in enumerate(((0, 17), (1, 4), (2, 19), (3, 0), (4, 32))):
+        assert_close(found[row], expected[request][last])
+
+
+def test_greedy_text_is_that_of_generate(pair: Pair) -> None:
+    pair.model.generation_config.eos_token_id = None
+    for seed, length in ((1, 5), (2, 19)):
+        prompt = text(length, seed)
+        with torch.inference_mode():
+            expected = pair.model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, length, dtype=torch.long),
+                max_new_tokens=40,
+                do_sample=False,
+                pad_token_id=0,
+            )[0, length:]
+        assert Driver(pair.worker).generate(0, prompt, 40) == expected.tolist()

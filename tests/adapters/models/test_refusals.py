@@ -1,0 +1,225 @@
+"""What a checkpoint asks for and we cannot do is refused at start, by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+
+from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
+from engine.errors import RefusedToStart
+from engine.step import WorkerSettings
+from engine.worker.worker import Worker
+from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
+from tests.worker.driving import Driver, load_worker
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | {name.replace("__", "."): t for name, t in changes.items()}
+    save_file({name: t for name, t in tensors.items() if t is not None}, path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "named"),
+    [
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM'"),
+        ("llama", {"architectures": None}, "architectures"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ("llama", {"vocab_size": None}, "vocab_size"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("llama", {"sliding_window": 8}, "sliding_window=8"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "'longrope'"),
+        ("llama", {"rope_parameters": "default"}, "rope_parameters is 'default'"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function='mish'"),
+    ],
+)
+def test_a_config_that_we_cannot_serve_is_refused_by_field(
+    tmp_path: Path, variant: str, changes: dict[str, Any], named: str
+) -> None:
+    edit_config(make_checkpoint(tmp_path, variant), **changes)
+    with pytest.raises(RefusedToStart) as refused:
+        load_worker(tmp_path)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model__norm__weight": None}, "tensor model.norm.weight is missing"),
+        ({"model__norm__weight": torch.ones(31)}, "model.norm.weight has shape [31]"),
+        ({"model__extra__weight": torch.ones(3)}, "tensor model.extra.weight"),
+        ({"model__norm__weight": torch.ones(32, dtype=torch.int32)}, "torch.int32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], named: str
+) -> None:
+    edit_weights(make_checkpoint(tmp_path), **changes)
+    with pytest.raises(RefusedToStart) as refused:
+        load_worker(tmp_path)
+    assert named in str(refused.value)
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_weights(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    load_worker(tmp_path)
+
+
+def test_the_oldest_gpt2_names_are_read(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gpt2") / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, path)
+    load_worker(tmp_path)
+
+
+def test_the_older_spelling_of_rope_is_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "new", "llama3_rope")
+    make_checkpoint(tmp_path / "old", "llama3_rope")
+    old = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    edit_config(tmp_path / "old", rope_parameters=None, rope_theta=10000.0, rope_scaling=old)
+    new, old_logits = (
+        Driver(load_worker(tmp_path / name)).logits((0, list(range(60)))) for name in ("new", "old")
+    )
+    torch.testing.assert_close(new, old_logits, rtol=0, atol=1e-5)
+
+
+def test_a_pickled_checkpoint_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(RefusedToStart, match=r"only pytorch_model\.bin; .*safetensors only"):
+        load_worker(tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RefusedToStart, match=r"cannot read .*model\.safetensors"):
+        load_worker(tmp_path)
+
+
+def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "whole")
+    make_checkpoint(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    whole, sharded = (
+        Driver(load_worker(tmp_path / name)).logits((0, [5, 6, 7])) for name in ("whole", "sharded")
+    )
+    torch.testing.assert_close(whole, sharded, rtol=0, atol=1e-5)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, max_shard_size="20KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(RefusedToStart, match=r"cannot read .*model-00002"):
+        load_worker(tmp_path)
+
+
+def test_a_half_precision_checkpoint_is_served_in_float32(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    save_file({name: t.bfloat16() for name, t in load_file(path).items()}, path)
+    worker = load_worker(tmp_path)
+    assert worker.report.dtype == "float32"
+    assert worker.report.num_parameters == sum(t.numel() for t in load_file(path).values())
+
+
+def test_names_that_are_no_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name, named in (
+        (str(tmp_path / "file"), "is a file"),
+        (str(tmp_path), "has no config.json"),
+        (str(tmp_path / "absent" / "far" / "away"), "neither a directory nor a hub id"),
+    ):
+        with pytest.raises(RefusedToStart, match=named):
+            resolve_checkpoint(name)
+
+
+@pytest.mark.parametrize("lost", [LocalEntryNotFoundError("no network"), ConnectionError()])
+def test_a_hub_id_without_a_network_is_refused(
+    monkeypatch: pytest.MonkeyPatch, lost: Exception
+) -> None:
+    def download(model: str, **_: object) -> str:
+        raise lost
+
+    monkeypatch.setattr("adapters.models.checkpoint.snapshot_download", download)
+    with pytest.raises(RefusedToStart, match="the hub cannot be reached"):
+        resolve_checkpoint("someone/some-model")
+
+
+def test_from_the_hub_come_config_weights_and_tokenizer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(model: str, **patterns: Any) -> str:
+        asked.update(patterns, model=model)
+        return str(make_checkpoint(tmp_path))
+
+    monkeypatch.setattr("adapters.models.checkpoint.snapshot_download", download)
+    assert resolve_checkpoint("someone/some-model") == tmp_path
+    files = ["config.json", "model-1.safetensors", "tokenizer.json", "pytorch_model.bin", "x.py",
+             "consolidated.safetensors", "original/a.safetensors", "chat_template.jinja"]  # fmt: skip
+    found = filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert sorted(found) == [
+        "chat_template.jinja", "config.json", "model-1.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    assert end_token_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert end_token_ids(tmp_path) == (3, 4)
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(RefusedToStart, match=r"generation_config\.json is not JSON"):
+        end_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"dtype": "float8"}, "dtype 'float8'"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"attention": "magic"}, "attention 'magic'"),
+        ({"max_model_len": 129}, "max_model_len=129"),
+        ({"kv_slots": 7}, "kv_slots=7 is less than one block"),
+        ({"kv_bytes": 100}, "kv_bytes=100 is less than one block"),
+        ({"kv_bytes": 1 << 50}, "are available"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(
+    tmp_path: Path, setting: dict[str, Any], named: str
+) -> None:
+    make_checkpoint(tmp_path)
+    with pytest.raises(RefusedToStart) as refused:
+        Worker.load(WorkerSettings(model=str(tmp_path), **setting), lambda *_: None)
+    assert named in str(refused.value)

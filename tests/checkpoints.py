@@ -1,0 +1,91 @@
+"""Tiny random checkpoints in Hugging Face's own format, for tests of everything that loads one.
+
+The weights are large enough that logits differ clearly between tokens, positions and heads.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+SMALL_GPT2: dict[str, Any] = {
+    "vocab_size": 97,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Name of a variant: (transformers' config class, what it changes).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_multi_head": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama_multi_query": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "llama_wide_heads": ("LlamaConfig", {"head_dim": 24}),
+    "llama_gelu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 7}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
+}
+
+
+def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers causal LM of a variant, every parameter random (norms and biases too)."""
+    config_class, differences = VARIANTS[variant]
+    small = SMALL_GPT2 if config_class == "GPT2Config" else SMALL
+    config = getattr(transformers, config_class)(**(small | differences | changes))
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_scale = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+    return model
+
+
+def make_checkpoint(directory: Path, variant: str = "llama", seed: int = 0, **changes: Any) -> Path:
+    """Write a variant's checkpoint into `directory` and return it.
+
+    `changes` are config fields on top of the variant's; `max_shard_size` (a keyword of
+    `save_pretrained`) splits the weights over several files.
+    """
+    shard_size = changes.pop("max_shard_size", "1GB")
+    make_model(variant, seed, **changes).save_pretrained(directory, max_shard_size=shard_size)
+    return directory

@@ -1,0 +1,166 @@
+"""What every attention backend must do: exact attention over ragged mixes on a paged cache."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adapters.attention import BACKENDS
+from engine.step import RequestId, Step, StepEntry, StepId
+from engine.worker.kv_tensors import KVTensors, allocate
+from engine.worker.layout import LayoutLimits, build_layout
+from engine.worker.native.team import Team
+from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape
+
+LAYERS = 2
+MAX_POSITIONS = 4096
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> MakesAttention:
+    module, name = BACKENDS[str(request.param)].split(":")
+    made: MakesAttention = getattr(import_module(module), name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def team() -> Team:
+    return Team(2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests as (tokens cached before, new tokens), in the order of the step."""
+
+    requests: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    window: int | None = None
+    seed: int = 0
+
+
+cases = st.builds(
+    Case,
+    requests=st.lists(
+        st.tuples(st.integers(0, 70), st.integers(1, 40))
+        | st.tuples(st.integers(0, 70), st.just(1)),
+        min_size=1,
+        max_size=6,
+    ).map(tuple),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 4, 7]),
+    head_dim=st.sampled_from([8, 16, 20, 64]),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    window=st.none() | st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+
+
+def expected_rows(q: Tensor, k: Tensor, v: Tensor, case: Case, scale: float) -> Tensor:
+    """Textbook attention in float64 of the last rows of one request's whole history."""
+    k, v = (t.double().repeat_interleave(case.group, dim=1) for t in (k, v))
+    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) | (distance >= (case.window or len(k)))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check(backend: MakesAttention, case: Case, team: Team) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads = case.kv_heads * case.group
+    shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, MAX_POSITIONS)
+    pages = [-(-sum(request) // case.block_size) for request in case.requests]
+    cache = allocate(shape, LAYERS, sum(pages) + 3, case.block_size, torch.float32)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(noise(*tensor.shape))
+    table = np.random.default_rng(case.seed).permutation(sum(pages) + 3).astype("<i4")
+    tables = np.split(table[: sum(pages)], np.cumsum(pages)[:-1])
+    step = Step(
+        StepId(0),
+        tuple(
+            StepEntry(RequestId(i), cached, (0,) * new, tables[i].tobytes(), None)
+            for i, (cached, new) in enumerate(case.requests)
+        ),
+    )
+    layout = build_layout(step, LayoutLimits(1, MAX_POSITIONS, len(table), case.block_size))
+    scale = case.head_dim**-0.5 * 2
+    attention = backend(
+        AttentionSpec(heads, case.kv_heads, case.head_dim, scale, case.window), cache, team
+    )
+    attention.plan(layout)
+    for layer in range(LAYERS):
+        before = KVTensors((cache.keys[layer].clone(),), (cache.values[layer].clone(),))
+        fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
+        q, k, v = torch.split(fused, [heads, case.kv_heads, case.kv_heads], dim=1)
+        with torch.inference_mode():
+            found = attention.run(layer, q, k, v)
+        assert found.shape == q.shape
+        for i, (cached, _) in enumerate(case.requests):
+            rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
+            old = torch.from_numpy(tables[i].astype(np.int64))
+            whole_k = torch.cat([before.keys[0][old].flatten(0, 1)[:cached], k[rows]])
+            whole_v = torch.cat([before.values[0][old].flatten(0, 1)[:cached], v[rows]])
+            expected = expected_rows(q[rows], whole_k, whole_v, case, scale)
+            torch.testing.assert_close(found[rows].double(), expected, rtol=2e-5, atol=2e-5)
+        slots = torch.from_numpy(layout.slots)
+        for old_cache, now, new in (
+            (before.keys[0], cache.keys[layer], k),
+            (before.values[0], cache.values[layer], v),
+        ):
+            old_cache.flatten(0, 1)[slots] = new
+            assert torch.equal(now, old_cache)
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=cases)
+def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
+    for name in BACKENDS:
+        module, made = BACKENDS[name].split(":")
+        check(getattr(import_module(module), made), case, team)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((0, 1),)),
+        Case(((0, 1), (3, 1), (4, 1), (64, 1), (0, 8), (5, 9))),
+        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, group=7),
+        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, window=50),
+        Case(((1023, 1),) * 9, kv_heads=1, head_dim=128, group=1, block_size=16),
+        Case(((600, 200),), kv_heads=1, head_dim=80, group=3, block_size=16),
+    ],
+)
+def test_long_and_wide_mixes_are_attended_exactly(
+    backend: MakesAttention, team: Team, case: Case
+) -> None:
+    check(backend, case, team)
+
+
+def test_one_backend_serves_steps_of_changing_shape(backend: MakesAttention, team: Team) -> None:
+    shape = ModelShape(1, 4, 2, 16, 1, 1, MAX_POSITIONS)
+    cache = allocate(shape, 1, 8, 4, torch.float32)
+    attention = backend(AttentionSpec(4, 2, 16, 0.25, None), cache, team)
+    blocks = np.arange(8, dtype="<i4").tobytes()
+    whole = torch.randn(20, 8, 16, generator=torch.Generator().manual_seed(1))
+    rows = []
+    for start, count in ((0, 3), (3, 1), (4, 12), (16, 1), (17, 1), (18, 2)):
+        entry = StepEntry(RequestId(0), start, (0,) * count, blocks, None)
+        attention.plan(
+            build_layout(Step(StepId(0), (entry,)), LayoutLimits(1, MAX_POSITIONS, 8, 4))
+        )
+        q, k, v = torch.split(whole[start : start + count], [4, 2, 2], dim=1)
+        rows.append(attention.run(0, q, k, v).clone())
+    q, k, v = torch.split(whole, [4, 2, 2], dim=1)
+    expected = expected_rows(q, k, v, Case((), kv_heads=2, group=2), 0.25)
+    torch.testing.assert_close(torch.cat(rows).double(), expected, rtol=2e-5, atol=2e-5)
