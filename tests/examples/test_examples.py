@@ -72,6 +72,7 @@ def test_40_the_engine_answers_without_a_server() -> None:
 def test_50_iteration_level_scheduling_is_compared_with_request_level() -> None:
     shown = run(sys.executable, EXAMPLES / "50_compare_policies.py", "--requests", "200")
     rows = {line[:16].strip(): line[16:].split() for line in shown.splitlines()[2:]}
-    assert rows.keys() == {"fcfs grow", "fcfs reserve", "fcfs request"}
+    modes = ("grow", "reserve", "request")
+    assert rows.keys() == {f"{policy} {mode}" for policy in ("fcfs", "mlfq") for mode in modes}
     mean_jct = {name: float(cells[-1].replace(",", "")) for name, cells in rows.items()}
     assert mean_jct["fcfs grow"] < mean_jct["fcfs request"]
