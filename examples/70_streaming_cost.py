@@ -31,7 +31,7 @@ from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Step, StepEntry, StepResult
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
-from gateway.exposition import Exposition, PolicyNames
+from gateway.exposition import Exposition
 from gateway.metrics import Audience, Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
@@ -128,7 +128,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
-        exposition=Exposition(metrics, scheduler, MODEL, PolicyNames("fcfs", "grow")),
+        exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,

@@ -21,14 +21,19 @@ logger = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
+TENANT_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One HTTP request as the log knows it; `arrived_at` is seconds of the service's clock."""
+    """One HTTP request as the log knows it; `arrived_at` is seconds of the service's clock.
+
+    `tenant` stands for the API key that was shown; "" where none is needed.
+    """
 
     request_id: str
     arrived_at: float
+    tenant: str = ""
 
     def headers(self, now: float) -> dict[str, str]:
         """What every response carries."""
@@ -50,10 +55,13 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = tuple(_digest(key) for key in keys)
 
-    def check(self, authorization: str | None) -> None:
-        """Raise `InvalidApiKey` unless the header holds one of the keys."""
+    def tenant(self, authorization: str | None) -> str:
+        """A name for the key in the header that does not give it away; "" if all may come in.
+
+        Raises `InvalidApiKey` unless the header holds one of the keys.
+        """
         if not self._digests:
-            return
+            return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise InvalidApiKey(
@@ -62,6 +70,7 @@ class Keys:
         shown = _digest(key.strip())
         if not any(hmac.compare_digest(shown, digest) for digest in self._digests):
             raise InvalidApiKey("Incorrect API key provided.")
+        return shown.hex()[:TENANT_DIGITS]
 
 
 def _digest(key: str) -> bytes:

@@ -17,6 +17,7 @@ from engine.errors import ContextTooLong, EngineError, InvalidRequest
 from engine.request import Abort, Ask, FinishReason
 from gateway.ports import TokenDecoder
 from gateway.schema.frames import Frames, Usage
+from gateway.schema.scheduling import Wishes
 from gateway.text import TextStream
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Prompt = Sequence[int]
+DEADLINES = ("ttft_deadline", "deadline")  # of an `Ask`; on the wire in ms, and so named
 
 
 class Limits(NamedTuple):
@@ -50,6 +52,7 @@ class Order:
     limits: Limits
     end_ids: frozenset[int]
     stops: tuple[str, ...]
+    wishes: Wishes
     num_choices: int
     include_usage: bool
     param: str
@@ -103,6 +106,11 @@ class Voice:
         self._tokens.close(Abort.STOP_STRING)
         self.finish_reason = FinishReason.STOP.value
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of its prompt that were found in the prefix cache."""
+        return self._tokens.request.num_cached
+
     def close(self, reason: Abort) -> None:
         """End it early."""
         self._tokens.close(reason)
@@ -133,9 +141,19 @@ class Choir:
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         asks = [ask for prompt in prompts for ask in _asks(order, prompt, service)]
         for index, ask in enumerate(asks):
-            tokens = self._leases.enter_context(service.engine.stream(ask))
+            tokens = self._lease(ask)
             decoder = service.model.tokenizer.decoder()
             self.voices.append(Voice(index, tokens, decoder, order.stops))
+
+    def _lease(self, ask: Ask) -> "TokenStream":
+        """Join the queue; a refusal names the field as the caller spelled it."""
+        try:
+            return self._leases.enter_context(self._service.engine.stream(ask))
+        except InvalidRequest as error:
+            if error.param not in DEADLINES:
+                raise
+            param = f"{error.param}_ms"
+            raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
 
     async def each(self, listen: Callable[[Voice], Awaitable[T]]) -> list[T]:
         """What `listen` makes of every voice, all at the same time, in their order.
@@ -158,8 +176,13 @@ class Choir:
 
     @property
     def usage(self) -> Usage:
-        """Each prompt once, and the output of all choices so far."""
-        return Usage(self._num_prompt_tokens, sum(voice.num_tokens for voice in self.voices))
+        """Each prompt once, as its first choice found it, and the output of all choices so far."""
+        first_choices = self.voices[:: self._order.num_choices]
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(voice.num_tokens for voice in self.voices),
+            cached_tokens=sum(voice.num_cached for voice in first_choices),
+        )
 
 
 async def _run(listen: Callable[[Voice], Awaitable[T]], voice: Voice) -> T:
@@ -182,6 +205,8 @@ def _asks(order: Order, prompt: Prompt, service: "Service") -> list[Ask]:
             end_ids=order.end_ids,
             min_tokens=order.limits.min_tokens,
             label=order.caller.request_id,
+            tenant=order.caller.tenant,
+            **order.wishes._asdict(),
         )
         for choice in range(order.num_choices)
     ]

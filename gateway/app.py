@@ -3,6 +3,7 @@
 Handlers raise; the door and the tables of `gateway.errors` make of it what the client sees.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from engine.errors import EngineError
 from gateway.access import Caller, sane_request_id
 from gateway.errors import MethodNotAllowed, PathNotFound
 from gateway.reply import error_response
-from gateway.routes import chat, completions, health, models
+from gateway.routes import admin, chat, completions, health, models
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -27,15 +28,17 @@ ROUTES = (
     Route("/v1/completions", completions.create_completion, methods=["POST"]),
     Route("/v1/models", models.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", models.retrieve_model, methods=["GET"]),
+    Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),
     Route("/ready", health.ready, methods=["GET"]),
     Route("/metrics", health.metrics, methods=["GET"]),
 )
+GUARDED = ("/v1/", "/admin/")
 CLOSED_REQUEST = 499  # nobody reads it; nginx's word for a client that left
 
 
 class Door:
-    """The outermost app: every caller gets a name, and under `/v1` must show a key.
+    """The outermost app: every caller gets a name, and at `GUARDED` paths must show a key.
 
     It leaves the server's own `send` in the scope: what follows a stream's status line goes
     there directly, past middleware that only looks at the status line.
@@ -53,14 +56,14 @@ class Door:
         offered, authorization = _headers(scope)
         request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
         caller = Caller(request_id, service.clock())
-        scope["podway.caller"] = caller
         scope["podway.send"] = send
         try:
-            if scope["path"].startswith("/v1/"):
-                service.keys.check(authorization)
+            if scope["path"].startswith(GUARDED):
+                caller = replace(caller, tenant=service.keys.tenant(authorization))
         except EngineError as error:
             await error_response(error, caller, service.clock)(scope, receive, send)
         else:
+            scope["podway.caller"] = caller
             await self._app(scope, receive, send)
 
 

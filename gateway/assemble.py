@@ -31,7 +31,7 @@ from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
-from gateway.exposition import Exposition, PolicyNames
+from gateway.exposition import Exposition
 from gateway.metrics import Audience, Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
@@ -164,11 +164,10 @@ def build_server(settings: Settings, loaded: Loaded) -> Server:
     scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()))
     engine = Engine(scheduler, loaded.executor, time.perf_counter)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
-    names = PolicyNames(settings.policy, settings.admission)
     service = Service(
         engine=engine,
         model=_served_model(loaded),
-        exposition=Exposition(metrics, scheduler, loaded.name, names),
+        exposition=Exposition(metrics, scheduler, loaded.name),
         watch=watch,
         clock=time.perf_counter,
         unix_now=_unix_now,
@@ -191,6 +190,7 @@ def _scheduler(settings: Settings, report: WorkerReport, observer: Audience) -> 
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
+        reuses_prefixes=settings.prefix_cache,
     )
     return IterationScheduler(bounds, ledger, policy, observer, cost)
 

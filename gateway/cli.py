@@ -3,6 +3,7 @@
 Exit codes: 0 drained, 1 could not start (`gateway.__main__` prints the line), 130 interrupted.
 """
 
+import argparse
 import logging
 import sys
 
@@ -31,9 +32,17 @@ def parser() -> Parser:
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
-        groups[option.group].add_argument(option.flag, metavar=metavar, help=_help(option))
+        _add_flag(groups[option.group], option)
     return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    if option.is_switch:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(option.flag, action=action, default=None, help=_help(option))
+    else:
+        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
+        group.add_argument(option.flag, metavar=metavar, help=_help(option))
 
 
 def main(argv: list[str]) -> int:

@@ -11,6 +11,8 @@ import orjson
 
 from engine.errors import (
     ContextTooLong,
+    DeadlineExceeded,
+    DeadlineUnmeetable,
     EngineError,
     InvalidRequest,
     Overloaded,
@@ -84,8 +86,10 @@ TABLE: dict[type[EngineError], Verdict] = {
     BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
     WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
     Overloaded: Verdict(503, "server_error", "overloaded"),
+    DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable"),
     Unavailable: Verdict(503, "server_error", "unavailable"),
     RequestFailed: Verdict(500, "server_error", "internal_error"),
+    DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded"),
     EngineError: Verdict(500, "server_error", "internal_error"),
 }
 

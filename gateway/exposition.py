@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from engine.policy import name_of
 from engine.request import State
 
 if TYPE_CHECKING:
@@ -34,13 +35,6 @@ class Described(NamedTuple):
     alias: str = ""
 
 
-class PolicyNames(NamedTuple):
-    """What `podway_policy_info` says."""
-
-    policy: str
-    admission: str
-
-
 class Exposition(Collector):
     """Reads the metrics and the scheduler; `model` labels the aliases as vLLM does."""
 
@@ -49,12 +43,10 @@ class Exposition(Collector):
         metrics: "Metrics",
         scheduler: "IterationScheduler",
         model: str,
-        names: PolicyNames,
     ) -> None:
         self._metrics = metrics
         self._scheduler = scheduler
         self._model = model
-        self._names = names
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -72,12 +64,17 @@ class Exposition(Collector):
         yield from self._memory()
         yield from self._outcomes()
         yield from self._counters()
+        yield from self._prefixes()
         yield from self._histograms()
+        yield self._policy()
+
+    def _policy(self) -> Metric:
+        scheduler = self._scheduler
         info = GaugeMetricFamily(
             "podway_policy_info", "Scheduling policy and admission.", labels=["policy", "admission"]
         )
-        info.add_metric(list(self._names), 1)
-        yield info
+        info.add_metric([name_of(scheduler.policy), scheduler.settings.admission.value], 1)
+        return info
 
     def _queue(self) -> Iterator[Metric]:
         pool = self._scheduler.pool
@@ -108,8 +105,12 @@ class Exposition(Collector):
         slots = GaugeMetricFamily(
             "podway_kv_slots", "KV slots by tier and state.", labels=["tier", "state"]
         )
-        slots.add_metric(["device", "free"], ledger.num_free * ledger.block_size)
-        slots.add_metric(["device", "held"], ledger.num_held * ledger.block_size)
+        for state, num_blocks in (
+            ("free", ledger.num_free - ledger.num_cached),
+            ("held", ledger.num_held),
+            ("cached", ledger.num_cached),
+        ):
+            slots.add_metric(["device", state], num_blocks * ledger.block_size)
         yield slots
         yield from self._gauge(
             Described("podway_orphan_blocks", "KV blocks owned by no live request; always 0."),
@@ -173,6 +174,16 @@ class Exposition(Collector):
             "Requests that gave their KV up.",
             metrics.num_preemptions,
         )
+
+    def _prefixes(self) -> Iterator[Metric]:
+        """Tokens of prompts, counted with their request's first token."""
+        hits, queries = self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
+        text = "Tokens of prompts: found in the prefix cache (hit), or computed (miss)."
+        counts = {"hit": hits, "miss": queries - hits}
+        yield _labelled("podway_prefix_tokens_total", text, "result", counts)
+        for alias, count in (("hits", hits), ("queries", queries)):
+            name = f"vllm:prefix_cache_{alias}"
+            yield self._aliased(CounterMetricFamily, name, f"Prefix cache {alias}, tokens.", count)
 
     def _histograms(self) -> Iterator[Metric]:
         for described, tally in _histograms_of(self._metrics):

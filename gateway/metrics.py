@@ -58,11 +58,12 @@ class Metrics(Silence):
     """Counts what the scheduler tells; `loop_lag` is filled by `LoopWatch`."""
 
     def __init__(self) -> None:
-        self.outcomes = Counter(dict.fromkeys(("finished", "cancelled", "failed"), 0))
+        self.outcomes = Counter(dict.fromkeys(("finished", "cancelled", "failed", "expired"), 0))
         self.finishes = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self.aborts = Counter(dict.fromkeys(Abort, 0))
         self.num_iterations = 0
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # of those, found in the cache
         self.num_output_tokens = 0
         self.num_preemptions = 0
         self.num_workers_lost = 0
@@ -106,6 +107,7 @@ class Metrics(Silence):
             if request.produced == 1 and request.first_token_at == now:
                 self.time_to_first_token.add(now - request.arrived_at)
                 self.num_prompt_tokens += request.prompt_len
+                self.num_cached_tokens += request.num_cached
 
     def preempted(self, request: "Request", now: float) -> None:
         self.num_preemptions += 1

@@ -34,6 +34,7 @@ from engine.policy import POLICIES
 
 BUILTIN_MODEL = "builtin"
 LOCAL_FILE = Path("podway.toml")
+SWITCH = ("true", "false")
 _PREFIX = "PODWAY_"
 
 
@@ -101,6 +102,12 @@ class Settings(BaseSettings):
         None, "memory", "the same in bytes, for instance 2GiB; excludes --kv-slots", "SIZE", ge=1
     )
     block_size: int = _option(16, "memory", "slots in a block", "N", ge=1, le=4096)
+
+    prefix_cache: bool = _option(
+        True,
+        "memory",
+        "keep what was computed while there is room, for prompts that begin alike",
+    )
 
     policy: Annotated[str, AfterValidator(_known_policy)] = _option(
         "fcfs", "scheduling", "who runs next: " + ", ".join(POLICIES), "NAME"
@@ -182,6 +189,11 @@ class Option(NamedTuple):
     choices: tuple[str, ...]
 
     @property
+    def is_switch(self) -> bool:
+        """Whether its flag takes no value: `--name` or `--no-name`."""
+        return self.choices == SWITCH
+
+    @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
@@ -195,8 +207,9 @@ def options() -> tuple[Option, ...]:
     return tuple(_as_option(name, info) for name, info in Settings.model_fields.items())
 
 
-def load(flags: Mapping[str, str]) -> Settings:
-    """The settings of this run; `flags` holds what the command line said, unparsed.
+def load(flags: Mapping[str, str | bool]) -> Settings:
+    """The settings of this run; `flags` holds what the command line said, unparsed but for
+    switches.
 
     Raises `RefusedToStart` with one line when anything is wrong.
     """
@@ -210,6 +223,8 @@ def _as_option(name: str, info: FieldInfo) -> Option:
     extra = info.json_schema_extra
     assert isinstance(extra, dict), f"setting {name} is not an _option"
     default = "" if info.default in (None, ()) else str(info.default)
+    if isinstance(info.default, bool):
+        default = SWITCH[not info.default]
     if isinstance(info.default, ByteSize):
         default = info.default.human_readable(separator="").replace(".0", "")
     return Option(
@@ -231,6 +246,8 @@ def _kind(info: FieldInfo) -> Any:
 
 def _choices(info: FieldInfo) -> tuple[str, ...]:
     kind = _kind(info)
+    if kind is bool:
+        return SWITCH
     return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
 
 
@@ -266,7 +283,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 
-def _one_line(error: ValidationError, flags: Mapping[str, str]) -> str:
+def _one_line(error: ValidationError, flags: Mapping[str, str | bool]) -> str:
     """The first thing that is wrong, for a person at a terminal."""
     first = error.errors()[0]
     if not first["loc"]:

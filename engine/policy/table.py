@@ -33,3 +33,11 @@ def build(
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
     module, _, kind = known[name].partition(":")
     return cast("Policy", getattr(import_module(module), kind)(cost, settings or PolicySettings()))
+
+
+def name_of(policy: "Policy") -> str:
+    """The name that `build` knows the policy by; its class's own name if it does not."""
+    kind = type(policy)
+    target = f"{kind.__module__}:{kind.__qualname__}"
+    names = (name for name, known in (POLICIES | ORACLES).items() if known == target)
+    return next(names, kind.__name__)

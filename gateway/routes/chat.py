@@ -31,9 +31,14 @@ async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
         limits=Limits(request.max_output, request.min_tokens or 0),
         end_ids=request.end_ids(model.vocabulary),
         stops=request.stops,
+        wishes=request.wishes,
         num_choices=request.num_choices,
         include_usage=request.include_usage,
         param="messages",
-        frames=ChatFrames(service.header("chatcmpl"), with_usage=request.include_usage),
+        frames=ChatFrames(
+            service.header("chatcmpl"),
+            with_usage=request.include_usage,
+            service_tier=request.tier,
+        ),
     )
     return EventStream(order, service) if request.stream else Reply(order, service)

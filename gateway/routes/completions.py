@@ -31,6 +31,7 @@ async def create_completion(http: "HttpRequest") -> "ASGIApp":
         limits=Limits(request.max_output, request.min_tokens or 0),
         end_ids=request.end_ids(model.vocabulary),
         stops=request.stops,
+        wishes=request.wishes,
         num_choices=request.num_choices,
         include_usage=request.include_usage,
         param="prompt",

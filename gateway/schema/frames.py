@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from gateway.schema.scheduling import DEFAULT_TIER
+
 DONE = b"data: [DONE]\n\n"
 _NULL_USAGE = b',"usage":null'
 _TEXT_END = b'},"logprobs":null,"finish_reason":null}]'
@@ -19,10 +21,16 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompts, found in the prefix cache
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class Finished(NamedTuple):
@@ -72,10 +80,10 @@ class _Wire:
 
     chunk_object: str
     whole_object: str
-    extra: dict[str, str]
 
-    def __init__(self, header: Header, *, with_usage: bool) -> None:
+    def __init__(self, header: Header, *, with_usage: bool, **extra: str) -> None:
         self._header = header
+        self._extra = extra
         open_json = orjson.dumps(self._envelope(self.chunk_object))[:-1]
         self._open = b"data: " + open_json + b',"choices":['
         self._close = (_NULL_USAGE if with_usage else b"") + b"}\n\n"
@@ -90,7 +98,7 @@ class _Wire:
             "created": header.created,
             "model": header.model,
             "system_fingerprint": header.fingerprint,
-            **self.extra,
+            **self._extra,
         }
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -109,7 +117,11 @@ class ChatFrames(_Wire):
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
-    extra = {"service_tier": "default"}  # noqa: RUF012 # never written to
+
+    def __init__(
+        self, header: Header, *, with_usage: bool, service_tier: str = DEFAULT_TIER
+    ) -> None:
+        super().__init__(header, with_usage=with_usage, service_tier=service_tier)
 
     def opening(self, index: int) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -154,7 +166,6 @@ class CompletionFrames(_Wire):
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
-    extra = {}  # noqa: RUF012 # never written to
 
     def opening(self, index: int) -> bytes:
         return b""

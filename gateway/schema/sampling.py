@@ -9,12 +9,12 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.step import Sampling
 from gateway.schema.decoding import check_least, check_range, shown
+from gateway.schema.scheduling import INT64, SchedulingRequest
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
-INT64 = (-(2**63), 2**63 - 1)
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -50,7 +50,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
     """What every request for text may say. None is OpenAI's null: as if it were absent."""
 
     model: str
@@ -82,7 +82,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    service_tier: str | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
@@ -92,7 +91,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             check_least(getattr(self, name, None), name, least)
         self._check_stop()
         self._check_stream_options()
-        refuse_unless(self, "service_tier", "auto", "default")
+        self.check_scheduling()
 
     def _check_stop(self) -> None:
         if len(self.stops) > MAX_STOPS:

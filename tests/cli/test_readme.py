@@ -1,5 +1,6 @@
 """What the README says works when it is copied; only the port is another one here."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.policy import POLICIES
 from gateway.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,19 @@ def test_the_curl_line_streams_an_answer(server_url: str) -> None:
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert shown.stdout.count('"content":') > 1
     assert shown.stdout.strip().endswith("data: [DONE]")
+
+
+def test_the_policy_is_changed_by_the_line_that_says_so(server_url: str) -> None:
+    command = block_with("/admin/policy", "sh").replace(ADDRESS, server_url)
+    told = []
+    for line in (command, command.replace("mlfq", "fcfs")):
+        shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+        told.append(json.loads(shown.stdout)["policy"])
+    assert told == ["mlfq", "fcfs"]
+
+
+def test_every_policy_has_its_row() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set(POLICIES)
 
 
 def test_the_python_lines_stream_an_answer(server_url: str) -> None:
@@ -64,8 +79,8 @@ def test_the_examples_that_it_names_are_there(path: str) -> None:
 
 
 def test_the_commands_and_flags_that_it_names_exist() -> None:
-    assert set(re.findall(r"podway (serve|chat|bench)\b", README)) == set(COMMANDS)
-    named = set(re.findall(r"podway serve [^\n]*?(--[\w-]+)", README))
+    assert set(re.findall(r"podway (serve|chat|bench|simulate)\b", README)) == set(COMMANDS)
+    named = set(re.findall(r"podway serve [^\n]*?(--[\w-]+)", README)) | {"--no-prefix-cache"}
     helped = subprocess.run(
         [sys.executable, "-m", "gateway", "serve", "--help"], capture_output=True, text=True
     )

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.errors import RefusedToStart
+from gateway.cli import parser
 from gateway.settings import BUILTIN_MODEL, Settings, load, options
 
 
@@ -63,7 +64,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "chat_template": "t.jinja",
         "kv_slots": "64",
         "block_size": "8",
-        "policy": "fcfs",
+        "prefix_cache": "false",
+        "policy": "mlfq",
         "admission": "reserve",
         "max_batch_size": "4",
         "max_batch_tokens": "32",
@@ -105,7 +107,12 @@ def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
         ("max_batch_size", "0", "--max-batch-size must be a whole number from 1 to 65536, not '0'"),
         ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
         ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
-        ("policy", "lifo", "--policy must be one of fcfs, not 'lifo'"),
+        (
+            "policy",
+            "lifo",
+            "--policy must be one of fcfs, mlfq, priority, fair, deadline, not 'lifo'",
+        ),
+        ("prefix_cache", "maybe", "--prefix-cache must be one of true, false, not 'maybe'"),
         ("drain_seconds", "nan", "--drain-seconds must be a number, at least 0, not 'nan'"),
         ("kv_memory", "2 cows", "--kv-memory must be a size such as 512MiB or 2GiB, not '2 cows'"),
     ],
@@ -122,6 +129,22 @@ def test_a_wrong_value_from_elsewhere_says_where(
     assert refusal() == line
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
     assert refusal(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_on"), [([], True), (["--prefix-cache"], True), (["--no-prefix-cache"], False)]
+)
+def test_a_switch_takes_no_value(flags: list[str], is_on: bool) -> None:
+    said = vars(parser().parse_args(flags))
+    assert load({k: v for k, v in said.items() if v is not None}).prefix_cache is is_on
+
+
+def test_a_flag_wins_over_the_environment_for_a_switch_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PODWAY_PREFIX_CACHE", "false")
+    assert load({}).prefix_cache is False
+    assert load({"prefix_cache": True}).prefix_cache is True
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

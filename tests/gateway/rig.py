@@ -12,19 +12,19 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from engine.cost import CostModel
+from engine.cost import CostModel, LiveCost
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.memory import Admission
-from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy import PolicySettings, build
 from engine.request import Request
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.loop import run_virtual
 from engine.step import StepEntry
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
-from gateway.exposition import Exposition, PolicyNames
+from gateway.exposition import Exposition
 from gateway.metrics import Audience, Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
@@ -95,6 +95,8 @@ class Setting:
     step: float = STEP
     num_blocks: int = 1000
     admission: Admission = Admission.GROW
+    policy: str = "fcfs"
+    prefix_cache: bool = True
     max_queue_requests: int = 100
     max_batch_size: int = 8
     keys: Sequence[str] = ()
@@ -150,18 +152,21 @@ def build_rig(setting: Setting) -> Rig:
     """The parts, put together as the doorway does it."""
     clock = asyncio.get_running_loop().time
     metrics, ends = Metrics(), Ends()
+    cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
+    live = LiveCost(UNMEASURED)
     scheduler = IterationScheduler(
         SchedulerSettings(
             max_model_len=CONTEXT,
             max_batch_size=setting.max_batch_size,
             max_queue_requests=setting.max_queue_requests,
             admission=setting.admission,
+            reuses_prefixes=setting.prefix_cache,
         ),
         KVLedger(setting.num_blocks, 1),
-        FirstComeFirstServed(),
+        build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
         Audience(metrics, ends),
+        live,
     )
-    cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     executor = SimulatedExecutor(cost, draw=Speaker(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
@@ -173,7 +178,7 @@ def build_rig(setting: Setting) -> Rig:
             tokenizer=ByteTokenizer(),
             template=PlainTemplate(),
         ),
-        exposition=Exposition(metrics, scheduler, MODEL, PolicyNames("fcfs", "grow")),
+        exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,
         unix_now=lambda: 1_700_000_001,

@@ -31,6 +31,7 @@ def test_a_whole_reply_has_openais_shape() -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 7,
             "total_tokens": prompt_tokens + 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
 
     play(scene)
@@ -77,7 +78,12 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
             *chunks, usage, _ = [event async for event in exchange.events()]
         assert all(chunk["usage"] is None for chunk in chunks)
         assert usage["choices"] == []
-        assert usage["usage"] == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
+        assert usage["usage"] == {
+            "prompt_tokens": 8,
+            "completion_tokens": 7,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
     play(scene)
 
@@ -111,7 +117,12 @@ def test_a_reply_of_several_choices_counts_the_prompt_once() -> None:
         contents = [choice["message"]["content"] for choice in reply["choices"]]
         assert contents == ["on", "tw"]
         assert [choice["finish_reason"] for choice in reply["choices"]] == ["length", "length"]
-        assert reply["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+        assert reply["usage"] == {
+            "prompt_tokens": 8,
+            "completion_tokens": 4,
+            "total_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
     play(scene, Setting(texts=("one", "two")))
 

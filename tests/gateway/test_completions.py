@@ -15,7 +15,12 @@ def test_a_whole_reply_has_openais_shape() -> None:
         assert reply["choices"] == [
             {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}
         ]
-        assert reply["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+        assert reply["usage"] == {
+            "prompt_tokens": 2,
+            "completion_tokens": 7,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
     play(scene)
 

@@ -6,6 +6,8 @@ import pytest
 
 from engine.errors import (
     ContextTooLong,
+    DeadlineExceeded,
+    DeadlineUnmeetable,
     InvalidRequest,
     Overloaded,
     StepFailed,
@@ -25,6 +27,8 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
         (InvalidRequest("no", "n"), 400, "invalid_request_error"),
         (ContextTooLong(5, 6, 10, "context"), 400, "context_length_exceeded"),
         (Overloaded("full", 1.2), 503, "overloaded"),
+        (DeadlineUnmeetable("late", 1.2), 503, "deadline_unmeetable"),
+        (DeadlineExceeded("late"), 504, "deadline_exceeded"),
         (Unavailable("draining"), 503, "unavailable"),
         (StepFailed("secret"), 500, "internal_error"),
         (WorkerLost("secret"), 500, "internal_error"),

@@ -37,7 +37,11 @@ def test_metrics_speak_our_names_and_vllms() -> None:
         assert "podway_orphan_blocks 0.0" in lines
         assert "podway_iterations_total 7.0" in lines
         assert 'podway_policy_info{admission="grow",policy="fcfs"} 1.0' in lines
-        assert 'podway_kv_slots{state="free",tier="device"} 1000.0' in lines
+        assert 'podway_kv_slots{state="free",tier="device"} 986.0' in lines
+        assert 'podway_kv_slots{state="held",tier="device"} 0.0' in lines
+        assert 'podway_kv_slots{state="cached",tier="device"} 14.0' in lines
+        assert 'podway_preemptions_total{kind="recompute"} 0.0' in lines
+        assert 'podway_requests_total{outcome="expired"} 0.0' in lines
         assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0' in lines
         assert f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.0' in lines
         assert f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 7.0' in lines

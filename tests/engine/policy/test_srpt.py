@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.policy import ORACLES, POLICIES, PolicySettings, build, name_of
+from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.srpt import ShortestRemainingFirst
 from tests.turns import HAND, a_scheduler, an_ask, ends, play
 
@@ -34,7 +35,16 @@ def test_a_server_is_not_given_an_oracle() -> None:
 
 @pytest.mark.parametrize("name", [*POLICIES, *ORACLES])
 def test_every_name_in_the_tables_can_be_built(name: str) -> None:
-    assert list(build(name, HAND, serves=False).order(0.0)) == []
+    policy = build(name, HAND, serves=False)
+    assert list(policy.order(0.0)) == []
+    assert name_of(policy) == name
+
+
+def test_a_policy_of_no_table_goes_by_the_name_of_its_class() -> None:
+    class LastComeFirstServed(FirstComeFirstServed):
+        pass
+
+    assert name_of(LastComeFirstServed()) == "LastComeFirstServed"
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

@@ -1,0 +1,120 @@
+"""Another policy while serving: nobody is dropped, and `/metrics` follows."""
+
+import asyncio
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+
+from engine.policy import POLICIES
+from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+
+POLICY = "/admin/policy"
+NUM_STREAMS = 32
+
+
+async def ask(rig: Rig, payload: object = None, headers: dict[str, str] | None = None) -> Any:
+    """The status and the answer; a GET without a payload."""
+    exchange = (
+        rig.client.get(POLICY, headers)
+        if payload is None
+        else rig.client.post(POLICY, payload, headers)
+    )
+    async with exchange:
+        reply = await exchange.json()
+    return exchange.status, reply
+
+
+async def info(rig: Rig) -> list[str]:
+    """The policies that `/metrics` names."""
+    async with rig.client.get("/metrics") as exchange:
+        lines = (await exchange.read()).decode().splitlines()
+    return [line for line in lines if line.startswith("podway_policy_info{")]
+
+
+def test_the_policy_is_told_and_changed_and_metrics_follow() -> None:
+    async def scene(rig: Rig) -> None:
+        told = {"policy": "fcfs", "admission": "grow", "policies": list(POLICIES)}
+        assert await ask(rig) == (200, told)
+        assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
+        assert await ask(rig, {"policy": "mlfq"}) == (200, told | {"policy": "mlfq"})
+        assert await ask(rig) == (200, told | {"policy": "mlfq"})
+        assert await info(rig) == ['podway_policy_info{admission="grow",policy="mlfq"} 1.0']
+
+    play(scene)
+
+
+def test_the_policy_that_is_there_already_stays_as_it_is() -> None:
+    async def scene(rig: Rig) -> None:
+        before = rig.engine.scheduler.policy
+        assert (await ask(rig, {"policy": "fair"}))[0] == 200
+        assert rig.engine.scheduler.policy is before
+
+    play(scene, Setting(policy="fair"))
+
+
+@pytest.mark.parametrize(
+    ("payload", "param"),
+    [
+        ({"policy": "lifo"}, "policy"),
+        ({"policy": "srpt"}, "policy"),
+        ({"policy": 1}, "policy"),
+        ({}, "policy"),
+        ({"policy": "mlfq", "ratio": 2}, "ratio"),
+        (b"mlfq", None),
+    ],
+)
+def test_what_names_no_policy_is_refused_and_changes_nothing(
+    payload: object, param: str | None
+) -> None:
+    async def scene(rig: Rig) -> None:
+        before = rig.engine.scheduler.policy
+        status, reply = await ask(rig, payload)
+        assert (status, reply["error"]["param"]) == (400, param)
+        assert rig.engine.scheduler.policy is before
+
+    play(scene)
+
+
+def test_with_keys_only_their_holders_may_look_or_change() -> None:
+    async def scene(rig: Rig) -> None:
+        for payload in (None, {"policy": "mlfq"}):
+            assert (await ask(rig, payload))[0] == 401
+            assert (await ask(rig, payload, {"authorization": "Bearer no"}))[0] == 401
+        assert (await ask(rig, headers={"authorization": "Bearer k"}))[1]["policy"] == "fcfs"
+        assert (await ask(rig, {"policy": "mlfq"}, {"authorization": "Bearer k"}))[0] == 200
+
+    play(scene, Setting(keys=("k",)))
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 150])
+def test_through_all_policies_under_32_streams_every_text_stays_the_same(num_blocks: int) -> None:
+    """Each policy follows each other one, an iteration apart; with 150 slots memory is short."""
+    texts = [f"{index}:" + chr(97 + index % 26) * (10 + index * 7 % 50) for index in range(32)]
+    tour = [name for one in POLICIES for other in POLICIES if other != one for name in (one, other)]
+
+    async def scene(rig: Rig) -> None:
+        async def listen(index: int) -> str:
+            wishes = {"priority": index % 3, "deadline_ms": 10_000_000, "cache_salt": str(index)}
+            body = text(prompt=f"{index:02}" * 4, stream=True, max_tokens=80, **wishes)
+            async with rig.client.post(TEXT, body) as exchange:
+                *chunks, done = [event async for event in exchange.events()]
+            assert done == "DONE"
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        async def switch() -> None:
+            for name in chain.from_iterable(repeat(tour)):
+                await asyncio.sleep(STEP)
+                assert (await ask(rig, {"policy": name}))[0] == 200
+
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(listen(index)) for index in range(NUM_STREAMS)]
+            switching = group.create_task(switch())
+            await asyncio.wait(streams)
+            switching.cancel()
+        assert [stream.result() for stream in streams] == texts
+
+    rig = play(scene, Setting(texts=texts, num_blocks=num_blocks))
+    assert rig.metrics.outcomes["finished"] == NUM_STREAMS
+    assert rig.metrics.num_iterations > len(tour)
+    assert (rig.metrics.num_preemptions > 0) is (num_blocks == 150)

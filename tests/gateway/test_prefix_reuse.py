@@ -1,0 +1,101 @@
+"""What the prefix cache had is told to the client and counted. A block holds one token here."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, play, text
+
+OFF = Setting(prefix_cache=False)
+STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
+
+
+async def usage(rig: Rig, path: str, body: dict[str, Any]) -> Any:
+    """The usage of an answer, streamed if the body says so."""
+    if body.get("stream"):
+        body = body | {"stream_options": {"include_usage": True}}
+    async with rig.client.post(path, body) as exchange:
+        if not body.get("stream"):
+            return (await exchange.json())["usage"]
+        *_, last, _ = [event async for event in exchange.events()]
+        return last["usage"]
+
+
+async def cached(rig: Rig, path: str, body: dict[str, Any]) -> Any:
+    return (await usage(rig, path, body))["prompt_tokens_details"]["cached_tokens"]
+
+
+@STREAMED_OR_NOT
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text(prompt="user:hi\n"))])
+def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        body["stream"] = stream
+        assert await cached(rig, path, body) == 0
+        assert await usage(rig, path, body) == {
+            "prompt_tokens": 8,
+            "completion_tokens": 7,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 7},
+        }
+
+    play(scene)
+
+
+def test_a_second_turn_finds_the_answer_of_the_first_too() -> None:
+    async def scene(rig: Rig) -> None:
+        assert await cached(rig, TEXT, text(prompt="Q: hi\nA: ")) == 0
+        turn = text(prompt="Q: hi\nA: Hello! Q: and now?\nA: ")
+        assert await cached(rig, TEXT, turn) == len("Q: hi\nA: Hello!")
+
+    play(scene)
+
+
+def test_without_the_cache_nothing_is_cached() -> None:
+    async def scene(rig: Rig) -> None:
+        assert await cached(rig, CHAT, chat()) == 0
+        assert await cached(rig, CHAT, chat()) == 0
+
+    assert play(scene, OFF).metrics.num_cached_tokens == 0
+
+
+def test_each_prompt_counts_once_however_many_choices_it_has() -> None:
+    async def scene(rig: Rig) -> None:
+        assert await cached(rig, TEXT, text(prompt=["abcd", "xyz"])) == 0
+        assert await cached(rig, TEXT, text(prompt=["abcd", "xyz", "new"], n=3)) == 3 + 2
+
+    play(scene)
+
+
+def test_only_callers_with_the_same_salt_share() -> None:
+    async def scene(rig: Rig) -> None:
+        for salt, num_cached in (("a", 0), ("b", 0), (None, 0), ("a", 7), (None, 7), ("c", 0)):
+            assert await cached(rig, CHAT, chat(cache_salt=salt)) == num_cached
+
+    play(scene)
+
+
+def test_keys_alone_do_not_keep_callers_apart() -> None:
+    async def scene(rig: Rig) -> None:
+        for key, num_cached in (("k1", 0), ("k2", 7)):
+            bearer = {"authorization": f"Bearer {key}"}
+            async with rig.client.post(CHAT, chat(), bearer) as exchange:
+                details = (await exchange.json())["usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] == num_cached
+
+    play(scene, Setting(keys=("k1", "k2")))
+
+
+def test_hits_and_misses_are_counted_in_tokens() -> None:
+    async def scene(rig: Rig) -> None:
+        for _ in range(3):
+            await usage(rig, CHAT, chat())
+        async with rig.client.get("/metrics") as exchange:
+            lines = (await exchange.read()).decode().splitlines()
+        assert 'podway_prefix_tokens_total{result="hit"} 14.0' in lines
+        assert 'podway_prefix_tokens_total{result="miss"} 10.0' in lines
+        assert f'vllm:prefix_cache_hits_total{{model_name="{MODEL}"}} 14.0' in lines
+        assert f'vllm:prefix_cache_queries_total{{model_name="{MODEL}"}} 24.0' in lines
+
+    play(scene)

@@ -1,0 +1,165 @@
+"""Fields that policies heed: on their way to the engine, and what the client sees of them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.policy import POLICIES
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
+EVERYTHING: dict[str, Any] = {
+    "priority": 3,
+    "service_tier": "flex",
+    "cache_salt": "s",
+    "ttft_deadline_ms": 5000,
+    "deadline_ms": 60_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority", "tier"),
+    [
+        ({}, 0, "default"),
+        ({"service_tier": None}, 0, "default"),
+        ({"service_tier": "auto"}, 0, "default"),
+        ({"service_tier": "default"}, 0, "default"),
+        ({"service_tier": "flex"}, 10, "flex"),
+        ({"service_tier": "priority"}, -10, "priority"),
+        ({"priority": -3}, -3, "default"),
+        ({"priority": 0, "service_tier": "priority"}, 0, "priority"),
+    ],
+)
+def test_tiers_are_classes_of_priority_and_are_echoed(
+    fields: dict[str, Any], priority: int, tier: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(**fields)) as exchange:
+            assert (await exchange.json())["service_tier"] == tier
+        async with rig.client.post(CHAT, chat(stream=True, **fields)) as exchange:
+            *chunks, _ = [event async for event in exchange.events()]
+        assert {chunk["service_tier"] for chunk in chunks} == {tier}
+
+    assert {request.ask.priority for request in play(scene).ended} == {priority}
+
+
+def test_under_the_priority_policy_the_tiers_go_in_their_order() -> None:
+    async def scene(rig: Rig) -> None:
+        async def ask(tier: str) -> None:
+            async with rig.client.post(CHAT, chat(service_tier=tier)) as exchange:
+                await exchange.json()
+
+        await asyncio.gather(*map(ask, ("flex", "default", "priority")))
+
+    ended = play(scene, Setting(policy="priority", max_batch_size=1)).ended
+    assert [request.ask.priority for request in ended] == [-10, 0, 10]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text())])
+def test_every_policy_accepts_every_field(policy: str, path: str, body: dict[str, Any]) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, body | EVERYTHING) as exchange:
+            reply = await exchange.json()
+        assert exchange.status == 200, reply
+
+    (request,) = play(scene, Setting(policy=policy)).ended
+    ask = request.ask
+    assert (ask.priority, ask.salt, ask.ttft_deadline, ask.deadline) == (3, "s", 5.0, 60.0)
+
+
+def test_a_tenant_is_a_key_and_its_name_does_not_give_the_key_away() -> None:
+    async def scene(rig: Rig) -> None:
+        for key in ("secret-1", "secret-2", "secret-1"):
+            bearer = {"authorization": f"Bearer {key}"}
+            async with rig.client.post(CHAT, chat(), bearer) as exchange:
+                await exchange.json()
+
+    ended = play(scene, Setting(keys=("secret-1", "secret-2"))).ended
+    first, second, third = (request.ask.tenant for request in ended)
+    assert first == third != second
+    assert len(first) == len(second) == 16
+    assert "secret" not in first + second
+
+
+def test_without_keys_all_are_one_tenant() -> None:
+    async def scene(rig: Rig) -> None:
+        bearer = {"authorization": "Bearer anything"}
+        async with rig.client.post(CHAT, chat(), bearer) as exchange:
+            await exchange.json()
+
+    assert [request.ask.tenant for request in play(scene).ended] == [""]
+
+
+@STREAMED_OR_NOT
+def test_a_deadline_before_the_first_token_is_a_504(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(stream=stream, deadline_ms=STEP * 500)
+        async with rig.client.post(CHAT, body) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 504
+        assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
+        assert error["message"] == "The request's deadline of 0.125 s passed after 0 of its tokens."
+
+    rig = play(scene)
+    assert rig.metrics.outcomes["expired"] == 1
+
+
+def test_a_deadline_in_the_middle_ends_a_whole_reply_with_a_504() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(n=3, deadline_ms=STEP * 2500)) as exchange:
+            assert (await exchange.json())["error"]["code"] == "deadline_exceeded"
+        assert exchange.status == 504
+
+    assert play(scene).metrics.outcomes["expired"] == 3
+
+
+def test_a_deadline_in_the_middle_of_a_stream_is_its_last_event() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True, deadline_ms=STEP * 2500)) as exchange:
+            *chunks, last = [event async for event in exchange.events()]
+        assert exchange.status == 200
+        said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+        assert "".join(said) == "He"
+        assert last["error"]["code"] == "deadline_exceeded"
+        async with rig.client.get("/metrics") as exchange:
+            lines = (await exchange.read()).decode().splitlines()
+        assert 'podway_requests_total{outcome="expired"} 1.0' in lines
+        assert 'podway_aborts_total{reason="deadline"} 1.0' in lines
+
+    play(scene)
+
+
+@STREAMED_OR_NOT
+def test_what_would_be_late_behind_others_is_refused_with_a_moment_to_come_back(
+    stream: bool,
+) -> None:
+    """40 tokens before it and 40 of its own take about 20 s; alone it would be in time."""
+
+    async def scene(rig: Rig) -> None:
+        long = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
+        async with rig.client.post(CHAT, chat(**long, deadline_ms=10_500)) as first:
+            await asyncio.sleep(2.0)
+            late = chat(**long, stream=stream, deadline_ms=12_000)
+            async with rig.client.post(CHAT, late) as second:
+                error = (await second.json())["error"]
+            assert second.status == 503
+            assert (error["code"], error["param"]) == ("deadline_unmeetable", None)
+            assert 1000 < int(second.headers["retry-after-ms"]) < 9000
+            await first.json()
+            assert first.status == 200
+
+    play(scene, Setting(policy="deadline", max_batch_size=1))
+
+
+@pytest.mark.parametrize("param", ["ttft_deadline_ms", "deadline_ms"])
+def test_what_cannot_be_in_time_even_alone_is_told_which_field_it_is(param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(**{param: 1})) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert error["param"] == param
+        assert error["message"].startswith(f"'{param}' cannot be met")
+
+    play(scene, Setting(policy="deadline"))
