@@ -25,6 +25,7 @@ from engine.step import (
 )
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
 from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
+from engine.worker.native.build import compile_all
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
@@ -113,6 +114,13 @@ def _dtype(settings: WorkerSettings) -> torch.dtype:
     return DTYPES[settings.dtype]
 
 
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Worker:
     """Holds all layers of a model and runs steps on them, one at a time."""
 
@@ -137,20 +145,22 @@ class Worker:
         `progress` hears (what, done, total). Raises `RefusedToStart` with one readable line.
         """
         dtype = _dtype(settings)
-        attention_name = DEFAULT_ATTENTION if settings.attention == "auto" else settings.attention
-        threads = settings.threads or len(os.sched_getaffinity(0))
-        is_plain = attention_name == PLAIN_ATTENTION
-        torch.set_num_threads(threads if is_plain else 1)
-        team = Team(threads)
-        operators: Operators = TorchOperators() if is_plain else NativeOperators(team)
         checkpoint = Checkpoint.open(settings.model)
         shape = checkpoint.family.shape
         max_model_len = _context(settings, shape)
+        attention_name = DEFAULT_ATTENTION if settings.attention == "auto" else settings.attention
         backend = cast(
             MakesAttention,
             _load_from("adapters.attention:BACKENDS", "attention", attention_name),
         )
 
+        threads = settings.threads or _num_cores()
+        team = Team(threads)
+        is_plain = attention_name == PLAIN_ATTENTION
+        torch.set_num_threads(threads if is_plain else 1)
+        if not is_plain:
+            compile_all(progress)
+        operators: Operators = TorchOperators() if is_plain else NativeOperators(team)
         weights = Weights(checkpoint.directory, dtype, progress)
         model = checkpoint.family.build(weights, range(shape.num_layers), operators)
         weights.check_all_taken(checkpoint.family.ignored_weights)

@@ -6,6 +6,7 @@ compiles all ahead of a first start.
 """
 
 import hashlib
+import importlib
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,11 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
+OF_KERNELS = (  # modules with a tuple KERNELS
+    "engine.worker.native.kernels",
+    "engine.worker.native.drawing",
+    "adapters.attention.paged",
+)
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
 # For leaf functions only: what they call inherits it, and tiles must add in their own order.
@@ -66,3 +72,13 @@ def kernel(function: Callable[..., Any]) -> Any:
         return cfunc(KERNEL, nogil=True, error_model="numpy", cache=cache)
 
     return _cached(make, function)
+
+
+def compile_all(progress: Callable[[str, int, int], None]) -> None:
+    """Every kernel there is: seconds on a machine that never ran this version, else no time."""
+    functions = [
+        function for name in OF_KERNELS for function in importlib.import_module(name).KERNELS
+    ]
+    for done, function in enumerate(functions, 1):
+        kernel(function)
+        progress("kernels", done, len(functions))
