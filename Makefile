@@ -28,4 +28,5 @@ fmt: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m engine.worker.native
 	touch $@

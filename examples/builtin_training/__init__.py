@@ -1,0 +1,1 @@
+"""From generated text to a checkpoint directory: template, tokenizer, model, training, export."""
