@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from adapters.dialects import load_chat_template
+from engine.step import WorkerSettings
+from engine.worker.worker import Worker
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -76,3 +80,46 @@ def test_50_iteration_level_scheduling_is_compared_with_request_level() -> None:
     assert rows.keys() == {f"{policy} {mode}" for policy in ("fcfs", "mlfq") for mode in modes}
     mean_jct = {name: float(cells[-1].replace(",", "")) for name, cells in rows.items()}
     assert mean_jct["fcfs grow"] < mean_jct["fcfs request"]
+
+
+def test_51_both_schedulings_are_measured_on_a_real_server() -> None:
+    shown = run(
+        sys.executable,
+        EXAMPLES / "51_iteration_against_request.py",
+        *("--rates", "40", "--seconds", "0.5", "--output-tokens", "1..8"),
+    )
+    heads, row = shown.splitlines()[:2]
+    assert "grow req/s, ms/token" in heads
+    assert "request req/s, ms/token" in heads
+    assert all(float(cell) > 0 for cell in row.split())
+
+
+def test_60_training_writes_a_checkpoint_that_answers(tmp_path: Path) -> None:
+    train = EXAMPLES / "60_train_builtin_model.py"
+    run(sys.executable, train, "--out", tmp_path, "--steps", "2", "--threads", "1")
+    worker = Worker.load(WorkerSettings(str(tmp_path)), lambda what, done, total: None)
+    assert worker.report.architecture == "LlamaForCausalLM"
+    assert load_chat_template(tmp_path) is not None
+
+
+def test_61_the_built_in_model_is_examined_through_a_server(server_url: str) -> None:
+    evaluate = EXAMPLES / "61_evaluate_builtin_model.py"
+    shown = run(sys.executable, evaluate, "--url", server_url, "--each", "1")
+    assert "overall" in shown
+
+
+def test_70_a_streamed_token_is_weighed_against_a_bare_write() -> None:
+    cost = EXAMPLES / "70_streaming_cost.py"
+    shown = run(sys.executable, cost, "--streams", "16", "--seconds", "1")
+    assert {"bare write", "gateway"} <= {line[:20].strip() for line in shown.splitlines()}
+
+
+def test_80_the_headline_is_written_as_table_plot_and_figures(tmp_path: Path) -> None:
+    run(sys.executable, EXAMPLES / "80_orca_headline.py", "--out", tmp_path, "--requests", "20")
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "orca.json", "orca.png"}
+
+
+def test_81_a_trace_is_played_twice_alike() -> None:
+    sample = EXAMPLES.parent / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
+    shown = run(sys.executable, EXAMPLES / "81_azure_hour.py", sample, "--twice")
+    assert "identical" in shown
