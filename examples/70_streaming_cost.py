@@ -279,4 +279,7 @@ if __name__ == "__main__":
     flags.add_argument("--rate", type=float, default=40)
     flags.add_argument("--seconds", type=float, default=5)
     flags.add_argument("--json")
-    uvloop.run(main(flags.parse_args()))
+    given = flags.parse_args()
+    if given.seconds < 1 or given.streams < 16:
+        flags.error("too little to measure: at least 16 streams for a second")
+    uvloop.run(main(given))
