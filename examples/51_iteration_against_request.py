@@ -50,18 +50,19 @@ def measure(url: str, rate: float, args: argparse.Namespace, scratch: Path) -> P
     return answered, figures["quantiles"]["norm"][50]
 
 
-def rate_at(latency: float, points: list[Point]) -> float:
-    """Requests a second at a median latency, on straight lines between the points."""
+def rate_at(latency: float, points: list[Point]) -> tuple[float, bool]:
+    """Requests a second at a median latency, on straight lines between the points, and whether
+    the points reach so far: if not, it is at least the last one's."""
     for (rate0, low), (rate1, high) in pairwise(points):
         if low <= latency <= high:
-            return rate0 + (rate1 - rate0) * (latency - low) / (high - low)
-    return points[-1][0] if points[-1][1] < latency else 0.0
+            return rate0 + (rate1 - rate0) * (latency - low) / (high - low), True
+    return points[-1][0], False
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="builtin")
-    parser.add_argument("--rates", type=float, nargs="+", default=[20.0, 40.0, 60.0, 80.0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[5.0, 15.0, 30.0, 60.0, 90.0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, per rate")
     parser.add_argument("--prompt-tokens", default="16..128")
     parser.add_argument("--output-tokens", default="1..128")
@@ -77,13 +78,12 @@ def main() -> None:
         cells = (curves[name][index] for name in ADMISSIONS)
         row = "".join(f"{done:16.2f}{latency * 1e3:10.1f}" for done, latency in cells)
         print(f"{rate:10.1f}{row}")
-    floor = min(latency for points in curves.values() for _, latency in points)
     print("\nrequests/s at equal median normalised latency")
-    for times in (2, 4, 8):
-        latency = floor * times
-        grow, request = (rate_at(latency, curves[name]) for name in ADMISSIONS)
-        ratio = f"{grow / request:.2f}x" if request else "-"
-        print(f"{latency * 1e3:8.1f} ms/token{grow:10.2f}{request:10.2f}   {ratio}")
+    for request, latency in curves["request"]:
+        grow, is_reached = rate_at(latency, curves["grow"])
+        more = " " if is_reached else "≥"
+        ratio = f"{grow / request:.2f}x"
+        print(f"{latency * 1e3:8.1f} ms/token  {more}{grow:7.2f}  {request:7.2f}  {more}{ratio}")
     if args.json is not None:
         args.json.write_text(json.dumps(curves, indent=1) + "\n")
 
