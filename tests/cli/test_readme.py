@@ -70,7 +70,7 @@ def test_bench_measures_the_server(server_url: str, tmp_path: Path) -> None:
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         assert "4 / 0" in shown.stdout
-    assert (tmp_path / "grow.png").exists()
+    assert (tmp_path / "a.png").exists()
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(examples/[\w.]+)`", README))))
