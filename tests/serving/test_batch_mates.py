@@ -36,4 +36,4 @@ async def test_64_concurrent_streams_say_what_each_says_alone(
             *(streamed_text(session, server_url, each) for each in bodies)
         )
     assert together == alone
-    assert len(set(alone)) > 16
+    assert len(set(alone)) > 4
