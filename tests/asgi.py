@@ -1,7 +1,8 @@
 """An ASGI peer in this process: it sends a request and takes the answer piece by piece.
 
 Unlike httpx's transport it yields chunks as they come, can leave at any moment, and can stop
-reading: then the app's `send` waits, as it does behind a full socket.
+reading: then the app's `send` waits, as it does behind a full socket. Every answer is held to
+OpenAI's own description of it (`tests.witness`).
 """
 
 import asyncio
@@ -9,6 +10,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import orjson
+
+from tests.witness import Witness, data_of, parsed
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -29,6 +32,7 @@ class Exchange:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._reads = asyncio.Event()
         self._reads.set()
+        self._witness = Witness(scope["method"], scope["path"])
         self._task: asyncio.Task[None]
 
     def hold_back(self, num_pieces: int) -> None:
@@ -47,6 +51,7 @@ class Exchange:
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             raise error
+        assert self._witness.complaints == []
 
     def leave(self) -> None:
         """Hang up now."""
@@ -103,9 +108,8 @@ class Exchange:
             rest += chunk
             *frames, rest = rest.split(b"\n\n")
             for frame in frames:
-                if frame.startswith(b"data: "):
-                    data = frame.removeprefix(b"data: ")
-                    yield "DONE" if data == b"[DONE]" else orjson.loads(data)
+                if data := data_of(frame):
+                    yield parsed(data)
         assert rest == b"", "the stream ends with a whole event"
 
     async def _next(self) -> "Message":
@@ -124,6 +128,7 @@ class Exchange:
 
     async def _send(self, message: "Message") -> None:
         await self._reads.wait()
+        self._witness.take(message)
         self._messages.put_nowait(message)
 
 

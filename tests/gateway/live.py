@@ -11,6 +11,7 @@ import uvloop
 
 from gateway.server import Server, Signals, bind
 from tests.gateway.rig import Rig, Setting, build_rig
+from tests.witness import Witnessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,15 @@ def listening(setting: Setting, drain_seconds: float = 10.0) -> Iterator[Live]:
     """Serve in a thread; afterwards no request lives, every slot is free, the port is closed."""
     ready = threading.Event()
     born: list[Live] = []
+    witnessed: list[Witnessed] = []
 
     async def main() -> None:
         rig, signals = build_rig(setting), Signals()
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))
-            server = Server(rig.app, rig.engine, rig.service.watch, drain_seconds)
+            witnessed.append(Witnessed(rig.app))
+            server = Server(witnessed[0], rig.engine, rig.service.watch, drain_seconds)
             await server.serve(listener, signals, ready.set)
 
     def run() -> None:
@@ -61,6 +64,7 @@ def listening(setting: Setting, drain_seconds: float = 10.0) -> Iterator[Live]:
             born[0].stop()
         thread.join(30)
     assert not thread.is_alive(), "the server did not stop"
+    assert witnessed[0].complaints == []
     scheduler = born[0].rig.engine.scheduler
     assert not scheduler.pool
     assert scheduler.ledger.num_held == 0

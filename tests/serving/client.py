@@ -1,4 +1,7 @@
-"""A small client for tests that hang up, read slowly, and look at the server's own counts."""
+"""A small client for tests that hang up, read slowly, and look at the server's own counts.
+
+What it reads is held to OpenAI's description (`tests.shapes`).
+"""
 
 import asyncio
 import json
@@ -8,6 +11,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.shapes import chunk_complaints, whole_complaints
 
 Json = dict[str, Any]
 
@@ -47,7 +52,17 @@ async def stream(
             if line.startswith(b"data: {"):
                 chunk = json.loads(line[6:])
                 assert "error" not in chunk, chunk
+                assert chunk_complaints("POST", path, chunk) == []
                 yield chunk
+
+
+async def whole(session: aiohttp.ClientSession, url: str, path: str, body: Json) -> Json:
+    """An answer that is not streamed."""
+    async with session.post(f"{url}{path}", json=asked(body, stream=False)) as response:
+        assert response.status == 200, await response.text()
+        answer: Json = await response.json()
+    assert whole_complaints("POST", path, 200, answer) == []
+    return answer
 
 
 async def streamed_text(session: aiohttp.ClientSession, url: str, body: Json) -> str:

@@ -5,7 +5,15 @@ from random import Random
 
 import aiohttp
 
-from tests.serving.client import Json, asked, metrics, raw_post, stream, streamed_text, until_idle
+from tests.serving.client import (
+    Json,
+    metrics,
+    raw_post,
+    stream,
+    streamed_text,
+    until_idle,
+    whole,
+)
 
 LONG: Json = {"prompt": "Tell me a story.", "max_tokens": 4000, "ignore_eos": True}
 
@@ -63,9 +71,8 @@ async def test_a_long_prompt_does_not_stop_the_streams_beside_it(server_url: str
         async def long() -> None:
             await is_streaming.wait()
             order.append("long arrives")
-            body = asked({"prompt": [17] * 20_000, "max_tokens": 1}, stream=False)
-            async with session.post(f"{server_url}/v1/completions", json=body) as response:
-                assert response.status == 200, await response.text()
+            body: Json = {"prompt": [17] * 20_000, "max_tokens": 1}
+            await whole(session, server_url, "/v1/completions", body)
             order.append("long answered")
 
         await asyncio.gather(short(), long())

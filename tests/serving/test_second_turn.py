@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 
 from tests.conftest import read_url, start_server
-from tests.serving.client import Json, asked, metrics
+from tests.serving.client import Json, metrics, whole
 
 QUESTIONS = ("Hello! What is Podway, and what is an iteration?", "And what is 2 + 3?")
 
@@ -17,11 +17,7 @@ async def two_turns(session: aiohttp.ClientSession, url: str) -> list[Json]:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         body = {"messages": messages, "max_tokens": 60, "temperature": 0, "cache_salt": "turns"}
-        async with session.post(
-            f"{url}/v1/chat/completions", json=asked(body, stream=False)
-        ) as response:
-            assert response.status == 200, await response.text()
-            replies.append(await response.json())
+        replies.append(await whole(session, url, "/v1/chat/completions", body))
         messages.append(replies[-1]["choices"][0]["message"])
     return replies
 
