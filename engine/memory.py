@@ -130,12 +130,12 @@ class Memory:
     def _make_room(self, request: Request, prefix: "Sequence[bytes]", now: float) -> bool:
         """Preempt less urgent requests until it fits; none, if all together are too few."""
         missing = self._missing(request, prefix)
-        if not self.policy.preempts or missing > self._reclaimable:
+        if not (self.policy.preempts or self._pool.background) or missing > self._reclaimable:
             return False
         victims: list[Request] = []
         wanted = missing
         for victim in self._victims(request, now):
-            if victim.produced > victim.produced_at_start:
+            if self._may_start_for(victim, request):
                 victims.append(victim)
                 missing -= self._ledger.num_private(victim.request_id) + 1
                 if missing <= 0:
@@ -165,8 +165,14 @@ class Memory:
         for other in self._started:
             if self._rank[other] <= self._rank[request]:
                 return
-            if other.state is READY and not self._is_reserved(other):
+            is_held = self._is_reserved(other) and not _steps_aside(other, request)
+            if other.state is READY and not is_held:
                 yield other
+
+    def _may_start_for(self, victim: Request, request: Request) -> bool:
+        """Whether a started request gives up its KV so that a waiting one may start."""
+        has_progressed = victim.produced > victim.produced_at_start
+        return _steps_aside(victim, request) or (self.policy.preempts and has_progressed)
 
     def _preempt(self, victim: Request, now: float) -> None:
         self._ledger.release(victim.request_id)
@@ -174,3 +180,8 @@ class Memory:
         victim.num_preemptions += 1
         self._pool.move(victim, Move.PREEMPT)
         self._observer.preempted(victim, now)
+
+
+def _steps_aside(victim: Request, request: Request) -> bool:
+    """What runs in the background makes room for what does not, whatever it was promised."""
+    return victim.ask.is_background and not request.ask.is_background

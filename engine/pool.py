@@ -23,6 +23,7 @@ class RequestPool:
         self._live: dict[RequestId, Request] = {}
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; perhaps of the ended
         self._counts = dict.fromkeys(State, 0)  # of the living, and of the ended so far
+        self.background: set[Request] = set()  # those who use what the others leave
         self.waiting_tokens = 0  # prompt and output tokens that waiting requests need computed
 
     def __repr__(self) -> str:
@@ -52,6 +53,8 @@ class RequestPool:
         self._live[request.request_id] = request
         self._counts[request.state] += 1
         self.waiting_tokens += request.num_tokens
+        if request.ask.is_background:
+            self.background.add(request)
         if request.ask.deadline is not None:
             heappush(
                 self._deadlines, (request.arrived_at + request.ask.deadline, request.request_id)
@@ -78,6 +81,7 @@ class RequestPool:
             self.waiting_tokens += request.num_tokens
         if after in TERMINAL:
             del self._live[request.request_id]
+            self.background.discard(request)
 
     def check(self) -> None:
         """Assert that the counts say what the requests say."""
@@ -87,3 +91,5 @@ class RequestPool:
             assert not drifted, f"counts drifted: {self!r}"
         waiting = sum(r.num_tokens for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
+        background = {request for request in self if request.ask.is_background}
+        assert background == self.background, "background requests drifted"

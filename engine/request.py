@@ -115,6 +115,7 @@ class Ask:
     For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
     share is in proportion to `weight`. Deadlines are seconds after arrival: the first token
     should come before `ttft_deadline`; past `deadline` the request ends, whatever it has produced.
+    A background request uses what the others leave, under every policy.
     """
 
     prompt: tuple[int, ...]
@@ -129,6 +130,7 @@ class Ask:
     weight: float = 1.0
     ttft_deadline: float | None = None
     deadline: float | None = None
+    is_background: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -112,8 +112,9 @@ class IterationScheduler:
         return request
 
     def _check_queue(self, prompt_len: int) -> None:
-        waiting = self.pool.count(State.WAITING)
-        tokens = self.pool.waiting_tokens
+        idle = [request for request in self.pool.background if request.state is WAITING]
+        waiting = self.pool.count(WAITING) - len(idle)
+        tokens = self.pool.waiting_tokens - sum(request.num_tokens for request in idle)
         too_many = waiting >= self.settings.max_queue_requests
         if too_many or (waiting and tokens + prompt_len > self.settings.max_queue_tokens):
             raise Overloaded(
@@ -178,12 +179,19 @@ class IterationScheduler:
             return 0
         num_tokens = request.remaining
         if num_tokens > 1:
-            num_tokens = min(num_tokens, draft.tokens_left - self._ready_left(draft) + 1)
+            num_ready = self._ready_left(draft) - self._num_behind(request)
+            num_tokens = min(num_tokens, draft.tokens_left - num_ready + 1)
         return num_tokens if num_tokens <= draft.tokens_left else 0
 
     def _ready_left(self, draft: Draft) -> int:
         """Ready requests that the draft has not looked at."""
         return self.pool.count(READY) - draft.num_skipped
+
+    def _num_behind(self, request: Request) -> int:
+        """Ready requests in the background, for one that is not: it leaves them no tokens."""
+        if request.ask.is_background or not self.pool.background:
+            return 0
+        return sum(other.state is READY for other in self.pool.background)
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
         """Start a waiting request if it fits; whether others behind it may still be looked at."""
@@ -192,7 +200,8 @@ class IterationScheduler:
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
-        if not whole_batch and draft.tokens_left <= self._ready_left(draft):
+        num_ready = self._ready_left(draft) - self._num_behind(request)
+        if not whole_batch and draft.tokens_left <= num_ready:
             return False
         if self.memory.admit(request, now):
             for other in draft.passed:

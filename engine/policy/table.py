@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from engine.policy.background import BackgroundLast
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -25,19 +26,21 @@ def build(
 ) -> "Policy":
     """The policy of that name, with nobody in it; ValueError if there is none.
 
-    An oracle is built only where `serves` is False.
+    Whichever it is, background requests come after all that it orders. An oracle is built only
+    where `serves` is False.
     """
     known = POLICIES if serves else POLICIES | ORACLES
     if name not in known:
         reason = " (simulation only)" if name in ORACLES else ""
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
     module, _, kind = known[name].partition(":")
-    return cast("Policy", getattr(import_module(module), kind)(cost, settings or PolicySettings()))
+    policy = getattr(import_module(module), kind)(cost, settings or PolicySettings())
+    return BackgroundLast(cast("Policy", policy))
 
 
 def name_of(policy: "Policy") -> str:
     """The name that `build` knows the policy by; its class's own name if it does not."""
-    kind = type(policy)
+    kind = type(policy.inner if isinstance(policy, BackgroundLast) else policy)
     target = f"{kind.__module__}:{kind.__qualname__}"
     names = (name for name, known in (POLICIES | ORACLES).items() if known == target)
     return next(names, kind.__name__)

@@ -34,6 +34,7 @@ def any_ask(random: Random) -> Ask:
         tenant=random.choice("abc"),
         weight=random.choice([1.0, 2.0]),
         ttft_deadline=random.choice([None, 500.0, 1000.0]),
+        is_background=random.random() < 0.2,
     )
 
 

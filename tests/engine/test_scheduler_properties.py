@@ -101,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         ttft_deadline=st.sampled_from([None, 5.0, 50.0]),
         deadline=st.sampled_from([None, None, 10.0]),
+        is_background=st.booleans(),
     )
     def arrive(
         self,
@@ -110,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         ttft_deadline: float | None,
         deadline: float | None,
+        is_background: bool,
     ) -> None:
         ask = Ask(
             prompt=tuple(prompt),
@@ -121,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             ttft_deadline=ttft_deadline,
             deadline=deadline,
+            is_background=is_background,
         )
         before = repr(self.scheduler)
         try:
@@ -208,7 +211,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.requests:
             assert self.ends.count[request.request_id] == int(request.state.is_terminal)
             assert (request.request_id in live) != request.state.is_terminal
-            assert request.num_preemptions <= self.scheduler.settings.max_preemptions
+            bound = self.scheduler.settings.max_preemptions
+            assert request.ask.is_background or request.num_preemptions <= bound
         order = list(self.scheduler.policy.order(self.now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live

@@ -30,7 +30,7 @@ def test_a_server_is_not_given_an_oracle() -> None:
     assert "srpt" not in POLICIES
     with pytest.raises(ValueError, match=r"not 'srpt' \(simulation only\)"):
         build("srpt", HAND)
-    assert isinstance(build("srpt", HAND, serves=False), ShortestRemainingFirst)
+    assert name_of(build("srpt", HAND, serves=False)) == "srpt"
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *ORACLES])
