@@ -7,6 +7,7 @@ EngineError
 │   └── DeadlineUnmeetable  too much is queued to answer before the request's own deadline
 ├── Unavailable             draining, or no worker is alive
 ├── RequestFailed           accepted, and did not come to its end
+│   ├── RequestCancelled    its caller asked for its end
 │   ├── DeadlineExceeded    its own deadline came before the end of the answer
 │   ├── StepFailed          the iteration that it was part of raised an error
 │   └── WorkerLost          a worker process died or left the connection
@@ -59,6 +60,10 @@ class RequestFailed(EngineError):
 
 class DeadlineExceeded(RequestFailed):
     """The request's deadline passed; what it had produced by then was delivered."""
+
+
+class RequestCancelled(RequestFailed):
+    """Its caller cancelled it by name; what it had produced by then was delivered."""
 
 
 class StepFailed(RequestFailed):

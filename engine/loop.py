@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.errors import EngineError, StepFailed, Unavailable, WorkerLost
+from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.request import Abort, Ask, Request
 from engine.stream import TokenStream
 
@@ -91,6 +91,21 @@ class Engine:
         if self._streams.pop(stream.request.request_id, None) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._news.set()
+
+    def cancel(self, label: str, tenant: str) -> int:
+        """End the live requests of that name and tenant, and tell who reads them. How many."""
+        named = [
+            stream.request
+            for stream in self._streams.values()
+            if stream.ask.label == label and stream.ask.tenant == tenant
+        ]
+        now = self._clock()
+        for request in named:
+            request.error = RequestCancelled(f"The request {label} was cancelled by its caller.")
+            self.scheduler.cancel(request, Abort.EXPLICIT, now)
+        self._wake(named)
+        self._news.set()
+        return len(named)
 
     async def run(self) -> None:
         """Serve until cancelled."""

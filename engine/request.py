@@ -110,7 +110,8 @@ class Ask:
     """What a caller wants: at most `max_tokens` tokens after `prompt` (ids, at least one).
 
     `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
-    caller's name for the request, used in logs only. Prefixes are shared only under equal `salt`.
+    caller's name for the request, for logs and to cancel it by. Prefixes are shared only under
+    equal `salt`.
 
     For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
     share is in proportion to `weight`. Deadlines are seconds after arrival: the first token

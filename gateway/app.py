@@ -16,7 +16,7 @@ from engine.errors import EngineError
 from gateway.access import Caller, sane_request_id
 from gateway.errors import MethodNotAllowed, PathNotFound
 from gateway.reply import error_response
-from gateway.routes import admin, chat, completions, health, models
+from gateway.routes import admin, chat, completions, health, models, requests
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ ROUTES = (
     Route("/v1/completions", completions.create_completion, methods=["POST"]),
     Route("/v1/models", models.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", models.retrieve_model, methods=["GET"]),
+    Route("/v1/requests/{request_id:path}/cancel", requests.cancel, methods=["POST"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),
     Route("/ready", health.ready, methods=["GET"]),

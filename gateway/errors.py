@@ -16,6 +16,7 @@ from engine.errors import (
     EngineError,
     InvalidRequest,
     Overloaded,
+    RequestCancelled,
     RequestFailed,
     Unavailable,
 )
@@ -57,6 +58,13 @@ class BodyTooSlow(InvalidRequest):
         super().__init__(f"The request body did not arrive within {seconds:g} seconds.")
 
 
+class RequestNotFound(InvalidRequest):
+    """No live request of this caller has that id."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"No running request of yours has the id {request_id[:128]!r}.")
+
+
 class WrongMediaType(InvalidRequest):
     """The body is not plain `application/json`."""
 
@@ -81,10 +89,12 @@ TABLE: dict[type[EngineError], Verdict] = {
     InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
     ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
     PathNotFound: Verdict(404, _INVALID, "not_found"),
+    RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
     MethodNotAllowed: Verdict(405, _INVALID, "method_not_allowed"),
     BodyTooSlow: Verdict(408, _INVALID, "request_timeout"),
     BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
     WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
+    RequestCancelled: Verdict(499, _INVALID, "request_cancelled"),
     Overloaded: Verdict(503, "server_error", "overloaded"),
     DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable"),
     Unavailable: Verdict(503, "server_error", "unavailable"),

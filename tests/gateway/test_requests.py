@@ -1,0 +1,96 @@
+"""Requests are cancelled by their x-request-id, by their own tenant only."""
+
+import asyncio
+
+import pytest
+
+from engine.request import Abort
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+LONG = "a long story " * 10
+NAME = {"x-request-id": "mine/1"}
+CANCEL = "/v1/requests/mine/1/cancel"
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+def test_a_stream_says_that_it_was_cancelled_and_ends() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True), NAME) as exchange:
+            await asyncio.sleep(3.5 * STEP)
+            async with rig.client.post(CANCEL, b"") as cancelling:
+                told = await cancelling.json()
+            *chunks, last = [event async for event in exchange.events()]
+        assert (cancelling.status, told["id"], told["cancelled"]) == (200, "mine/1", True)
+        assert told["num_choices"] == 1
+        assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == LONG[:3]
+        assert last["error"]["code"] == "request_cancelled"
+        assert rig.service.clock() == 3.5 * STEP
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert [request.abort for request in rig.ended] == [Abort.EXPLICIT]
+    assert rig.metrics.cancel_to_free.sum <= 1
+
+
+def test_every_choice_of_a_whole_reply_is_cancelled() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt=["ab", "cd"], n=2, max_tokens=100)
+        async with rig.client.post(TEXT, body, NAME) as exchange:
+            await asyncio.sleep(3.5 * STEP)
+            async with rig.client.post(CANCEL, b"") as cancelling:
+                assert (await cancelling.json())["num_choices"] == 4
+            reply = await exchange.json()
+        assert exchange.status == 499
+        assert reply["error"]["code"] == "request_cancelled"
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert [request.abort for request in rig.ended] == [Abort.EXPLICIT] * 4
+
+
+def test_one_that_waits_in_the_queue_is_cancelled_before_it_runs() -> None:
+    async def scene(rig: Rig) -> None:
+        async with (
+            rig.client.post(CHAT, chat(max_tokens=20)) as first,
+            rig.client.post(CHAT, chat(), NAME) as second,
+        ):
+            await asyncio.sleep(STEP)
+            async with rig.client.post(CANCEL, b"") as cancelling:
+                assert await cancelling.start() == 200
+            assert await second.start() == 499
+            assert await first.start() == 200
+
+    rig = play(scene, Setting(texts=(LONG,), max_batch_size=1))
+    assert rig.ended[0].admitted_at is None
+
+
+@pytest.mark.parametrize("path", ["/v1/requests/nobody/cancel", "/v1/requests/req_1/cancel"])
+def test_an_unknown_request_is_not_found(path: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, b"") as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["code"]) == (404, "request_not_found")
+
+    play(scene)
+
+
+def test_one_that_has_ended_is_not_found() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), NAME) as exchange:
+            assert await exchange.start() == 200
+        async with rig.client.post(CANCEL, b"") as cancelling:
+            assert await cancelling.start() == 404
+
+    play(scene)
+
+
+def test_another_key_can_neither_cancel_it_nor_learn_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
+            await asyncio.sleep(STEP)
+            async with rig.client.post(CANCEL, b"", key("b")) as cancelling:
+                assert await cancelling.start() == 404
+            assert (await exchange.json())["choices"][0]["finish_reason"] == "length"
+
+    play(scene, Setting(texts=(LONG,), keys=("a", "b")))
