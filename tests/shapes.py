@@ -201,7 +201,7 @@ SHAPES = (
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(
     r"/(health|ready|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
-    r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/[^/]+(/cancel)?|/v1/messages(/.+)?"
+    r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/.+|/v1/messages(/.+)?"
 )
 
 
