@@ -51,7 +51,14 @@ class DeadlineUnmeetable(Overloaded):
 
 
 class Unavailable(EngineError):
-    """The server takes no requests now: it drains, or it has no worker."""
+    """The server takes no requests now: it drains, or it has no worker.
+
+    `retry_after` is the forecast in seconds; None where waiting here does not help.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestFailed(EngineError):

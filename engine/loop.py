@@ -1,8 +1,9 @@
 """Engine: the only place that awaits iterations (Orca, algorithm 1).
 
 Plan and submit while fewer than `executor.depth` iterations are in flight; settle the oldest
-when its future is done; sleep on one event that arrivals and futures set. A worker's death is
-survived: all live requests go back to waiting with what they have produced.
+when its future is done; sleep on one event that arrivals, futures and the death of a worker set.
+That death is survived: all live requests go back to waiting with what they have produced, and
+until the worker is back new ones are refused.
 """
 
 import asyncio
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from engine.step import RequestId
 
 logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = 5.0  # what a restart is expected to take, until one has been seen
+LEAST_RETRY_SECONDS = 1.0
 
 
 class _InFlight(NamedTuple):
@@ -49,21 +53,33 @@ class Engine:
         self._idle.set()
         self._settled_at = clock()
         self._is_draining = False
-        self._worker_trouble: str | None = None
+        self._lost_at: float | None = None  # while the worker restarts
+        self._restart_seconds = RESTART_SECONDS
+        self._gone: str | None = None  # why there will be no worker any more
+        executor.watch(self._news.set)
 
     def __repr__(self) -> str:
         return f"Engine(in_flight={len(self._in_flight)}, {self.scheduler!r})"
 
     @property
-    def _refusal(self) -> str | None:
-        return "The server is shutting down." if self._is_draining else self._worker_trouble
-
-    @property
     def is_ready(self) -> bool:
         """Whether a new request would be served: iterations return, or nobody waits for one."""
-        if self._refusal is not None:
+        if self.refusal() is not None:
             return False
         return self._idle.is_set() or self._clock() - self._settled_at < self._ready_seconds
+
+    def refusal(self) -> Unavailable | None:
+        """Why a new request is refused now, if it is."""
+        if self._is_draining:
+            return Unavailable("The server is shutting down.")
+        if self._gone is not None:
+            return Unavailable(self._gone)
+        if self._lost_at is None and self._executor.is_alive:
+            return None
+        now = self._clock()
+        since = now if self._lost_at is None else self._lost_at
+        left = since + self._restart_seconds - now
+        return Unavailable("The worker is restarting.", max(left, LEAST_RETRY_SECONDS))
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens can never be served."""
@@ -75,8 +91,9 @@ class Engine:
 
     def lend(self, stream: TokenStream) -> Request:
         """Accept the stream's request (see `TokenStream.__enter__`)."""
-        if self._refusal is not None:
-            raise Unavailable(self._refusal)
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
         now = self._clock()
         request = self.scheduler.add(stream.ask, now)
         if self._idle.is_set():
@@ -114,10 +131,13 @@ class Engine:
             self._submit()
             if not self.scheduler.pool:
                 self._idle.set()
-            if not self._in_flight or not self._in_flight[0].future.done():
-                await self._news.wait()
-            elif not self._settle(self._in_flight.popleft()):
+            if self._in_flight and self._in_flight[0].future.done():
+                if not self._settle(self._in_flight.popleft()):
+                    await self._recover()
+            elif self._has_died_idle:
                 await self._recover()
+            else:
+                await self._news.wait()
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests; wait for the live ones, at most so long, and end the rest."""
@@ -133,9 +153,14 @@ class Engine:
         """Go on under another policy (see `IterationScheduler.switch`)."""
         self.scheduler.switch(policy, self._clock())
 
+    @property
+    def _has_died_idle(self) -> bool:
+        """Whether a worker is to be replaced whose death no step in flight will tell."""
+        return not self._in_flight and not self._executor.is_alive and self._gone is None
+
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))
-        while len(self._in_flight) < self._executor.depth:
+        while self._executor.is_alive and len(self._in_flight) < self._executor.depth:
             iteration = self.scheduler.plan(self._clock())
             if iteration is None:
                 return
@@ -166,16 +191,17 @@ class Engine:
         """Forget the device, restart the workers, and let everybody be computed again."""
         lost = [flight.iteration for flight in self._in_flight]
         self._in_flight.clear()
-        self._wake(self.scheduler.lose_device(lost, self._clock()))
-        self._worker_trouble = "The worker is restarting."
+        self._lost_at = self._clock()
+        self._wake(self.scheduler.lose_device(lost, self._lost_at))
         try:
             await self._executor.restart()
         except EngineError as error:
             logger.error("no worker any more: %s", error)
-            self._worker_trouble = f"The server has no worker: {error}"
-            self._wake(self.scheduler.fail_all(Unavailable(self._worker_trouble), self._clock()))
+            self._gone = f"The server has no worker: {error}"
+            self._wake(self.scheduler.fail_all(Unavailable(self._gone), self._clock()))
         else:
-            self._worker_trouble = None
+            self._restart_seconds = self._clock() - self._lost_at
+        self._lost_at = None
         self._settled_at = self._clock()
 
     def _wake(self, ended: list[Request]) -> None:

@@ -32,6 +32,15 @@ class StepExecutor(Protocol):
     """
 
     @property
+    def is_alive(self) -> bool:
+        """Whether steps can run: False from the loss of a worker, busy or idle, to `restart`."""
+        ...
+
+    def watch(self, on_lost: "Callable[[], object]") -> None:
+        """Call `on_lost` whenever a worker is lost, also when no step is in flight."""
+        ...
+
+    @property
     def depth(self) -> int:
         """How many steps may be in flight at once (Orca: `n_workers`)."""
         ...

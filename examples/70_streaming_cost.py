@@ -68,6 +68,7 @@ class Metronome:
     """An executor that answers `rate` times a second, whatever the batch; 0: at once."""
 
     depth = 1
+    is_alive = True
 
     def __init__(self, rate: float) -> None:
         self._period = 1 / rate if rate else 0.0
@@ -82,6 +83,9 @@ class Metronome:
         self._next = max(self._next + self._period, now)
         loop.call_later(self._next - now, future.set_result, result)
         return future
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """It does not die, so there will be nothing to tell."""
 
     async def restart(self) -> None:
         raise NotImplementedError("it does not die")

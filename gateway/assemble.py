@@ -101,7 +101,10 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
 async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loaded]:
     """Find the checkpoint, start its worker and read its tokenizer meanwhile."""
     directory = await asyncio.to_thread(_directory, settings.model)
-    executor = MultiprocessExecutor(_worker_settings(settings, directory), MultiprocessSettings())
+    keeping = MultiprocessSettings(
+        step_seconds=settings.step_seconds, max_restarts=settings.max_restarts
+    )
+    executor = MultiprocessExecutor(_worker_settings(settings, directory), keeping)
     try:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))

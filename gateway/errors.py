@@ -124,7 +124,7 @@ def error_body(error: BaseException) -> bytes:
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """Headers that belong to this error besides the usual ones."""
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after is not None:
         seconds = max(0.001, error.retry_after)
         whole, milliseconds = math.ceil(seconds), math.ceil(seconds * 1000)
         return {"retry-after": str(whole), "retry-after-ms": str(milliseconds)}

@@ -55,11 +55,12 @@ def _option(
     metavar: str = "",
     *,
     ge: int | None = None,
+    gt: int | None = None,
     le: int | None = None,
 ) -> Any:
     """A field that is also a flag of `podway serve`, listed under `group` in its help."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar}
-    return Field(default, description=description, json_schema_extra=extra, ge=ge, le=le)
+    return Field(default, description=description, json_schema_extra=extra, ge=ge, gt=gt, le=le)
 
 
 class Settings(BaseSettings):
@@ -127,6 +128,13 @@ class Settings(BaseSettings):
     )
     max_queue_tokens: int = _option(
         1 << 20, "scheduling", "the same bound in tokens of prompt and answer", "TOKENS", ge=1
+    )
+
+    max_restarts: int = _option(
+        3, "workers", "times that a worker may be started again within ten minutes", "N", ge=0
+    )
+    step_seconds: float = _option(
+        120.0, "workers", "an iteration that takes longer counts as a hang", "SECONDS", gt=0
     )
 
     host: str = _option("127.0.0.1", "server", "address to listen on", "HOST")
@@ -259,8 +267,10 @@ def _allowed(info: FieldInfo) -> str:
         return "a size such as 512MiB or 2GiB"
     noun = {int: "a whole number", float: "a number"}.get(_kind(info), "text")
     bounds = {
-        key: getattr(m, key) for m in info.metadata for key in ("ge", "le") if hasattr(m, key)
+        key: getattr(m, key) for m in info.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
     }
+    if "gt" in bounds:
+        return f"{noun} above {bounds['gt']}"
     if "ge" in bounds and "le" in bounds:
         return f"{noun} from {bounds['ge']} to {bounds['le']}"
     return f"{noun}, at least {bounds['ge']}" if "ge" in bounds else noun

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.errors import StepFailed, Unavailable, WorkerLost
@@ -27,11 +27,19 @@ class ScriptedExecutor:
         self._max_restarts = max_restarts
         self._in_flight: deque[_InFlight] = deque()
         self._lost: str | None = None
+        self._on_lost: Callable[[], object] = lambda: None
         self._news = asyncio.Event()
 
     @property
     def depth(self) -> int:
         return self._depth
+
+    @property
+    def is_alive(self) -> bool:
+        return self._lost is None
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        self._on_lost = on_lost
 
     @property
     def in_flight(self) -> list[Step]:
@@ -86,6 +94,7 @@ class ScriptedExecutor:
             answer = self._in_flight.popleft().answer
             if not answer.done():
                 answer.set_exception(WorkerLost(reason))
+        self._on_lost()
 
 
 def a_step(step_id: int, *tokens: int) -> Step:

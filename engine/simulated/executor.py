@@ -41,6 +41,14 @@ class SimulatedExecutor:
     def depth(self) -> int:
         return self._depth
 
+    @property
+    def is_alive(self) -> bool:
+        """Always: a simulated worker does not die."""
+        return True
+
+    def watch(self, on_lost: "Callable[[], object]") -> None:
+        """There will be nothing to tell."""
+
     def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
         seconds = self._cost.step(step)

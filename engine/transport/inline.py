@@ -5,6 +5,7 @@ The loop stands still while a step runs, so this is no way to serve.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from engine.errors import StepFailed, Unavailable, WorkerLost
@@ -36,6 +37,13 @@ class InlineExecutor:
     @property
     def depth(self) -> int:
         return self._depth
+
+    @property
+    def is_alive(self) -> bool:
+        return self._ended is None
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """A worker in this process is lost in a step or not at all, so the step's future tells."""
 
     def submit(self, step: Step) -> StepAnswer:
         """Run the step in the next turn of the loop, after those submitted before."""

@@ -9,7 +9,7 @@ reap it.
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
@@ -56,6 +56,7 @@ class MultiprocessExecutor:
         self._restarts: deque[float] = deque(maxlen=settings.max_restarts)
         self._num_restarts = 0
         self._is_closed = False
+        self._on_lost: Callable[[], object] = _tell_nobody
 
     def __repr__(self) -> str:
         in_flight = self._channel.num_in_flight if self._channel else 0
@@ -83,6 +84,10 @@ class MultiprocessExecutor:
     def num_restarts(self) -> int:
         """Starts after the first, successful or not."""
         return self._num_restarts
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """Call `on_lost` after each loss of the worker; only the last caller is told."""
+        self._on_lost = on_lost
 
     async def start(self, on_progress: OnProgress) -> WorkerReport:
         """Spawn the worker and have it load; `on_progress(what, done, total)` as it goes.
@@ -145,6 +150,7 @@ class MultiprocessExecutor:
         assert self._process is not None, "a channel without its process"
         logger.error("worker %d is lost: %s", self._process.pid, reason)
         self._process.kill()
+        self._on_lost()
 
     async def _end(self, reason: str, grace: float) -> None:
         if self._channel is not None:
@@ -168,6 +174,10 @@ class MultiprocessExecutor:
             ) from refusal
         starts.append(now)
         self._num_restarts += 1
+
+
+def _tell_nobody() -> None:
+    """Until somebody watches."""
 
 
 def _no_progress(what: str, done: int, total: int) -> None:

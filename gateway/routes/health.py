@@ -21,8 +21,11 @@ async def health(http: "HttpRequest") -> Response:
 async def ready(http: "HttpRequest") -> Response:
     """A worker finished an iteration lately, or nobody waits for one; else `Unavailable`."""
     service = service_of(http)
+    refusal = service.engine.refusal()
+    if refusal is not None:
+        raise refusal
     if not service.engine.is_ready:
-        raise Unavailable("The server is not ready: it is shutting down or has no live worker.")
+        raise Unavailable("The server is not ready: no iteration has returned for too long.")
     return json_response(b'{"status":"ready"}', caller_of(http), service.clock)
 
 

@@ -71,6 +71,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_batch_tokens": "32",
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
+        "max_restarts": "7",
+        "step_seconds": "2.5",
         "host": "::1",
         "port": "0",
         "api_key": "a,b",

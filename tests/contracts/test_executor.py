@@ -1,6 +1,8 @@
 """The contract of `StepExecutor`: order, depth, failures that stay where they belong."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -24,6 +26,7 @@ class Bench:
     executor: StepExecutor
     let_run: Callable[[], None] = lambda: None
     can_restart: bool = True
+    kill: Callable[[], None] | None = None
 
 
 def play_echo(executor: ScriptedExecutor) -> None:
@@ -47,7 +50,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             yield Bench(InlineExecutor(EchoWorker(REPORT), depth=DEPTH), can_restart=False)
         case "scripted":
             scripted = ScriptedExecutor(depth=DEPTH)
-            yield Bench(scripted, let_run=lambda: play_echo(scripted))
+            yield Bench(scripted, lambda: play_echo(scripted), kill=scripted.lose)
         case _:
             executor = MultiprocessExecutor(
                 WorkerSettings(model="echo"),
@@ -55,7 +58,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             )
             await executor.start(lambda what, done, total: None)
             try:
-                yield Bench(executor)
+                yield Bench(executor, kill=lambda: os.kill(executor.pid or 0, signal.SIGKILL))
             finally:
                 await executor.close()
 
@@ -154,6 +157,27 @@ async def test_a_lost_worker_fails_its_futures_and_all_to_come(bench: Bench) -> 
     late = bench.executor.submit(a_step(4, 40))
     assert late.done()
     assert isinstance(await settled(late), WorkerLost)
+
+
+async def test_a_lost_worker_is_not_alive_until_it_is_restarted(bench: Bench) -> None:
+    assert bench.executor.is_alive
+    await run_all(bench, a_step(1, Command.LOSE))
+    assert not bench.executor.is_alive
+    if bench.can_restart:
+        await bench.executor.restart()
+        assert bench.executor.is_alive
+
+
+async def test_a_worker_that_dies_while_idle_is_told_of_at_once(bench: Bench) -> None:
+    if bench.kill is None:
+        pytest.skip("this worker dies in a step or not at all")
+    for _ in range(2):
+        told = asyncio.Event()
+        bench.executor.watch(told.set)
+        bench.kill()
+        await told.wait()
+        assert not bench.executor.is_alive
+        await bench.executor.restart()
 
 
 async def test_after_a_restart_steps_run_again(bench: Bench) -> None:

@@ -48,6 +48,11 @@ def test_a_full_server_says_when_to_come_back() -> None:
     }
 
 
+def test_a_server_whose_worker_restarts_says_when_to_come_back() -> None:
+    assert error_headers(Unavailable("restarting", 1.2))["retry-after-ms"] == "1200"
+    assert error_headers(Unavailable("draining")) == {}
+
+
 @STREAMED_OR_NOT
 def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
