@@ -1,9 +1,55 @@
-"""What the gateway asks of tokenizers and chat templates; `adapters/` provides both."""
+"""What the gateway asks of tokenizers, chat templates and dialects; `adapters/` provides them.
+
+An answer's text is cut into pieces of a message: content (a plain `str`), `Reasoning`, and tool
+calls as a `CallBegin` and its `CallArguments`. Joined, the pieces are the same however the text
+was cut into calls of `feed`.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]
+
+
+class Reasoning(NamedTuple):
+    """Text that the model thinks aloud and that is no part of its answer."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """The model calls a tool; `place` counts the calls of one answer from 0."""
+
+    place: int
+    call_id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the arguments of the call at `place`: JSON, if the model wrote JSON."""
+
+    place: int
+    text: str
+
+
+Piece = str | Reasoning | CallBegin | CallArguments  # a plain `str` is content, never empty
+
+
+class StreamParser(Protocol):
+    """Cuts the text of one answer into pieces. What it cannot read is content; nothing is lost."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text fed so far ends in reasoning."""
+        ...
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """The pieces that are certain now."""
+        ...
+
+    def finish(self) -> Sequence[Piece]:
+        """The rest: what was held because it might have become something else."""
+        ...
 
 
 class TokenDecoder(Protocol):

@@ -5,15 +5,15 @@ Tokenizers release the interpreter's lock on long texts, so the loop goes on mea
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
 from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from gateway.ports import ChatTemplate, Tokenizer
+    from gateway.ports import ChatTemplate, StreamParser, Tokenizer
 
 Prompt = tuple[int, ...]
 Seen = Mapping[str, Any]  # a message as templates see it
@@ -22,6 +22,13 @@ Seen = Mapping[str, Any]  # a message as templates see it
 # much as so many characters, however short it is.
 _MAX_CHARS_ON_LOOP = 4_096
 _CHARS_PER_PART = 128
+
+
+class Reading(NamedTuple):
+    """Prompts as token ids, and who reads the answers; without a parser all is content."""
+
+    prompts: Sequence[Prompt]
+    parser: "Callable[[], StreamParser] | None" = None  # a fresh one for each answer
 
 
 class ChatMessage(Protocol):
@@ -34,7 +41,7 @@ class ChatMessage(Protocol):
 
 async def chat_prompt(
     tokenizer: "Tokenizer", template: "ChatTemplate | None", messages: Sequence[ChatMessage]
-) -> list[Prompt]:
+) -> Reading:
     """The one prompt of a conversation, as the model's template writes it.
 
     Raises `InvalidRequest`: no template, the template's own complaint, or arguments of a tool
@@ -46,9 +53,9 @@ async def chat_prompt(
             "messages",
         )
 
-    def read(seen: Iterable[Seen]) -> list[Prompt]:
+    def read(seen: Iterable[Seen]) -> Reading:
         text = template.render(_with_objects(seen), add_generation_prompt=True)
-        return [_ids(tokenizer, text, "messages", add_special_tokens=False)]
+        return Reading([_ids(tokenizer, text, "messages", add_special_tokens=False)])
 
     if _fits([], len(messages)):
         seen = [message.as_mapping() for message in messages]
@@ -57,9 +64,7 @@ async def chat_prompt(
     return await asyncio.to_thread(lambda: read(message.as_mapping() for message in messages))
 
 
-async def text_prompts(
-    tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[int]]
-) -> list[Prompt]:
+async def text_prompts(tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[int]]) -> Reading:
     """The ids of each prompt, in order; a prompt that is ids already stays as it is.
 
     Raises `InvalidRequest` for text that is not Unicode.
@@ -74,7 +79,7 @@ async def text_prompts(
         ]
 
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    return read() if _fits(texts, len(texts)) else await asyncio.to_thread(read)
+    return Reading(read() if _fits(texts, len(texts)) else await asyncio.to_thread(read))
 
 
 def _fits(texts: Iterable[str | None], num_parts: int) -> bool:

@@ -8,16 +8,19 @@ import anyio
 from starlette.responses import Response
 
 from engine.request import Abort
-from gateway.answer import Choir, Order, Voice
+from gateway.answer import Choir
 from gateway.errors import error_body, error_headers, verdict
-from gateway.schema.frames import Finished
+from gateway.schema.frames import Finished, finished
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from engine.ports import Clock
     from gateway.access import Caller
+    from gateway.order import Order
+    from gateway.ports import Piece
     from gateway.service import Service
+    from gateway.voice import Voice
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -37,7 +40,7 @@ def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Re
 class Reply:
     """An ASGI response: all choices to their end, then one body."""
 
-    def __init__(self, order: Order, service: "Service") -> None:
+    def __init__(self, order: "Order", service: "Service") -> None:
         self._order = order
         self._service = service
         self._choir = Choir(order, service)
@@ -56,14 +59,14 @@ class Reply:
         with self._choir as choir:
             await choir.gather()
             choices = await choir.each(_to_the_end)
-            return self._order.frames.whole(choices, choir.usage)
+            return self._order.frames.whole(choices, choir)
 
 
-async def _to_the_end(voice: Voice) -> Finished:
-    pieces = []
-    while voice.finish_reason is None:
-        pieces.append(await voice.next())
-    return Finished("".join(pieces), voice.finish_reason)
+async def _to_the_end(voice: "Voice") -> Finished:
+    pieces: list[Piece] = []
+    while voice.end is None:
+        pieces += await voice.next()
+    return finished(pieces, voice.end)
 
 
 async def unless_gone(

@@ -15,23 +15,21 @@ from sse_starlette import EventSourceResponse
 
 from engine.errors import EngineError
 from engine.request import Abort
-from gateway.answer import Choir, Order, Voice
-from gateway.errors import error_body
+from gateway.answer import Choir
 from gateway.reply import error_response
-from gateway.schema.frames import DONE, error_event
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from gateway.order import Order
     from gateway.service import Service
-
-PING = b": ping\n\n"
+    from gateway.voice import Voice
 
 
 class EventStream(EventSourceResponse):
     """Streams an order's choices as they are sampled, interleaved."""
 
-    def __init__(self, order: Order, service: "Service") -> None:
+    def __init__(self, order: "Order", service: "Service") -> None:
         super().__init__(iter(()), ping=service.pace.ping)
         self._order = order
         self._service = service
@@ -52,32 +50,33 @@ class EventStream(EventSourceResponse):
             with self._choir as choir:
                 await choir.gather()
                 rest = await choir.each(lambda voice: self._speak(voice, send))
-            if self._order.include_usage:
-                rest.append(self._order.frames.usage(choir.usage))
-            await self._end(b"".join((*rest, DONE)), send)
+                rest.append(self._order.frames.closing(choir))
+            await self._end(b"".join(rest), send)
         except EngineError as error:
             await self._fail(error, send)
 
-    async def _speak(self, voice: Voice, send: "Send") -> bytes:
+    async def _speak(self, voice: "Voice", send: "Send") -> bytes:
         """Send a choice's events. What a lone choice says last is returned, to go out with the
         end of the stream in one write."""
-        frames, index, watch = self._order.frames, voice.index, self._service.watch
-        unsent = frames.opening(index)
+        frames, index, watch, choir = (
+            self._order.frames,
+            voice.index,
+            self._service.watch,
+            self._choir,
+        )
         while True:
-            text = await voice.next()
-            if text:
-                unsent += frames.delta(index, text)
-            if voice.finish_reason is not None:
+            said = await voice.next()
+            events = frames.delta(index, said, choir) if said else b""
+            if voice.end is not None:
                 break
-            if text:
-                await self._send(unsent, send)
-                unsent = b""
+            if events:
+                await self._send(events, send)
                 if watch.gap:
                     await asyncio.sleep(watch.gap)  # tokens gather meanwhile
-        unsent += frames.ending(index, voice.finish_reason)
-        if len(self._choir.voices) == 1:
-            return unsent
-        await self._send(unsent, send)
+        events += frames.ending(index, voice.end, choir)
+        if len(choir.voices) == 1:
+            return events
+        await self._send(events, send)
         return b""
 
     async def _send(self, events: bytes, send: "Send") -> None:
@@ -114,7 +113,7 @@ class EventStream(EventSourceResponse):
         async with self._starting:
             is_silent, self._has_started = not self._has_started, True
         if not is_silent:
-            await self._end(error_event(error_body(error)), send)
+            await self._end(self._order.frames.failure(error), send)
             return
         self.active = False
         response = error_response(error, self._order.caller, self._service.clock)
@@ -144,7 +143,7 @@ class EventStream(EventSourceResponse):
             elif self._num_begun != num_done:
                 stuck_for += pace.ping
             elif self.active:
-                await self._send(PING, send)
+                await self._send(self._order.frames.ping, send)
         self._choir.close(Abort.SLOW_CLIENT)
 
     async def _listen_for_disconnect(self, receive: "Receive") -> None:

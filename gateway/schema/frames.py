@@ -1,19 +1,16 @@
-"""Answers on the wire: server-sent events rendered once as bytes, and whole bodies.
+"""`Frames`: how one response looks on the wire, and the words in which it is told.
 
-Everything but the delta is known before the first token, so an event is a ready prefix, the
-JSON-escaped text, and a ready suffix. `Frames` is the port; chat and text completions fill it.
+A surface (chat, text completions, …) fills the port with its own events and bodies; who streams
+or gathers the answer knows none of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import orjson
+from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 
-from gateway.schema.scheduling import DEFAULT_TIER
-
-DONE = b"data: [DONE]\n\n"
-_NULL_USAGE = b',"usage":null'
-_TEXT_END = b'},"logprobs":null,"finish_reason":null}]'
+PING = b": ping\n\n"
 
 
 class Usage(NamedTuple):
@@ -22,6 +19,7 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    reasoning_tokens: int = 0  # of the output
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
@@ -30,14 +28,65 @@ class Usage(NamedTuple):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+Said = Sequence[Piece]  # what a choice adds to its message at one moment; may be empty
+
+
+class End(NamedTuple):
+    """How a choice ended: OpenAI's reason, and the caller's stop string if it was that."""
+
+    reason: str
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call; `arguments` is what the model wrote, JSON in the good case."""
+
+    call_id: str
+    name: str
+    arguments: str
 
 
 class Finished(NamedTuple):
     """One choice of a response that was not streamed."""
 
-    text: str
-    finish_reason: str
+    content: str | None
+    reasoning: str | None
+    calls: tuple[Call, ...]
+    end: End
+
+
+def finished(pieces: Sequence[Piece], end: End) -> Finished:
+    """The whole message. Content is None only where reasoning or calls stand in its place."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    begun: list[CallBegin] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        match piece:
+            case str():
+                content.append(piece)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegin():
+                begun.append(piece)
+                arguments.append([])
+            case CallArguments(place, text):
+                arguments[place].append(text)
+    is_silent = not content and bool(reasoning or begun)
+    return Finished(
+        content=None if is_silent else "".join(content),
+        reasoning="".join(reasoning) if reasoning else None,
+        calls=tuple(
+            Call(call.call_id, call.name, "".join(texts))
+            for call, texts in zip(begun, arguments, strict=True)
+        ),
+        end=end,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,148 +99,40 @@ class Header:
     fingerprint: str
 
 
+class Tally(Protocol):
+    """Who counts a response's tokens."""
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far."""
+        ...
+
+
 class Frames(Protocol):
-    """How one response looks on the wire."""
+    """How one response looks on the wire; it lives as long as the response, and is fed in order.
 
-    def opening(self, index: int) -> bytes:
-        """What a choice sends before its first text; may be empty."""
+    A choice sends any number of deltas, then its ending. Nothing needs to precede its first
+    delta, which is the place to announce it.
+    """
+
+    ping: bytes  # what keeps a silent stream warm
+
+    def delta(self, index: int, said: Said, tally: Tally) -> bytes:
+        """The events of a choice that has something to say."""
         ...
 
-    def delta(self, index: int, text: str) -> bytes: ...
-
-    def ending(self, index: int, finish_reason: str) -> bytes: ...
-
-    def usage(self, usage: Usage) -> bytes:
-        """The extra chunk that `include_usage` asks for."""
+    def ending(self, index: int, end: End, tally: Tally) -> bytes:
+        """A choice has said everything."""
         ...
 
-    def whole(self, choices: list[Finished], usage: Usage) -> bytes:
+    def closing(self, tally: Tally) -> bytes:
+        """All choices have ended: the last bytes of the stream."""
+        ...
+
+    def failure(self, error: BaseException) -> bytes:
+        """The last bytes of a stream that fails half-way."""
+        ...
+
+    def whole(self, choices: Sequence[Finished], tally: Tally) -> bytes:
         """The body of a response that is not streamed."""
         ...
-
-
-def error_event(body: bytes) -> bytes:
-    """What a stream says when it fails half-way; `body` is the usual JSON error."""
-    return b"data: " + body + b"\n\n"
-
-
-class _Wire:
-    """What both kinds share: the envelope around `choices`."""
-
-    chunk_object: str
-    whole_object: str
-
-    def __init__(self, header: Header, *, with_usage: bool, **extra: str) -> None:
-        self._header = header
-        self._extra = extra
-        open_json = orjson.dumps(self._envelope(self.chunk_object))[:-1]
-        self._open = b"data: " + open_json + b',"choices":['
-        self._close = (_NULL_USAGE if with_usage else b"") + b"}\n\n"
-        self._heads: dict[int, bytes] = {}
-        self._tail = _TEXT_END + self._close
-
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        header = self._header
-        return {
-            "id": header.response_id,
-            "object": kind,
-            "created": header.created,
-            "model": header.model,
-            "system_fingerprint": header.fingerprint,
-            **self._extra,
-        }
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._open + orjson.dumps(choice) + b"]" + self._close
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._open + b'],"usage":' + orjson.dumps(usage.as_json()) + b"}\n\n"
-
-    def _whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        envelope = self._envelope(self.whole_object)
-        return orjson.dumps({**envelope, "choices": choices, "usage": usage.as_json()})
-
-
-class ChatFrames(_Wire):
-    """`chat.completion.chunk` and `chat.completion`."""
-
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-
-    def __init__(
-        self, header: Header, *, with_usage: bool, service_tier: str = DEFAULT_TIER
-    ) -> None:
-        super().__init__(header, with_usage=with_usage, service_tier=service_tier)
-
-    def opening(self, index: int) -> bytes:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        )
-
-    def delta(self, index: int, text: str) -> bytes:
-        head = self._heads.get(index)
-        if head is None:
-            head = self._open + b'{"index":%d,"delta":{"content":' % index
-            self._heads[index] = head
-        return head + orjson.dumps(text) + self._tail
-
-    def ending(self, index: int, finish_reason: str) -> bytes:
-        return self._chunk(
-            {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
-        )
-
-    def whole(self, choices: list[Finished], usage: Usage) -> bytes:
-        return self._whole(
-            [
-                {
-                    "index": index,
-                    "message": {
-                        "role": "assistant",
-                        "content": choice.text,
-                        "refusal": None,
-                        "annotations": [],
-                    },
-                    "logprobs": None,
-                    "finish_reason": choice.finish_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            usage,
-        )
-
-
-class CompletionFrames(_Wire):
-    """`text_completion`, the same object name in chunks and whole."""
-
-    chunk_object = "text_completion"
-    whole_object = "text_completion"
-
-    def opening(self, index: int) -> bytes:
-        return b""
-
-    def delta(self, index: int, text: str) -> bytes:
-        head = self._heads.get(index)
-        if head is None:
-            head = self._open + b'{"index":%d,"text":' % index
-            self._heads[index] = head
-        return head + orjson.dumps(text) + self._tail[1:]
-
-    def ending(self, index: int, finish_reason: str) -> bytes:
-        return self._chunk(
-            {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
-        )
-
-    def whole(self, choices: list[Finished], usage: Usage) -> bytes:
-        return self._whole(
-            [
-                {
-                    "index": index,
-                    "text": choice.text,
-                    "logprobs": None,
-                    "finish_reason": choice.finish_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            usage,
-        )

@@ -124,6 +124,11 @@ class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=T
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def max_output(self) -> int | None:
+        """Tokens of answer at most; None: as many as the context leaves."""
+        return self.max_tokens
+
     def sampling(self, vocabulary: Vocabulary, seed: int) -> Sampling:
         """How the sampler should draw; `seed` is used where the request has none."""
         return Sampling(

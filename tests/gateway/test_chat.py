@@ -32,6 +32,7 @@ def test_a_whole_reply_has_openais_shape() -> None:
             "completion_tokens": 7,
             "total_tokens": prompt_tokens + 7,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     play(scene)
@@ -83,6 +84,7 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
             "completion_tokens": 7,
             "total_tokens": 15,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     play(scene)
@@ -122,6 +124,7 @@ def test_a_reply_of_several_choices_counts_the_prompt_once() -> None:
             "completion_tokens": 4,
             "total_tokens": 12,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     play(scene, Setting(texts=("one", "two")))

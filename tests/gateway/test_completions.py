@@ -20,6 +20,7 @@ def test_a_whole_reply_has_openais_shape() -> None:
             "completion_tokens": 7,
             "total_tokens": 9,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     play(scene)

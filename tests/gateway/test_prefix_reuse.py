@@ -38,6 +38,7 @@ def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token(
             "completion_tokens": 7,
             "total_tokens": 15,
             "prompt_tokens_details": {"cached_tokens": 7},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     play(scene)

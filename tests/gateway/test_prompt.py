@@ -64,14 +64,16 @@ class Said:
         return dict(self._mapping)
 
 
-def text_of(prompts: list[tuple[int, ...]]) -> str:
+def text_of(prompts: Sequence[tuple[int, ...]]) -> str:
     (prompt,) = prompts
     return "".join(map(chr, prompt))
 
 
 async def test_a_conversation_is_one_prompt_without_added_special_tokens() -> None:
     letters = Letters()
-    prompts = await chat_prompt(letters, Lines(), [Said("Be brief.", "system"), Said("hi")])
+    prompts = (
+        await chat_prompt(letters, Lines(), [Said("Be brief.", "system"), Said("hi")])
+    ).prompts
     assert text_of(prompts) == "system:Be brief.\nuser:hi\n>"
     assert letters.stayed_on_the_loop
 
@@ -81,7 +83,7 @@ async def test_messages_of_the_wire_reach_the_template() -> None:
         b'{"model": "m", "messages": [{"role": "user", "content": ['
         b'{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}'
     )
-    prompts = await chat_prompt(Letters(), Lines(), decode_chat(body).messages)
+    prompts = (await chat_prompt(Letters(), Lines(), decode_chat(body).messages)).prompts
     assert text_of(prompts) == "user:ab\n>"
 
 
@@ -91,7 +93,7 @@ async def test_messages_of_the_wire_reach_the_template() -> None:
 async def test_a_long_conversation_is_read_off_the_loop(messages: list[Said]) -> None:
     letters = Letters()
     expected = "".join(f"user:{m.as_mapping()['content']}\n" for m in messages) + ">"
-    assert text_of(await chat_prompt(letters, Lines(), messages)) == expected
+    assert text_of((await chat_prompt(letters, Lines(), messages)).prompts) == expected
     assert not letters.stayed_on_the_loop
 
 
@@ -130,14 +132,14 @@ async def test_arguments_that_are_no_json_are_named() -> None:
 
 async def test_prompts_of_text_get_what_the_model_wants_around_them() -> None:
     letters = Letters()
-    assert await text_prompts(letters, ["ab", "", "é"]) == [(0, 97, 98), (0,), (0, 0xE9)]
+    assert (await text_prompts(letters, ["ab", "", "é"])).prompts == [(0, 97, 98), (0,), (0, 0xE9)]
     assert letters.stayed_on_the_loop
 
 
 async def test_prompts_of_ids_stay_as_they_are() -> None:
     letters = Letters()
-    assert await text_prompts(letters, [[5, 6], (7,)]) == [(5, 6), (7,)]
-    assert await text_prompts(letters, [tuple(range(100_000))]) == [tuple(range(100_000))]
+    assert (await text_prompts(letters, [[5, 6], (7,)])).prompts == [(5, 6), (7,)]
+    assert (await text_prompts(letters, [tuple(range(100_000))])).prompts == [tuple(range(100_000))]
     assert not letters.threads
 
 
@@ -145,7 +147,7 @@ async def test_prompts_of_ids_stay_as_they_are() -> None:
 async def test_much_text_is_read_off_the_loop(prompts: list[str]) -> None:
     letters = Letters()
     expected = [(0, *map(ord, prompt)) for prompt in prompts]
-    assert await text_prompts(letters, prompts) == expected
+    assert (await text_prompts(letters, prompts)).prompts == expected
     assert not letters.stayed_on_the_loop
 
 

@@ -1,0 +1,97 @@
+"""What an HTTP request wants, in words that no surface owns: an `Order`, and its engine asks.
+
+Order ──read──▶ prompts ──asks──▶ Ask × choices
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.request import Ask
+from gateway.schema.frames import Frames
+from gateway.schema.scheduling import Wishes
+
+if TYPE_CHECKING:
+    from engine.step import Sampling
+    from gateway.access import Caller
+    from gateway.prompt import Prompt, Reading
+    from gateway.service import Service
+
+
+class Limits(NamedTuple):
+    """How long an answer may be; `max_tokens` None: what the context leaves."""
+
+    max_tokens: int | None
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An HTTP request for text, understood and not yet begun.
+
+    `read` may wait (long prompts leave the loop). `sampling` is that of the first choice of
+    a prompt; `param` is the field that holds the prompt, for complaints about its length.
+    """
+
+    caller: "Caller"
+    read: Callable[[], Awaitable["Reading"]]
+    sampling: "Sampling"
+    limits: Limits
+    end_ids: frozenset[int]
+    stops: tuple[str, ...]
+    wishes: Wishes
+    num_choices: int
+    param: str
+    frames: Frames
+
+
+def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
+    """One ask per choice; choice `i` has a seed of its own that follows from the first's."""
+    if not prompt:
+        raise InvalidRequest(f"'{order.param}' has no tokens.", order.param)
+    if max(prompt) >= service.model.vocabulary.size:
+        message = f"'{order.param}' has tokens that the model does not know."
+        raise InvalidRequest(message, order.param)
+    max_tokens = _max_tokens(order, len(prompt), service)
+    return [
+        Ask(
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=replace(order.sampling, seed=derived_seed(order.sampling.seed, choice)),
+            end_ids=order.end_ids,
+            min_tokens=order.limits.min_tokens,
+            label=order.caller.request_id,
+            tenant=order.caller.tenant,
+            **order.wishes._asdict(),
+        )
+        for choice in range(order.num_choices)
+    ]
+
+
+def _max_tokens(order: Order, prompt_len: int, service: "Service") -> int:
+    limits = order.limits
+    try:
+        if limits.max_tokens is None:
+            max_tokens = service.room_for_output(prompt_len)
+        else:
+            max_tokens = limits.max_tokens
+            service.engine.check_fits(prompt_len, max_tokens)
+    except ContextTooLong as error:
+        error.param = order.param
+        raise
+    if limits.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"'min_tokens' ({limits.min_tokens}) is more than the answer may have ({max_tokens}).",
+            "min_tokens",
+        )
+    return max_tokens
+
+
+def derived_seed(seed: int, choice: int) -> int:
+    """The seed of a choice: the first has the request's own, the others' follow from it."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
