@@ -10,7 +10,8 @@ import sys
 from engine.step import WorkerReport
 from gateway.assemble import serve
 from gateway.client.flags import Parser
-from gateway.settings import LOCAL_FILE, Option, load, options
+from gateway.options import Option
+from gateway.settings import LOCAL_FILE, load, options
 from gateway.terminal import LoadingBars, banner, url_of
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -9,8 +9,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +19,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -31,11 +29,11 @@ from pydantic_settings import (
 
 from engine.errors import RefusedToStart
 from engine.policy import POLICIES
+from gateway.options import PREFIX, Option, allowed, as_option
+from gateway.options import option as _option
 
 BUILTIN_MODEL = "builtin"
 LOCAL_FILE = Path("podway.toml")
-SWITCH = ("true", "false")
-_PREFIX = "PODWAY_"
 
 
 def _split(value: object) -> object:
@@ -48,26 +46,11 @@ def _known_policy(name: str) -> str:
     return name
 
 
-def _option(
-    default: Any,
-    group: str,
-    description: str,
-    metavar: str = "",
-    *,
-    ge: int | None = None,
-    gt: int | None = None,
-    le: int | None = None,
-) -> Any:
-    """A field that is also a flag of `podway serve`, listed under `group` in its help."""
-    extra: dict[str, Any] = {"group": group, "metavar": metavar}
-    return Field(default, description=description, json_schema_extra=extra, ge=ge, gt=gt, le=le)
-
-
 class Settings(BaseSettings):
     """Everything that `podway serve` can be told. Immutable; seconds are floats, sizes bytes."""
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, env_ignore_empty=True
+        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, env_ignore_empty=True
     )
 
     model: str = _option(
@@ -186,33 +169,9 @@ class Settings(BaseSettings):
         return self
 
 
-class Option(NamedTuple):
-    """One setting as a person sees it."""
-
-    name: str
-    group: str
-    metavar: str
-    default: str
-    description: str
-    choices: tuple[str, ...]
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether its flag takes no value: `--name` or `--no-name`."""
-        return self.choices == SWITCH
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return _PREFIX + self.name.upper()
-
-
 def options() -> tuple[Option, ...]:
     """All settings in the order of the help."""
-    return tuple(_as_option(name, info) for name, info in Settings.model_fields.items())
+    return tuple(as_option(name, info) for name, info in Settings.model_fields.items())
 
 
 def load(flags: Mapping[str, str | bool]) -> Settings:
@@ -225,55 +184,6 @@ def load(flags: Mapping[str, str | bool]) -> Settings:
         return Settings(**flags)  # type: ignore[arg-type] # pydantic parses them
     except ValidationError as error:
         raise RefusedToStart(_one_line(error, flags)) from None
-
-
-def _as_option(name: str, info: FieldInfo) -> Option:
-    extra = info.json_schema_extra
-    assert isinstance(extra, dict), f"setting {name} is not an _option"
-    default = "" if info.default in (None, ()) else str(info.default)
-    if isinstance(info.default, bool):
-        default = SWITCH[not info.default]
-    if isinstance(info.default, ByteSize):
-        default = info.default.human_readable(separator="").replace(".0", "")
-    return Option(
-        name=name,
-        group=str(extra["group"]),
-        metavar=str(extra["metavar"]),
-        default=default,
-        description=info.description or "",
-        choices=_choices(info),
-    )
-
-
-def _kind(info: FieldInfo) -> Any:
-    """The field's type without `| None`."""
-    if get_origin(info.annotation) in (Union, UnionType):
-        return next(arg for arg in get_args(info.annotation) if arg is not NoneType)
-    return info.annotation
-
-
-def _choices(info: FieldInfo) -> tuple[str, ...]:
-    kind = _kind(info)
-    if kind is bool:
-        return SWITCH
-    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
-
-
-def _allowed(info: FieldInfo) -> str:
-    """What a field takes, in words."""
-    if choices := _choices(info):
-        return "one of " + ", ".join(choices)
-    if _kind(info) is ByteSize:
-        return "a size such as 512MiB or 2GiB"
-    noun = {int: "a whole number", float: "a number"}.get(_kind(info), "text")
-    bounds = {
-        key: getattr(m, key) for m in info.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
-    }
-    if "gt" in bounds:
-        return f"{noun} above {bounds['gt']}"
-    if "ge" in bounds and "le" in bounds:
-        return f"{noun} from {bounds['ge']} to {bounds['le']}"
-    return f"{noun}, at least {bounds['ge']}" if "ge" in bounds else noun
 
 
 def _files(config: object) -> list[Path]:
@@ -302,11 +212,11 @@ def _one_line(error: ValidationError, flags: Mapping[str, str | bool]) -> str:
     info = Settings.model_fields.get(name)
     if info is None:
         return f"unknown setting {name!r} in the settings file"
-    option = _as_option(name, info)
+    found = as_option(name, info)
     origin = "" if name in flags else " (from the settings file)"
-    if name not in flags and option.env in os.environ:
-        origin = f" (from {option.env})"
+    if name not in flags and found.env in os.environ:
+        origin = f" (from {found.env})"
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ") + origin
-    label = "MODEL" if name == "model" else option.flag
-    return f"{label} must be {_allowed(info)}, not {first['input']!r}{origin}"
+    label = "MODEL" if name == "model" else found.flag
+    return f"{label} must be {allowed(info)}, not {first['input']!r}{origin}"
