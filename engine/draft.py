@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.iteration import Iteration
-from engine.step import Draw, Step, StepEntry, StepId
+from engine.step import Draw, PromptTargets, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
     from engine.kv import KVLedger
@@ -36,6 +36,8 @@ class Draft:
         draw = request.fixed_draw or _draw(request) if is_last else None
         blocks = ledger.table(request.request_id)
         entry = StepEntry(request.request_id, start, tokens, blocks, draw)
+        if request.ask.prompt_logprobs is not None:
+            entry = entry._replace(prompt_logprobs=_targets(request, start, stop))
         (self._decodes if is_decode else self._prefills).append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
@@ -54,12 +56,25 @@ class Draft:
 def _draw(request: "Request") -> Draw:
     ask = request.ask
     sampling = ask.sampling
-    if not ask.min_tokens and not sampling.reads_output:
-        request.fixed_draw = Draw(sampling)
+    is_constrained = ask.grammar is not None
+    if not ask.min_tokens and not sampling.reads_output and not is_constrained:
+        request.fixed_draw = Draw(sampling, logprobs=ask.logprobs)
         return request.fixed_draw
+    banned = ask.end_ids if request.produced < ask.min_tokens else ask.avoided_ids
     return Draw(
         sampling=sampling,
-        banned=tuple(sorted(ask.end_ids)) if request.produced < ask.min_tokens else (),
+        banned=tuple(sorted(banned)),
         prompt=ask.prompt if sampling.repetition_penalty != 1.0 else (),
-        output=tuple(request.output) if sampling.reads_output else (),
+        output=tuple(request.output) if sampling.reads_output or is_constrained else (),
+        logprobs=ask.logprobs,
+        grammar=ask.grammar,
+        ends=tuple(sorted(ask.end_ids)) if is_constrained else (),
     )
+
+
+def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:
+    """The prompt's tokens after positions `[start, stop)`, without those told before."""
+    first = max(start, len(request.prompt_logprobs))
+    ids = request.ask.prompt[first + 1 : stop + 1]
+    top = request.ask.prompt_logprobs
+    return None if top is None or not ids else PromptTargets(top, first - start, ids)

@@ -9,6 +9,8 @@ EngineError
 ├── RequestFailed           accepted, and did not come to its end
 │   ├── RequestCancelled    its caller asked for its end
 │   ├── DeadlineExceeded    its own deadline came before the end of the answer
+│   ├── NothingAllowed      what it demands of its answer leaves no token to draw
+│   ├── RowFailed           the model computed nothing usable for it, but did for others
 │   ├── StepFailed          the iteration that it was part of raised an error
 │   └── WorkerLost          a worker process died or left the connection
 └── RefusedToStart          settings, checkpoint or machine cannot serve: one readable line
@@ -71,6 +73,14 @@ class DeadlineExceeded(RequestFailed):
 
 class RequestCancelled(RequestFailed):
     """Its caller cancelled it by name; what it had produced by then was delivered."""
+
+
+class NothingAllowed(RequestFailed):
+    """The request's own demands (bans, grammar) leave no token that could come next."""
+
+
+class RowFailed(RequestFailed):
+    """The model's numbers for this request are no numbers; its batch mates have their tokens."""
 
 
 class StepFailed(RequestFailed):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.request import Request
-    from engine.step import Step
+    from engine.step import Step, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Iteration:
 
 
 class Delivery(NamedTuple):
-    """A token for a request that is still wanted."""
+    """A token for a request that is still wanted, or None: it has failed instead."""
 
     request: "Request"
-    token: int
+    token: int | None
+    logprobs: "TokenLogprobs | None" = None

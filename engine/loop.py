@@ -181,8 +181,11 @@ class Engine:
             self._in_flight.appendleft(oldest)
             return False
         else:
-            for request, token in self.scheduler.commit(oldest.iteration, result, now):
-                self._streams[request.request_id].push(token)
+            for request, token, logprobs in self.scheduler.commit(oldest.iteration, result, now):
+                if token is None:
+                    self._wake([request])
+                    continue
+                self._streams[request.request_id].push(token, logprobs)
                 if request.finish is not None:
                     del self._streams[request.request_id]
         return True

@@ -116,8 +116,14 @@ class Memory:
             request.num_cached = request.num_computed
 
     def _prefix(self, request: Request) -> "Sequence[bytes]":
-        """Names of the leading blocks that need not be computed; one token always is."""
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self._ledger.block_size]
+        """Names of the leading blocks that need not be computed; one token always is.
+
+        Cached blocks do not tell how likely their tokens were; so who asks computes them.
+        """
+        most = request.num_tokens - 1
+        if request.wants_prompt_logprobs:
+            most = len(request.prompt_logprobs)
+        hashes = request.block_hashes[: most // self._ledger.block_size]
         return hashes[: self._ledger.match(hashes)]
 
     def _missing(self, request: Request, prefix: "Sequence[bytes]") -> int:

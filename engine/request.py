@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
-    from engine.step import Draw, RequestId, Sampling
+    from engine.step import Draw, Grammar, RequestId, Sampling, TokenLogprobs
 
 
 class State(StrEnum):
@@ -117,6 +117,10 @@ class Ask:
     share is in proportion to `weight`. Deadlines are seconds after arrival: the first token
     should come before `ttft_deadline`; past `deadline` the request ends, whatever it has produced.
     A background request uses what the others leave, under every policy.
+
+    `logprobs` and `prompt_logprobs` ask for log-probabilities of the output and of the prompt
+    after its first token, each with that many likeliest tokens. The output matches `grammar`;
+    under one, `avoided_ids` (of the `end_ids`) are drawn only when it allows nothing else.
     """
 
     prompt: tuple[int, ...]
@@ -132,6 +136,10 @@ class Ask:
     ttft_deadline: float | None = None
     deadline: float | None = None
     is_background: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: "Grammar | None" = None
+    avoided_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +151,7 @@ class Request:
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if asked for
     fixed_draw: "Draw | None" = None  # the draw of each of its tokens, if all are alike
     num_computed: int = 0  # tokens whose KV is on the device
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
@@ -206,6 +215,13 @@ class Request:
         """`finished`, `cancelled`, `failed`, `expired`; a stop string is a finish like others."""
         stopped = self.abort is Abort.STOP_STRING
         return "finished" if self.finish or stopped else self.state.value
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        if self.ask.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < len(self.ask.prompt) - 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Known token ids at positions `[start, stop)`."""

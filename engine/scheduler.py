@@ -8,6 +8,7 @@ with all the slots that it may ever need, so preemptions are bounded and nobody 
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from engine.cost import CostModel, LiveCost
@@ -16,7 +17,9 @@ from engine.errors import (
     ContextTooLong,
     DeadlineExceeded,
     EngineError,
+    NothingAllowed,
     Overloaded,
+    RowFailed,
     WorkerLost,
 )
 from engine.events import Observer, Silence
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
     from engine.kv import KVLedger
     from engine.ports import Policy
-    from engine.step import StepResult
+    from engine.step import Fault, StepResult
 
 
 WAITING, READY, CANCELLING = State.WAITING, State.READY, State.CANCELLING
@@ -216,21 +219,35 @@ class IterationScheduler:
     # Results
 
     def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
-        """Count what an iteration computed; the tokens for requests that still want them."""
+        """Count what an iteration computed; the tokens for requests that still want them.
+
+        Who has a fault fails, and is among them without a token.
+        """
         tokens = iter(result.tokens)
+        logprobs = iter(result.logprobs or repeat(None))
+        faults = {iteration.requests[fault.entry]: fault for fault in result.faults}
         deliveries: list[Delivery] = []
         self.num_committed += 1
+        if result.prompt_logprobs:
+            for request, told in zip(iteration.requests, result.prompt_logprobs, strict=True):
+                request.prompt_logprobs += told
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            token = next(tokens) if entry.draw is not None else None
+            token = scores = None
+            if entry.draw is not None:
+                token, scores = next(tokens), next(logprobs)
             if request.state is CANCELLING:
                 self._return(request, now)
+                continue
+            if faults and request in faults:
+                self._fail(request, _error_of(faults[request]), now)
+                deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
             request.num_computed = entry.start + num_tokens
             self.policy.ran(request, num_tokens, result.seconds, now)
             if token is not None:
                 self._produce(request, token, now)
-                deliveries.append(Delivery(request, token))
+                deliveries.append(Delivery(request, token, scores))
             self.memory.publish(request, entry.start)
             if request.finish is None:
                 self.pool.move(request, COMMIT)
@@ -331,3 +348,7 @@ class IterationScheduler:
         if request.cancelled_in is not None:
             self._observer.freed(request, self.num_committed - request.cancelled_in)
         self._observer.ended(request, now)
+
+
+def _error_of(fault: "Fault") -> EngineError:
+    return NothingAllowed(fault.line) if fault.is_asked_for else RowFailed(fault.line)

@@ -5,6 +5,7 @@ run any `Step` whose KV it holds. `WorkerSettings` and `WorkerReport` open the c
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", int)
@@ -39,17 +40,53 @@ class Sampling:
         )
 
 
+class GrammarKind(StrEnum):
+    """What the text of a `Grammar` is."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; no text
+    JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
+    REGEX = "regex"  # a regular expression that the whole output matches
+    CHOICE = "choice"  # a JSON array of strings, of which the output is one
+    LARK = "lark"  # a context-free grammar in Lark's notation
+    EBNF = "ebnf"  # a context-free grammar in GBNF notation (`root ::= …`)
+    TAGS = "tags"  # free text with tagged parts, as JSON: see `adapters.grammar`
+
+
+class Grammar(NamedTuple):
+    """What an output must match, from its first token to its end token."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 class Draw(NamedTuple):
     """The order to sample one token after an entry's last position.
 
-    `prompt` and `output` are filled only where a penalty reads them; `banned` are ids that may
-    not be drawn now (end tokens before `min_tokens`).
+    `prompt` and `output` are filled only where a penalty or the grammar reads them; `banned` are
+    ids that may not be drawn now (end tokens before `min_tokens`). With `logprobs` the result
+    tells the token's log-probability and that many likeliest tokens. Under a `grammar` the ids in
+    `ends` may be drawn exactly when it accepts the output, and are, though banned, when it allows
+    nothing else.
     """
 
     sampling: Sampling
     banned: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    ends: tuple[int, ...] = ()
+
+
+class PromptTargets(NamedTuple):
+    """The order to tell how likely `ids[i]` is after an entry's `tokens[offset + i]`.
+
+    With each comes that many (`top`) likeliest tokens.
+    """
+
+    top: int
+    offset: int
+    ids: tuple[int, ...]
 
 
 class StepEntry(NamedTuple):
@@ -65,6 +102,7 @@ class StepEntry(NamedTuple):
     tokens: tuple[int, ...]
     blocks: bytes
     draw: Draw | None
+    prompt_logprobs: PromptTargets | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +118,43 @@ class Step:
         return sum([len(entry.tokens) for entry in self.entries])
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely a token was, in the model's own distribution: natural logarithms.
+
+    That is before bias, bans, grammar, penalties and temperature. `rank` is 1 for the likeliest;
+    `top` are the likeliest (id, log-probability), the best first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Fault(NamedTuple):
+    """Why entry number `entry` of a step has no result, though its batch mates have.
+
+    `is_asked_for`: it follows from what the request demands, not from a fault of ours.
+    """
+
+    entry: int
+    line: str
+    is_asked_for: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to a `Step`: one token per entry with a `draw`, in the order of the entries."""
+    """The answer to a `Step`: one token per entry with a `draw`, in the order of the entries.
+
+    `logprobs` are per token, None where not asked for; `prompt_logprobs` per entry, one for each
+    id of its targets. Both are empty where no entry asks. The tokens of `faults` mean nothing.
+    """
 
     step_id: StepId
     tokens: tuple[int, ...]
     seconds: float
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,21 @@ from engine.request import Abort, Ask, FinishReason, Request
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from engine.step import TokenLogprobs
+
 
 class TokenChunk(NamedTuple):
     """The tokens since the last chunk, merged; `finish` is set on the last chunk only.
 
-    With `FinishReason.STOP` the last token is the end token.
+    With `FinishReason.STOP` the last token is the end token. `logprobs` are one per token, if the
+    request asks; `prompt_logprobs`, of the prompt's second token and on, come with the first
+    chunk that has tokens.
     """
 
     tokens: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: "tuple[TokenLogprobs, ...]" = ()
+    prompt_logprobs: "tuple[TokenLogprobs, ...]" = ()
 
 
 class Lender(Protocol):
@@ -39,6 +45,8 @@ class TokenStream:
         self.request: Request  # from __enter__ on
         self._lender = lender
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._tells_prompt = ask.prompt_logprobs is not None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None  # while it waits
 
@@ -74,11 +82,22 @@ class TokenStream:
             if not tokens:
                 raise self.request.error
             self._has_news = True
+        if self._logprobs or self._tells_prompt:
+            return self._with_logprobs(tokens)
         return TokenChunk(tokens, self.request.finish)
 
-    def push(self, token: int) -> None:
+    def _with_logprobs(self, tokens: tuple[int, ...]) -> TokenChunk:
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if self._tells_prompt and tokens:
+            prompt, self._tells_prompt = tuple(self.request.prompt_logprobs), False
+        return TokenChunk(tokens, self.request.finish, logprobs, prompt)
+
+    def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
         """The engine delivers a token."""
         self._tokens.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         self.wake()
 
     def wake(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.ports import StepExecutor
     from engine.scheduler import IterationScheduler
     from engine.simulated.trace import Arrival
+    from engine.step import TokenLogprobs
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -145,7 +146,7 @@ class _Patient(TokenStream):
         super().__init__(ask, engine)
         self._ended = ended
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
         if self.request.finish is not None:
             self._ended(self.request)
 

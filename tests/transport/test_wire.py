@@ -4,7 +4,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.step import Draw, Sampling, Step, StepEntry, StepId, StepResult, WorkerSettings
+from engine.step import (
+    Draw,
+    Fault,
+    Grammar,
+    GrammarKind,
+    PromptTargets,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    StepResult,
+    TokenLogprobs,
+    WorkerSettings,
+)
 from engine.transport import wire
 from engine.transport.wire import (
     Failed,
@@ -39,7 +52,20 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(st.integers(0, 2**31), floats), max_size=5).map(tuple),
     seed=st.integers(-(2**63), 2**64 - 1),
 )
-draws = st.builds(Draw, sampling=samplings, banned=tokens, prompt=tokens, output=tokens)
+counts = st.integers(0, 2**31)
+lines = st.text(st.characters(codec="utf-8"))
+grammars = st.builds(Grammar, kind=st.sampled_from(GrammarKind), text=lines)
+draws = st.builds(
+    Draw,
+    sampling=samplings,
+    banned=tokens,
+    prompt=tokens,
+    output=tokens,
+    logprobs=st.none() | counts,
+    grammar=st.none() | grammars,
+    ends=tokens,
+)
+targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
 entries = st.builds(
     StepEntry,
     request_id=ids,
@@ -47,10 +73,26 @@ entries = st.builds(
     tokens=tokens,
     blocks=st.binary(max_size=40),
     draw=st.none() | draws,
+    prompt_logprobs=st.none() | targets,
 )
 steps = st.builds(Step, step_id=ids, entries=st.lists(entries, max_size=5).map(tuple))
-results = st.builds(StepResult, step_id=ids, tokens=tokens, seconds=floats)
-lines = st.text(st.characters(codec="utf-8"))
+likely = st.builds(
+    TokenLogprobs,
+    logprob=floats,
+    rank=counts,
+    top=st.lists(st.tuples(counts, floats), max_size=3).map(tuple),
+)
+results = st.builds(
+    StepResult,
+    step_id=ids,
+    tokens=tokens,
+    seconds=floats,
+    logprobs=st.lists(st.none() | likely, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(st.lists(likely, max_size=3).map(tuple), max_size=3).map(tuple),
+    faults=st.lists(
+        st.builds(Fault, entry=counts, line=lines, is_asked_for=st.booleans()), max_size=3
+    ).map(tuple),
+)
 
 to_worker = st.one_of(
     steps.map(Run),
