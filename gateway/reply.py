@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -47,7 +48,8 @@ class Reply:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Answer; if the client leaves first, give everything back and say nothing."""
-        body = await unless_gone(receive, self._compose, self._client_gone)
+        work = partial(compose, self._order, self._choir)
+        body = await unless_gone(receive, work, self._client_gone)
         if body is not None:
             response = json_response(body, self._order.caller, self._service.clock)
             await response(scope, receive, send)
@@ -55,11 +57,13 @@ class Reply:
     def _client_gone(self) -> None:
         self._choir.close(Abort.CLIENT_GONE)
 
-    async def _compose(self) -> bytes:
-        with self._choir as choir:
-            await choir.gather()
-            choices = await choir.each(_to_the_end)
-            return self._order.frames.whole(choices, choir)
+
+async def compose(order: "Order", choir: Choir) -> bytes:
+    """The body of the order's whole answer. The choir is new, and closed in the end."""
+    with choir:
+        await choir.gather()
+        choices = await choir.each(_to_the_end)
+        return order.frames.whole(choices, choir)
 
 
 async def _to_the_end(voice: "Voice") -> Finished:

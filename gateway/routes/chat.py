@@ -5,23 +5,32 @@ from typing import TYPE_CHECKING
 
 from gateway.access import read_body
 from gateway.prompt import chat_prompt
-from gateway.routes.generation import answer, usage_wish
+from gateway.routes.generation import Ordered, Surface, ordered, respond, usage_wish
 from gateway.routes.models import check_model
 from gateway.schema.chat import decode_chat
 from gateway.schema.chat_frames import ChatFrames
-from gateway.service import service_of
+from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
+    from gateway.access import Caller
+    from gateway.service import Service
+
 
 async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
     """A stream or a whole reply; raises `InvalidRequest` for what cannot be served."""
     service = service_of(http)
-    request = decode_chat(await read_body(http, service.limits))
+    body = await read_body(http, service.limits)
+    return respond(order_chat(body, caller_of(http), service), service)
+
+
+def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
+    """What the body asks for; raises `InvalidRequest` for what cannot be served."""
+    request = decode_chat(body)
     check_model(request.model, service)
     model = service.model
     read = partial(chat_prompt, model.tokenizer, model.template, request.messages)
     frames = ChatFrames(service.header("chatcmpl"), usage_wish(request), service_tier=request.tier)
-    return answer(http, request, read, frames, "messages")
+    return ordered(request, Surface(read, frames, "messages"), caller, service)

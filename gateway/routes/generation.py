@@ -1,49 +1,68 @@
 """What every endpoint that generates text does: an order from the shared fields, and its answer."""
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.order import Limits, Order
 from gateway.reply import Reply
 from gateway.schema.envelope import UsageWish
-from gateway.service import caller_of, service_of
 from gateway.sse import EventStream
 
 if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
+    from gateway.access import Caller
     from gateway.prompt import Reading
     from gateway.schema.frames import Frames
     from gateway.schema.sampling import GenerationRequest
+    from gateway.service import Service
 
 
-def answer(
-    http: "HttpRequest",
+class Ordered(NamedTuple):
+    """An order, and whether its caller wants to hear the answer as it is made."""
+
+    order: Order
+    is_stream: bool
+
+
+class Surface(NamedTuple):
+    """How one endpoint reads its prompts, from the field `param`, and tells its answers."""
+
+    read: Callable[[], Awaitable["Reading"]]
+    frames: "Frames"
+    param: str
+
+
+def ordered(
     request: "GenerationRequest",
-    read: Callable[[], Awaitable["Reading"]],
-    frames: "Frames",
-    param: str,
-) -> "ASGIApp":
-    """A stream or a whole reply. `read` makes the prompts of the field `param`.
+    surface: Surface,
+    caller: "Caller",
+    service: "Service",
+) -> Ordered:
+    """The order of a request that was decoded.
 
     Raises `InvalidRequest` for a value that this model cannot take.
     """
-    service = service_of(http)
     vocabulary = service.model.vocabulary
     order = Order(
-        caller=caller_of(http),
-        read=read,
+        caller=caller,
+        read=surface.read,
         sampling=request.sampling(vocabulary, service.seed()),
         limits=Limits(request.max_output, request.min_tokens or 0),
         end_ids=request.end_ids(vocabulary),
         stops=request.stops,
         wishes=request.wishes,
         num_choices=request.num_choices,
-        param=param,
-        frames=frames,
+        param=surface.param,
+        frames=surface.frames,
     )
-    return EventStream(order, service) if request.stream else Reply(order, service)
+    return Ordered(order, bool(request.stream))
+
+
+def respond(ordered: Ordered, service: "Service") -> "ASGIApp":
+    """A stream or a whole reply."""
+    order, is_stream = ordered
+    return EventStream(order, service) if is_stream else Reply(order, service)
 
 
 def usage_wish(request: "GenerationRequest") -> UsageWish:

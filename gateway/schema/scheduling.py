@@ -23,6 +23,7 @@ class Wishes(NamedTuple):
     salt: str = ""
     ttft_deadline: float | None = None
     deadline: float | None = None
+    is_background: bool = False
 
 
 class SchedulingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
