@@ -42,6 +42,7 @@ class RaggedLayout:
     kv_indices: Int32s  # [kv_indptr[N]]
     kv_last_page_len: Int32s  # [N]
     sampled_rows: Int64s  # [M], row of the last token of each request that draws
+    scored_rows: Int64s  # [P], row before each token of a prompt whose likelihood is asked for
     num_decodes: int
 
     @property
@@ -72,6 +73,18 @@ def _blocks_of(entry: StepEntry, num_pages: int) -> Int32s:
 def _check(name: str, values: NDArray[np.integer], limit: int) -> None:
     if len(values) and (int(values.min()) < 0 or int(values.max()) >= limit):
         raise ValueError(f"{name} out of range [0, {limit})")
+
+
+def _scored_rows(entries: tuple[StepEntry, ...], first_rows: Int32s, vocab_size: int) -> Int64s:
+    rows = []
+    for entry, first_row in zip(entries, first_rows.tolist(), strict=True):
+        if entry.prompt_logprobs is not None:
+            _, offset, ids = entry.prompt_logprobs
+            if offset < 0 or offset + len(ids) > len(entry.tokens):
+                raise ValueError(f"request {entry.request_id}: targets beyond its tokens")
+            _check("targets", np.array(ids, dtype=np.int64), vocab_size)
+            rows.append(np.arange(first_row + offset, first_row + offset + len(ids)))
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
@@ -107,5 +120,6 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
         kv_indices=kv_indices,
         kv_last_page_len=((kv_len - 1) % size + 1).astype(np.int32),
         sampled_rows=qo_indptr[1:][draws].astype(np.int64) - 1,
+        scored_rows=_scored_rows(entries, qo_indptr[:-1], limits.vocab_size),
         num_decodes=int(longer[0]) if len(longer) else len(entries),
     )

@@ -3,17 +3,20 @@
 Logit bias, banned ids, penalties (repetition over prompt and output, presence and frequency over
 output); then greedy, or temperature, min-p, top-k, top-p and one draw. Each row is worked on by
 itself in an order fixed by its ids, and its one uniform number is a function of (seed,
-position), so batch mates never change a row's token.
+position), so batch mates never change a row's token. What is wrong with one row is its fault and
+nobody else's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from engine.step import Draw
+from engine.step import Draw, TokenLogprobs
 from engine.worker.filters import Floats
+from engine.worker.logprobs import log_probabilities
 from engine.worker.ports import Operators
 
 _MASK = (1 << 64) - 1
@@ -21,8 +24,23 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
 
 
-class BadLogits(ArithmeticError):
-    """A row of logits has no finite largest value, so that nothing can be drawn from it."""
+class RowFault(Exception):
+    """Nothing can be drawn from a row; `is_asked_for` if the request's own demands are why."""
+
+    def __init__(self, line: str, *, is_asked_for: bool = False) -> None:
+        super().__init__(line)
+        self.is_asked_for = is_asked_for
+
+
+class Drawn(NamedTuple):
+    """What came of each row: a token, which means nothing where the row is among `faults`.
+
+    `logprobs` are empty if nobody asks, and None for who does not.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    faults: tuple[tuple[int, RowFault], ...] = ()
 
 
 def _mix(value: int) -> int:
@@ -73,40 +91,44 @@ class Sampler:
     vocab_size: int
     operators: Operators
 
-    def draw(
-        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]
-    ) -> tuple[int, ...]:
+    def draw(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Drawn:
         """One id per row of `[rows, vocab]` float32; may overwrite `logits`.
 
-        `positions[i]` is where row i's new token will stand. Raises `BadLogits`, and
-        `ValueError` for ids outside the vocabulary.
+        `positions[i]` is where row i's new token will stand.
         """
-        tokens = self._largest(logits)
-        processed = [row for row, draw in enumerate(draws) if not _is_plain(draw)]
-        for row in processed:
-            self._check(draws[row])
-            values: Floats = logits[row].numpy(force=True)
-            process(values, draws[row])
-            tokens[row] = int(values.argmax())
-            if values[tokens[row]] == -np.inf:
-                raise BadLogits(f"every id of row {row} is banned")
-        drawn = [row for row, draw in enumerate(draws) if not _is_greedy(draw)]
+        asking = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
+        untouched = logits[asking] if asking else None
+        largest = self.operators.largest(logits)
+        tokens: list[int] = largest.ids.tolist()
+        faults = _blemishes(largest.values)
+        for row, draw in enumerate(draws):
+            if row not in faults and not _is_plain(draw):
+                try:
+                    tokens[row] = self._process(logits[row], draw)
+                except RowFault as fault:
+                    faults[row] = fault
+        drawn = [
+            row for row, draw in enumerate(draws) if not _is_greedy(draw) and row not in faults
+        ]
         if drawn:
             samplings = [draws[row].sampling for row in drawn]
             points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
             found = self.operators.draw(logits, drawn, samplings, points)
             for row, token in zip(drawn, found, strict=True):
                 tokens[row] = token
-        return tuple(tokens)
+        logprobs = () if untouched is None else _tell(untouched, draws, tokens)
+        return Drawn(tuple(tokens), logprobs, tuple(faults.items()))
 
-    def _largest(self, logits: Tensor) -> list[int]:
-        values, ids = self.operators.largest(logits)
-        finite = values.isfinite()
-        if not finite.all():
-            rows = [row for row, is_fine in enumerate(finite.tolist()) if not is_fine]
-            raise BadLogits(f"the model computed NaN or infinite logits in rows {rows}")
-        found: list[int] = ids.tolist()
-        return found
+    def _process(self, logits: Tensor, draw: Draw) -> int:
+        """Process a row in place; its largest id. Raises `RowFault`."""
+        self._check(draw)
+        values: Floats = logits.numpy(force=True)
+        process(values, draw)
+        token = int(values.argmax())
+        if not np.isfinite(values[token]):
+            line = "no token is left to draw: every one is banned"
+            raise RowFault(line, is_asked_for=True)
+        return token
 
     def _check(self, draw: Draw) -> None:
         biased = tuple(token for token, _ in draw.sampling.logit_bias)
@@ -117,4 +139,29 @@ class Sampler:
             ("output", draw.output),
         ):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                raise ValueError(f"{name} holds an id outside the vocabulary of {self.vocab_size}")
+                line = f"{name} holds an id outside the vocabulary of {self.vocab_size}"
+                raise RowFault(line, is_asked_for=True)
+
+
+def _blemishes(largest: Tensor) -> dict[int, RowFault]:
+    """A fault for each row with NaN or infinite logits, of which the largest tells."""
+    finite = largest.isfinite()
+    if finite.all():
+        return {}
+    line = "the model computed NaN or infinite logits"
+    return {row: RowFault(line) for row, is_fine in enumerate(finite.tolist()) if not is_fine}
+
+
+def _tell(
+    untouched: Tensor, draws: Sequence[Draw], tokens: Sequence[int]
+) -> tuple[TokenLogprobs | None, ...]:
+    """Log-probabilities for the draws that ask, whose logits are the rows of `untouched`."""
+    asking = [
+        (draw.logprobs, token)
+        for draw, token in zip(draws, tokens, strict=True)
+        if draw.logprobs is not None
+    ]
+    told = iter(
+        log_probabilities(untouched, [token for _, token in asking], [top for top, _ in asking])
+    )
+    return tuple(None if draw.logprobs is None else next(told) for draw in draws)

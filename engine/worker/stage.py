@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +26,13 @@ class Stage:
 
     def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """`[sampled rows, vocab]` in float32; only on the last stage."""
-        rows = torch.from_numpy(layout.sampled_rows)
-        is_all = len(layout.sampled_rows) == layout.num_tokens
-        return self.model.logits(self._run(layout, hidden, None if is_all else rows))
+        return self.model.logits(self.read(layout, hidden)[: len(layout.sampled_rows)])
+
+    def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states that logits are asked of: `[sampled rows, then scored rows, hidden]`."""
+        rows = np.concatenate((layout.sampled_rows, layout.scored_rows))
+        is_all = len(layout.sampled_rows) == len(rows) == layout.num_tokens
+        return self._run(layout, hidden, None if is_all else torch.from_numpy(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
         positions = torch.from_numpy(layout.positions)

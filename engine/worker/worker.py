@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.errors import RefusedToStart
 from engine.step import (
     Draw,
+    Fault,
     RequestId,
     Sampling,
     Step,
@@ -24,7 +25,7 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
-from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
+from engine.worker.layout import LayoutLimits, build_layout
 from engine.worker.native.build import compile_all
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
@@ -37,7 +38,8 @@ from engine.worker.ports import (
     Operators,
     ReadsFamily,
 )
-from engine.worker.sampler import BadLogits, Sampler
+from engine.worker.reading import Reader, Reading
+from engine.worker.sampler import Sampler
 from engine.worker.stage import Stage
 from engine.worker.weights import Weights
 
@@ -134,7 +136,7 @@ class Worker:
     ) -> None:
         self.report = report
         self._stage = stage
-        self._sampler = sampler
+        self._reader = Reader(stage.model.logits, sampler)
         self._team = team
         self._limits = limits
 
@@ -196,23 +198,25 @@ class Worker:
                 threads=threads,
             ),
         )
-        try:
-            worker._warm_up()
-        except BadLogits as error:
-            raise RefusedToStart(f"{settings.model} cannot be served: {error}") from error
+        if faults := worker._warm_up():
+            raise RefusedToStart(f"{settings.model} cannot be served: {faults[0].line}")
         return worker
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Whatever it raises, the next step can run."""
         started = time.perf_counter()
         layout = build_layout(step, self._limits)
-        tokens: tuple[int, ...] = ()
+        reading = Reading()
         with torch.inference_mode(), self._team.awake():
-            if len(layout.sampled_rows):
-                tokens = self._sample(step, layout, self._stage.logits(layout))
+            if len(layout.sampled_rows) or len(layout.scored_rows):
+                reading = self._reader.read(step, layout, self._stage.read(layout))
             else:
                 self._stage.run(layout)
-        return StepResult(step.step_id, tokens, time.perf_counter() - started)
+        return StepResult(
+            step_id=step.step_id,
+            seconds=time.perf_counter() - started,
+            **reading._asdict(),
+        )
 
     def logits(self, step: Step) -> Tensor:
         """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32."""
@@ -220,15 +224,12 @@ class Worker:
         with torch.inference_mode(), self._team.awake():
             return self._stage.logits(layout)
 
-    def _sample(self, step: Step, layout: RaggedLayout, logits: Tensor) -> tuple[int, ...]:
-        draws = [entry.draw for entry in step.entries if entry.draw is not None]
-        positions = (layout.positions[layout.sampled_rows] + 1).tolist()
-        return self._sampler.draw(logits, draws, positions)
-
-    def _warm_up(self) -> None:
+    def _warm_up(self) -> list[Fault]:
         """Run a piece of a prompt and a decode in block 0, which nobody owns yet."""
+        faults: list[Fault] = []
         size = min(self._limits.block_size, self._limits.max_positions)
         block = bytes(4)
         for start, count in ((0, max(1, size - 1)), (size - 1, 1)):
             entry = StepEntry(RequestId(0), start, (0,) * count, block, Draw(Sampling()))
-            self.run(Step(StepId(0), (entry,)))
+            faults += self.run(Step(StepId(0), (entry,))).faults
+        return faults

@@ -17,7 +17,7 @@ from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
 from engine.worker.ports import Operators
-from engine.worker.sampler import BadLogits, Sampler, process, uniform
+from engine.worker.sampler import Sampler, process, uniform
 
 Doubles = NDArray[np.float64]
 
@@ -204,7 +204,7 @@ def test_draws_follow_the_filtered_distribution(operators: Operators, sampling: 
     probs = normal(probabilities(logits, sampling))
     rows = torch.from_numpy(logits).repeat(count, 1)
     draws = [Draw(replace(sampling, seed=seed)) for seed in range(count)]
-    tokens = Sampler(40, operators).draw(rows, draws, [5] * count)
+    tokens = Sampler(40, operators).draw(rows, draws, [5] * count).tokens
     counts = np.bincount(tokens, minlength=40)
     assert counts[probs == 0].sum() == 0
     frequent = probs * count >= 5
@@ -235,16 +235,17 @@ def test_batch_mates_and_batch_order_change_nothing(operators: Operators) -> Non
     positions = [rng.randrange(100) for _ in range(12)]
     sampler = Sampler(vocab, operators)
     alone = [
-        sampler.draw(torch.from_numpy(rows[i].copy())[None], [draws[i]], [positions[i]])[0]
+        sampler.draw(torch.from_numpy(rows[i].copy())[None], [draws[i]], [positions[i]]).tokens[0]
         for i in range(12)
     ]
     order = list(range(12))
     rng.shuffle(order)
-    together = sampler.draw(
+    together, _, faults = sampler.draw(
         torch.from_numpy(np.stack([rows[i] for i in order])),
         [draws[i] for i in order],
         [positions[i] for i in order],
     )
+    assert not faults
     assert list(together) == [alone[i] for i in order]
 
 
@@ -289,15 +290,18 @@ def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
     assert operators.largest(rows).ids.tolist() == rows.argmax(-1).tolist()
 
 
-def test_a_row_without_any_id_left_fails(operators: Operators) -> None:
-    with pytest.raises(BadLogits, match="row 0 is banned"):
-        Sampler(3, operators).draw(torch.zeros(1, 3), [Draw(GREEDY, banned=(0, 1, 2))], [0])
+def test_a_row_without_any_id_left_fails_alone(operators: Operators) -> None:
+    draws = [Draw(GREEDY), Draw(GREEDY, banned=(0, 1, 2)), Draw(Sampling(), banned=(0, 1, 2))]
+    drawn = Sampler(3, operators).draw(torch.eye(3), draws, [0, 0, 0])
+    assert drawn.tokens[0] == 0
+    assert [(row, fault.is_asked_for) for row, fault in drawn.faults] == [(1, True), (2, True)]
+    assert "banned" in str(drawn.faults[0][1])
 
 
 def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [77, 4100]] = 9.0
-    assert Sampler(5000, operators).draw(logits, [Draw(GREEDY)] * 2, [0, 0]) == (77, 0)
+    assert Sampler(5000, operators).draw(logits, [Draw(GREEDY)] * 2, [0, 0]).tokens == (77, 0)
 
 
 def test_greedy_heeds_bans_bias_and_penalties(operators: Operators) -> None:
@@ -308,18 +312,23 @@ def test_greedy_heeds_bans_bias_and_penalties(operators: Operators) -> None:
         Draw(Sampling(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
         Draw(Sampling(temperature=1e-6)),
     ]
-    assert Sampler(4, operators).draw(logits, draws, [0] * 4) == (1, 3, 1, 0)
+    assert Sampler(4, operators).draw(logits, draws, [0] * 4).tokens == (1, 3, 1, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
-def test_logits_that_are_no_numbers_fail_the_step(
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(presence_penalty=1.0)])
+def test_logits_that_are_no_numbers_fail_their_row_only(
     operators: Operators, bad: float, sampling: Sampling
 ) -> None:
-    logits = torch.zeros(3, 50)
+    logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
+    draws = [Draw(sampling, output=(1,), logprobs=2)] * 3
+    whole = Sampler(50, operators).draw(logits.clone(), draws, [0] * 3)
     logits[1, 20] = bad
-    with pytest.raises(BadLogits, match=r"rows \[1\]"):
-        Sampler(50, operators).draw(logits, [Draw(sampling)] * 3, [0] * 3)
+    drawn = Sampler(50, operators).draw(logits, draws, [0] * 3)
+    ((row, fault),) = drawn.faults
+    assert (row, fault.is_asked_for) == (1, False)
+    assert "NaN or infinite" in str(fault)
+    assert (drawn.tokens[::2], drawn.logprobs[::2]) == (whole.tokens[::2], whole.logprobs[::2])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +340,46 @@ def test_logits_that_are_no_numbers_fail_the_step(
         (Draw(Sampling(presence_penalty=1.1), output=(50,)), "output"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(draw: Draw, named: str) -> None:
-    operators = TorchOperators()
-    with pytest.raises(ValueError, match=named):
-        Sampler(50, operators).draw(torch.zeros(1, 50), [draw], [0])
+def test_ids_outside_the_vocabulary_fail_their_row_only(draw: Draw, named: str) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = 1.0
+    drawn = Sampler(50, TorchOperators()).draw(logits, [draw, Draw(GREEDY)], [0, 0])
+    ((row, fault),) = drawn.faults
+    assert (row, fault.is_asked_for, drawn.tokens[1]) == (0, True, 7)
+    assert named in str(fault)
+
+
+def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: Operators) -> None:
+    logits = torch.from_numpy(np.stack([noise(300, seed) for seed in range(4)]))
+    expected = logits.log_softmax(-1)
+    samplings = [
+        GREEDY,
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(logit_bias=((7, 99.0),)),
+        Sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=5.0),
+    ]
+    draws = [
+        Draw(sampling, banned=(int(logits[0].argmax()),), prompt=(1, 2), output=(3,), logprobs=row)
+        for row, sampling in enumerate(samplings)
+    ]
+    tokens, logprobs, _ = Sampler(300, operators).draw(logits, draws, [0] * 4)
+    assert tokens[2] == 7
+    for row, (token, told) in enumerate(zip(tokens, logprobs, strict=True)):
+        assert told is not None
+        assert told.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        assert told.rank == 1 + int((expected[row] > expected[row, token]).sum())
+        best = expected[row].topk(row)
+        assert [id for id, _ in told.top] == best.indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_only_who_asks_is_told_log_probabilities(operators: Operators) -> None:
+    sampler, logits = Sampler(9, operators), torch.rand(3, 9)
+    assert sampler.draw(logits, [Draw(GREEDY)] * 3, [0] * 3).logprobs == ()
+    draws = [Draw(GREEDY), Draw(GREEDY, logprobs=0), Draw(GREEDY, logprobs=50)]
+    first, second, third = sampler.draw(logits, draws, [0] * 3).logprobs
+    assert first is None
+    assert second is not None
+    assert second.top == ()
+    assert third is not None
+    assert sorted(token for token, _ in third.top) == list(range(9))

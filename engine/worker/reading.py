@@ -1,0 +1,73 @@
+"""From hidden states to what a step's result says: tokens, log-probabilities, faults.
+
+Only on the last stage. The logits of a prompt are made in slices, because a long prompt's at
+once would be larger than the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.step import Fault, Step, TokenLogprobs
+from engine.worker.layout import RaggedLayout
+from engine.worker.logprobs import log_probabilities
+from engine.worker.sampler import Drawn, RowFault, Sampler
+
+SLICE_BYTES = 32 << 20  # of logits in float32, at most (or one row)
+
+
+class Reading(NamedTuple):
+    """The fields of a `StepResult` that are read from hidden states."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`head` makes logits `[rows, vocab]` in float32 of hidden states."""
+
+    head: Callable[[Tensor], Tensor]
+    sampler: Sampler
+
+    def read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Reading:
+        """`hidden` are those of the layout's sampled rows, then of its scored rows."""
+        num_draws = len(layout.sampled_rows)
+        drawn = self._draw(step, layout, hidden[:num_draws])
+        entries = [at for at, entry in enumerate(step.entries) if entry.draw is not None]
+        faults = [_fault(entries[row], fault) for row, fault in drawn.faults]
+        if not len(layout.scored_rows):
+            return Reading(drawn.tokens, drawn.logprobs, (), tuple(faults))
+        told = self._score(step, hidden[num_draws:])
+        line = "the model computed NaN or infinite logits in its prompt"
+        faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
+        scores = tuple(tuple(one for one in found if one is not None) for found in told)
+        return Reading(drawn.tokens, drawn.logprobs, scores, tuple(faults))
+
+    def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Drawn:
+        if not len(hidden):
+            return Drawn(())
+        draws = [entry.draw for entry in step.entries if entry.draw is not None]
+        positions = (layout.positions[layout.sampled_rows] + 1).tolist()
+        return self.sampler.draw(self.head(hidden), draws, positions)
+
+    def _score(self, step: Step, hidden: Tensor) -> list[list[TokenLogprobs | None]]:
+        """Log-probabilities of each entry's targets, none for who does not ask."""
+        orders = [entry.prompt_logprobs for entry in step.entries]
+        ids = [target for order in orders if order is not None for target in order.ids]
+        tops = [order.top for order in orders if order is not None for _ in order.ids]
+        size = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
+        found: list[TokenLogprobs | None] = []
+        for first in range(0, len(ids), size):
+            part = slice(first, first + size)
+            found += log_probabilities(self.head(hidden[part]), ids[part], tops[part])
+        told = iter(found)
+        return [[next(told) for _ in order.ids] if order else [] for order in orders]
+
+
+def _fault(entry: int, fault: RowFault) -> Fault:
+    return Fault(entry, str(fault), fault.is_asked_for)

@@ -1,0 +1,106 @@
+"""A whole engine in this process, over a worker that computes: asks in, what was heard out."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError, WorkerLost
+from engine.kv import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Ask, FinishReason, Request
+from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.step import Step, StepResult, TokenLogprobs
+from engine.transport.inline import InlineExecutor, StepAnswer
+from engine.worker.worker import Worker
+
+
+@dataclass
+class Heard:
+    """All that came out of one stream."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: EngineError | None = None
+    request: Request | None = None
+
+
+class Mortal:
+    """An inline executor whose worker dies in the steps with these numbers, and comes back."""
+
+    def __init__(self, worker: Worker, dies_in: Sequence[int] = ()) -> None:
+        self.steps: list[Step] = []
+        self._worker = worker
+        self._dies_in = set(dies_in)
+        self._inner = InlineExecutor(self)
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """Deaths are told by the step that meets them."""
+
+    def submit(self, step: Step) -> StepAnswer:
+        return self._inner.submit(step)
+
+    async def restart(self) -> None:
+        self._inner = InlineExecutor(self)
+
+    def run(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        if len(self.steps) in self._dies_in:
+            raise WorkerLost("as scripted")
+        return self._worker.run(step)
+
+
+def play(
+    worker: Worker,
+    asks: Sequence[Ask],
+    *,
+    num_blocks: int = 0,
+    dies_in: Sequence[int] = (),
+    **bounds: object,
+) -> list[Heard]:
+    """Serve all asks at once, to their end; `num_blocks` less than the worker's: preemptions."""
+    report = worker.report
+    settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
+    ledger = KVLedger(num_blocks or report.num_blocks, report.block_size)
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
+    engine = Engine(scheduler, Mortal(worker, dies_in), time.perf_counter)
+    heard = asyncio.run(_serve(engine, asks))
+    scheduler.ledger.check()
+    assert scheduler.ledger.num_held == 0
+    return heard
+
+
+async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Heard]:
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(engine.run())
+        heard = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
+        running.cancel()
+    return heard
+
+
+async def _listen(engine: Engine, ask: Ask) -> Heard:
+    heard = Heard()
+    with engine.stream(ask) as stream:
+        heard.request = stream.request
+        while heard.finish is None and heard.error is None:
+            try:
+                chunk = await stream.next()
+            except EngineError as error:
+                heard.error = error
+                break
+            heard.tokens += chunk.tokens
+            heard.logprobs += chunk.logprobs
+            heard.prompt_logprobs += chunk.prompt_logprobs
+            heard.finish = chunk.finish
+    return heard
