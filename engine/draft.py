@@ -19,12 +19,18 @@ class Draft:
         self.passed: list[Request] = []  # wanted to be admitted and did not fit
         self.num_skipped = 0  # ready, looked at and not taken
         self.has_suspect = False
+        self.is_cut = False  # a prompt's piece was made short for the others' sake
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []
 
     @property
     def is_full(self) -> bool:
         return self.seats == 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there is no time for another prompt."""
+        return self.is_cut and bool(self._prefills)
 
     def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
         """Take the next `num_tokens` tokens of a request whose slots are reserved."""

@@ -9,6 +9,7 @@ with all the slots that it may ever need, so preemptions are bounded and nobody 
 
 from dataclasses import dataclass
 from itertools import repeat
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine.cost import CostModel, LiveCost
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 WAITING, READY, CANCELLING = State.WAITING, State.READY, State.CANCELLING
 PLAN, COMMIT = Move.PLAN, Move.COMMIT  # bound once, for the hot path (see pool)
+LEAST_PIECE = 16  # of a prompt, however little time there is for it
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
@@ -57,6 +59,7 @@ class SchedulerSettings:
     max_crashes: int = 3
     reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that may be found not to fit, per plan
+    max_step_seconds: float = inf  # of an iteration in which somebody waits for a prompt's piece
 
     def __post_init__(self) -> None:
         assert self.max_batch_tokens >= self.max_batch_size, "every seat needs room for a token"
@@ -184,7 +187,24 @@ class IterationScheduler:
         if num_tokens > 1:
             num_ready = self._ready_left(draft) - self._num_behind(request)
             num_tokens = min(num_tokens, draft.tokens_left - num_ready + 1)
+            if num_tokens > LEAST_PIECE and self.settings.max_step_seconds < inf:
+                num_tokens = self._num_tokens_in_time(draft, request, num_tokens, num_ready - 1)
         return num_tokens if num_tokens <= draft.tokens_left else 0
+
+    def _num_tokens_in_time(
+        self, draft: Draft, request: Request, num_tokens: int, others: int
+    ) -> int:
+        """As many of a prompt's tokens as do not keep others waiting for too long; some for one
+        prompt in each iteration, and once there is no time left, none for others."""
+        if draft.is_late:
+            return 0
+        beside = self.settings.max_batch_tokens - draft.tokens_left + others
+        if not beside:
+            return num_tokens
+        bound, start = self.settings.max_step_seconds, request.num_computed
+        in_time = max(LEAST_PIECE, self.cost.tokens_within(bound, num_tokens, start, beside))
+        draft.is_cut = draft.is_cut or in_time < num_tokens
+        return in_time
 
     def _ready_left(self, draft: Draft) -> int:
         """Ready requests that the draft has not looked at."""
@@ -204,7 +224,7 @@ class IterationScheduler:
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
         num_ready = self._ready_left(draft) - self._num_behind(request)
-        if not whole_batch and draft.tokens_left <= num_ready:
+        if not whole_batch and (draft.is_late or draft.tokens_left <= num_ready):
             return False
         if self.memory.admit(request, now):
             for other in draft.passed:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,11 +27,13 @@ from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.memory import Admission
 from engine.policy import PolicySettings, build
-from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.profiler import Bounds
+from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
+from gateway.calibration import Calibration, CostFile, calibrate, facts_about
 from gateway.exposition import Exposition
 from gateway.metrics import Audience, Metrics
 from gateway.pacing import LoopWatch
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Tokenizer
 
 OnProgress = Callable[[str, int, int], None]  # what, done, total
-OnReady = Callable[[int, str, WorkerReport], None]  # port, the model's name, what the worker is
+OnReady = Callable[[int, "Loaded"], None]  # the port, and what is served on it
 
 TOKENISING_THREADS = 2
 ADAPTERS = {
@@ -63,12 +66,13 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run: its name, its worker, and how it reads and writes."""
+    """A model that is ready to run: its name, its worker, how it reads and writes, its cost."""
 
     name: str
     executor: MultiprocessExecutor
     report: WorkerReport
     texts: Texts
+    calibration: Calibration
 
 
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
@@ -89,10 +93,11 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             loaded = await unless_told(loading, signals)
             if loaded is not None:
                 port = listener.getsockname()[1]
-                server = build_server(settings, loaded)
-                await server.serve(
-                    listener, signals, lambda: announce(port, loaded.name, loaded.report)
-                )
+                cost = LiveCost(loaded.calibration.model)
+                server = build_server(settings, loaded, cost)
+                await server.serve(listener, signals, lambda: announce(port, loaded))
+                if loaded.calibration.file is not None:
+                    loaded.calibration.file.save(cost.model)
         if signals.is_interrupt:
             raise KeyboardInterrupt
 
@@ -110,11 +115,27 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_texts, settings, directory))
         name = settings.served_model_name or _name(settings.model)
-        yield Loaded(name, executor, starting.result(), reading.result())
+        report = starting.result()
+        calibration = await _calibrated(settings, directory, executor, report)
+        yield Loaded(name, executor, report, reading.result(), calibration)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     finally:
         await executor.close()
+
+
+async def _calibrated(
+    settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
+) -> Calibration:
+    file = CostFile.of(facts_about(directory, report, executor.depth), settings.cache_dir)
+    bounds = Bounds(
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_model_len=report.max_model_len,
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
+    )
+    return await calibrate(settings.cost_model, file, executor, bounds)
 
 
 def _directory(model: str) -> Path:
@@ -161,10 +182,10 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     )
 
 
-def build_server(settings: Settings, loaded: Loaded) -> Server:
-    """The control plane and the gateway over a loaded model."""
+def build_server(settings: Settings, loaded: Loaded, cost: LiveCost) -> Server:
+    """The control plane and the gateway over a loaded model; `cost` will follow the machine."""
     metrics = Metrics()
-    scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()))
+    scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()), cost)
     engine = Engine(scheduler, loaded.executor, time.perf_counter)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
@@ -182,14 +203,16 @@ def build_server(settings: Settings, loaded: Loaded) -> Server:
     return Server(build_app(service), engine, watch, settings.drain_seconds)
 
 
-def _scheduler(settings: Settings, report: WorkerReport, observer: Audience) -> IterationScheduler:
-    cost = LiveCost(UNMEASURED)
+def _scheduler(
+    settings: Settings, report: WorkerReport, observer: Audience, cost: LiveCost
+) -> IterationScheduler:
     policy = build(settings.policy, cost, PolicySettings(seats=settings.max_batch_size))
     ledger = KVLedger(report.num_blocks, report.block_size)
     bounds = SchedulerSettings(
         max_model_len=report.max_model_len,
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
+        max_step_seconds=settings.max_step_seconds or inf,
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,

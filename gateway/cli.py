@@ -7,8 +7,7 @@ import argparse
 import logging
 import sys
 
-from engine.step import WorkerReport
-from gateway.assemble import serve
+from gateway.assemble import Loaded, serve
 from gateway.client.flags import Parser
 from gateway.options import Option
 from gateway.settings import LOCAL_FILE, load, options
@@ -53,10 +52,11 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)
     with LoadingBars(sys.stderr) as progress:
 
-        def announce(port: int, model: str, report: WorkerReport) -> None:
+        def announce(port: int, loaded: Loaded) -> None:
             progress.stop()
             url = url_of(settings.host, port)
-            sys.stdout.write(banner(url, model, report, settings))
+            cost = str(loaded.calibration)
+            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, cost))
             sys.stdout.flush()
 
         serve(settings, progress=progress, announce=announce)

@@ -106,6 +106,22 @@ class Settings(BaseSettings):
     max_batch_tokens: int = _option(
         512, "scheduling", "tokens in an iteration; longer prompts run in pieces", "TOKENS", ge=1
     )
+    max_step_seconds: float = _option(
+        0.5,
+        "scheduling",
+        "about how long a piece of a prompt may keep running answers waiting; 0: any time",
+        "SECONDS",
+        ge=0,
+    )
+    cost_model: Literal["auto", "measure", "none"] = _option(
+        "auto",
+        "scheduling",
+        "how long steps take. auto: as saved for this model and machine, else measured; "
+        "measure: anew; none: learnt while serving",
+    )
+    cache_dir: Path | None = _option(
+        None, "scheduling", "where measurements are kept; by default the user's cache", "DIR"
+    )
     max_queue_requests: int = _option(
         2048, "scheduling", "requests that may wait before new ones get a 503", "N", ge=1
     )

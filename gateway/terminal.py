@@ -64,8 +64,8 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def banner(url: str, model: str, report: WorkerReport, settings: Settings) -> str:
-    """The lines that are shown once the server answers."""
+def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost: str) -> str:
+    """The lines that are shown once the server answers; `cost` is what steps take."""
     num_slots = report.num_blocks * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
     facts = {
@@ -75,6 +75,7 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings) -> st
         "compute": f"{report.threads} threads, attention {report.attention}",
         "schedule": f"{settings.policy}, admission {settings.admission}, batches of "
         f"{settings.max_batch_size} requests or {settings.max_batch_tokens:,} tokens",
+        "cost": cost,
     }
     title = f"Podway {version('podway')} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]

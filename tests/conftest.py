@@ -29,7 +29,8 @@ class Server(subprocess.Popen[str]):
     """The process; leaving the block kills what is left of it."""
 
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
-        command = [sys.executable, "-m", "gateway", "serve", "--port", "0", *flags]
+        command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
+        command += ["--cache-dir", str(directory / "cache"), *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
         self.log = directory / "stderr.log"
         with self.log.open("w") as stderr:

@@ -23,7 +23,8 @@ class SimulatedExecutor:
 
     A step enters the pipeline when the first stage is free and leaves when every stage has
     worked on it, so with `depth` steps in flight one comes back each `cost / depth` seconds.
-    Without `draw` every token is 0: fine where nobody looks at them, and faster.
+    The answer comes after what the loop takes in between (`CostModel.idle`). Without `draw`
+    every token is 0: fine where nobody looks at them, and faster.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SimulatedExecutor:
         for stage in range(self._depth):
             at = max(at, self._free_at[stage]) + seconds / self._depth
             self._free_at[stage] = at
+        at += self._cost.idle(len(step.entries))
         draw = self._draw
         if draw is None:
             tokens = tuple([0 for entry in step.entries if entry.draw is not None])

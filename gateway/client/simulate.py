@@ -96,7 +96,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=positive, default=1, metavar="N", help="of the pipeline")
     add("--ranks", type=positive, default=1, metavar="N", help="tensor ranks of each stage")
     add("--slowdown", type=above_zero, default=1.0, metavar="X", help="stretch every second")
-    add("--cost", type=Path, metavar="FILE", help="measured: JSON of curve, per_slot, per_pair")
+    add("--cost", type=Path, metavar="FILE", help="measured, as serve saves it")
     add("--kv-slots", type=positive, metavar="N", help="by default what fits beside the weights")
 
 
@@ -265,13 +265,12 @@ def _named(flag: str, name: str, table: dict[str, T], kind: type[T]) -> T:
 
 
 def read_cost(path: Path) -> CostModel:
-    """A measured cost model; raises `InvalidRequest`."""
+    """A measured cost model, bare or as `podway serve` saves it; raises `InvalidRequest`."""
     values = _json_object(path)
     try:
-        curve = tuple((int(tokens), float(seconds)) for tokens, seconds in values["curve"])
-        return CostModel(curve, float(values["per_slot"]), float(values["per_pair"]))
-    except (LookupError, TypeError, ValueError, AssertionError) as error:
-        raise InvalidRequest(f"{path} is not a cost model: {error!r}", "cost") from error
+        return CostModel.parse(values.get("cost", values))
+    except (ValueError, AttributeError) as error:
+        raise InvalidRequest(f"{path} is not a cost model: {error}", "cost") from error
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -88,3 +88,16 @@ async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Pa
         assert first.startswith(b"data: ")
         assert rest.strip().endswith(b"data: [DONE]")
         assert server.wait(60) == 0
+
+
+def test_what_was_measured_at_one_start_is_known_at_the_next(tmp_path: Path) -> None:
+    origins = []
+    for _ in range(2):
+        with start_server(tmp_path) as server:
+            read_url(server)
+            assert server.stdout is not None
+            origins.append(next(line for line in server.stdout if line.startswith("  cost")))
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+    assert "measured in" in origins[0]
+    assert str(tmp_path / "cache" / "costs") in origins[1]

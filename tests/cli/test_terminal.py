@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_banner_says_where_what_and_how_much() -> None:
-    text = banner("http://127.0.0.1:8000", "demo", REPORT, load({}))
+    text = banner("http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms a step; assumed")
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB", "2 threads",
                  "float32 on cpu", "fcfs", "admission grow"):  # fmt: skip
         assert fact in text

@@ -1,6 +1,7 @@
 """The scheduler by hand: who runs next, and what a result means."""
 
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -12,6 +13,8 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Ask, FinishReason, Request, State
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Sampling, StepResult
+from tests.turns import a_scheduler, an_ask
+from tests.turns import turn as hand_turn
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -329,3 +332,28 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert young.num_preemptions == 1
     recomputed = computed - old.max_slots - young.max_slots
     assert 0 < recomputed < young.max_slots // 2
+
+
+@pytest.mark.parametrize(("seconds", "piece"), [(inf, 63), (30.0, 58), (12.0, 22), (1.0, 16)])
+def test_a_prompt_keeps_a_running_answer_waiting_only_so_long(seconds: float, piece: int) -> None:
+    """An iteration of n tokens takes (n + 1) / 2 seconds."""
+    scheduler = a_scheduler(
+        FirstComeFirstServed(), max_batch_size=4, max_batch_tokens=64, max_step_seconds=seconds
+    )
+    scheduler.add(an_ask(1, 50), 0.0)
+    now = hand_turn(scheduler, 0.0)
+    for _ in range(2):
+        scheduler.add(an_ask(200, 2), now)
+    iteration = scheduler.plan(now)
+    assert iteration is not None
+    assert [len(entry.tokens) for entry in iteration.step.entries] == [1, piece]
+
+
+def test_a_prompt_that_nobody_waits_for_runs_in_large_pieces() -> None:
+    scheduler = a_scheduler(
+        FirstComeFirstServed(), max_batch_size=4, max_batch_tokens=64, max_step_seconds=1.0
+    )
+    scheduler.add(an_ask(200, 2), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    assert iteration.step.num_tokens == 64

@@ -14,6 +14,12 @@ from engine.worker.worker import Worker
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers of the examples measure goes into the test's directory."""
+    monkeypatch.setenv("PODWAY_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """What the command shows; a failure shows what it said."""
     ended = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
