@@ -133,6 +133,7 @@ class IterationScheduler:
         for request in self.pool:
             policy.arrive(request, now)
         self.policy = self.memory.policy = policy
+        self._observer.switched(policy, now)
 
     # Planning
 
@@ -145,6 +146,8 @@ class IterationScheduler:
         if iteration is not None:
             self._next_step_id += 1
             self._observer.planned(iteration, now)
+        elif self.pool:
+            self._observer.idled(now)
         return iteration
 
     def _fill(self, draft: Draft, now: float) -> None:
@@ -290,11 +293,13 @@ class IterationScheduler:
 
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
         """An iteration raised: its batch is lost. The requests that ended."""
+        self._observer.failed(iteration, now)
         self.num_committed += 1
         return [self._fail(request, error, now) for request in iteration.requests]
 
     def fail_all(self, error: EngineError, now: float) -> list[Request]:
         """Nobody will be served any more; who is in flight ends at its commit. The requests."""
+        self._observer.given_up(now)
         requests = list(self.pool)
         for request in requests:
             if request.state in (State.RUNNING, State.CANCELLING):
@@ -330,6 +335,7 @@ class IterationScheduler:
             return
         request.abort = reason
         request.cancelled_in = self.num_committed
+        self._observer.cancelled(request, now)
         if request.state is State.RUNNING:
             self.pool.move(request, Move.CANCEL)
         else:

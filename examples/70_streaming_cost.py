@@ -24,6 +24,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
+from engine.events import Audience
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -32,7 +33,7 @@ from engine.step import Step, StepEntry, StepResult
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
-from gateway.metrics import Audience, Metrics
+from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
 from gateway.server import calm_collector

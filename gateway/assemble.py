@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvloop
 
 from engine.cost import LiveCost
+from engine.events import Audience
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.memory import Admission
@@ -35,7 +36,7 @@ from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
 from gateway.calibration import Calibration, CostFile, calibrate, facts_about
 from gateway.exposition import Exposition
-from gateway.metrics import Audience, Metrics
+from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
 from gateway.server import Server, Signals, bind, unless_told

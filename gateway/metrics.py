@@ -12,7 +12,6 @@ from engine.events import Silence
 from engine.request import Abort, FinishReason
 
 if TYPE_CHECKING:
-    from engine.events import Observer
     from engine.iteration import Iteration
     from engine.request import Request
     from engine.step import StepId
@@ -129,38 +128,3 @@ class Metrics(Silence):
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1
         self._last_tokens.clear()
-
-
-class Audience:
-    """Several observers behind one."""
-
-    def __init__(self, *observers: "Observer") -> None:
-        self._observers = observers
-
-    def arrived(self, request: "Request", now: float) -> None:
-        for observer in self._observers:
-            observer.arrived(request, now)
-
-    def planned(self, iteration: "Iteration", now: float) -> None:
-        for observer in self._observers:
-            observer.planned(iteration, now)
-
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        for observer in self._observers:
-            observer.committed(iteration, seconds, now)
-
-    def preempted(self, request: "Request", now: float) -> None:
-        for observer in self._observers:
-            observer.preempted(request, now)
-
-    def ended(self, request: "Request", now: float) -> None:
-        for observer in self._observers:
-            observer.ended(request, now)
-
-    def freed(self, request: "Request", iterations: int) -> None:
-        for observer in self._observers:
-            observer.freed(request, iterations)
-
-    def worker_lost(self, now: float) -> None:
-        for observer in self._observers:
-            observer.worker_lost(now)

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from engine.cost import CostModel, LiveCost
+from engine.events import Audience
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.memory import Admission
@@ -25,7 +26,7 @@ from engine.step import StepEntry
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
-from gateway.metrics import Audience, Metrics
+from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
