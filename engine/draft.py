@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.iteration import Iteration
-from engine.step import Draw, PromptTargets, Step, StepEntry, StepId
+from engine.step import HELD_TOKEN, Draw, PromptTargets, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
     from engine.kv import KVLedger
@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 
 
 class Draft:
-    """Collects entries up to `seats` requests and `tokens_left` tokens; decodes go first."""
+    """Collects entries up to `seats` requests and `tokens_left` tokens; decodes go first.
 
-    def __init__(self, seats: int, tokens: int) -> None:
+    `ahead` are requests in flight that may be taken all the same; who is looked at leaves it.
+    """
+
+    def __init__(self, seats: int, tokens: int, ahead: "set[Request]") -> None:
         self.seats = seats
         self.tokens_left = tokens
+        self.ahead = ahead
         self.passed: list[Request] = []  # wanted to be admitted and did not fit
         self.num_skipped = 0  # ready, looked at and not taken
         self.has_suspect = False
@@ -34,11 +38,15 @@ class Draft:
 
     def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
         """Take the next `num_tokens` tokens of a request whose slots are reserved."""
-        start = request.num_computed
+        start = request.num_planned
         stop = start + num_tokens
-        is_last = stop == request.num_tokens
-        is_decode = num_tokens == 1 and is_last and bool(request.output)
-        tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
+        is_last = num_tokens == request.unplanned
+        is_held = is_last and request.num_pending > 0
+        is_decode = is_held or (num_tokens == 1 and is_last and bool(request.output))
+        if is_held:
+            tokens: tuple[int, ...] = (HELD_TOKEN,)
+        else:
+            tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
         draw = request.fixed_draw or _draw(request) if is_last else None
         blocks = ledger.table(request.request_id)
         entry = StepEntry(request.request_id, start, tokens, blocks, draw)
@@ -47,6 +55,9 @@ class Draft:
         (self._decodes if is_decode else self._prefills).append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
+        request.num_planned = stop
+        request.num_in_flight += 1
+        request.num_pending += is_last
         if request.num_crashes:
             self.has_suspect = True
 
@@ -66,7 +77,8 @@ def _draw(request: "Request") -> Draw:
     if not ask.min_tokens and not sampling.reads_output and not is_constrained:
         request.fixed_draw = Draw(sampling, logprobs=ask.logprobs)
         return request.fixed_draw
-    banned = ask.end_ids if request.produced < ask.min_tokens else ask.avoided_ids
+    is_early = request.produced + request.num_pending < ask.min_tokens
+    banned = ask.end_ids if is_early else ask.avoided_ids
     return Draw(
         sampling=sampling,
         banned=tuple(sorted(banned)),

@@ -4,6 +4,9 @@ Plan and submit while fewer than `executor.depth` iterations are in flight; sett
 when its future is done; sleep on one event that arrivals, futures and the death of a worker set.
 That death is survived: all live requests go back to waiting with what they have produced, and
 until the worker is back new ones are refused.
+
+With lookahead one place in flight more is for an iteration planned before the tokens that it
+goes on from are known. All stages are busy before it is used, or nobody else is there to run.
 """
 
 import asyncio
@@ -41,11 +44,14 @@ class Engine:
         executor: "StepExecutor",
         clock: "Clock",
         ready_seconds: float = 30.0,
+        lookahead: int = 0,
     ) -> None:
+        """`lookahead` of the executor's `depth` places are for iterations planned ahead."""
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._ready_seconds = ready_seconds
+        self._lookahead = lookahead
         self._streams: dict[RequestId, TokenStream] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._news = asyncio.Event()
@@ -161,12 +167,21 @@ class Engine:
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))
         while self._executor.is_alive and len(self._in_flight) < self._executor.depth:
-            iteration = self.scheduler.plan(self._clock())
+            iteration = self._plan(self._clock())
             if iteration is None:
                 return
             future = self._executor.submit(iteration.step)
             future.add_done_callback(lambda _: self._news.set())
             self._in_flight.append(_InFlight(iteration, future))
+
+    def _plan(self, now: float) -> "Iteration | None":
+        """The next iteration: of requests that are there, else of those in the oldest flight."""
+        if not self._lookahead or not self._in_flight:
+            return self.scheduler.plan(now)
+        oldest = self._in_flight[0].iteration
+        if len(self._in_flight) >= self._executor.depth - self._lookahead:
+            return self.scheduler.plan(now, oldest)
+        return self.scheduler.plan(now) or self.scheduler.plan(now, oldest)
 
     def _settle(self, oldest: _InFlight) -> bool:
         """Commit or fail an iteration that came back; False if the device is gone."""

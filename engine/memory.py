@@ -108,7 +108,7 @@ class Memory:
         reserved = self._ledger.reserve(request.request_id, self._slots_to_start(request))
         assert reserved, "admission found room that the ledger does not have"
         self._pool.move(request, Move.ADMIT)
-        request.num_computed = len(prefix) * self._ledger.block_size
+        request.land(len(prefix) * self._ledger.block_size)
         request.num_step_overs = 0
         request.produced_at_start = request.produced
         if request.admitted_at is None:
@@ -182,7 +182,7 @@ class Memory:
 
     def _preempt(self, victim: Request, now: float) -> None:
         self._ledger.release(victim.request_id)
-        victim.num_computed = 0
+        victim.land(0)
         victim.num_preemptions += 1
         self._pool.move(victim, Move.PREEMPT)
         self._observer.preempted(victim, now)

@@ -4,13 +4,16 @@ Theory of operation. A request waits until the ledger has room, is admitted (it 
 in one iteration after another, and ends exactly once. Only the scheduler moves it, and only
 along `TRANSITIONS`; an illegal move is our bug and changes nothing.
 
-    WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish──▶ FINISHED
-       ▲  ◀──preempt────┘ ▲             │  │ └───fail────▶ FAILED
-       │                  └───commit────┘  └──cancel──▶ CANCELLING ──return──▶ CANCELLED
+    WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish, fail──▶ FINISHED, FAILED
+       ▲  ◀──preempt────┘ ▲             │    │
+       │                  └───commit────┘    └──leave──▶ LEAVING ──finish, fail, cancel, expire──▶
        └───────────lose (device gone)──── READY, RUNNING
 
-WAITING and READY are cancelled at once. Whoever passes its deadline leaves on the same ways, and
-ends EXPIRED.
+WAITING and READY are cancelled at once; whoever passes its deadline ends EXPIRED in their way.
+With lookahead a RUNNING request may be planned again before the token of its first iteration is
+known, and is READY when it is in no iteration any more. Whoever's end is decided while it is in
+flight is LEAVING: the workers may write to its KV until its last iteration has come back, and
+what that iteration sampled is dropped.
 
 Orca calls the phases initiation and increment; we say prefill and decode.
 """
@@ -29,8 +32,8 @@ class State(StrEnum):
 
     WAITING = "waiting"  # holds no KV
     READY = "ready"  # holds KV, in no iteration
-    RUNNING = "running"  # in an iteration in flight
-    CANCELLING = "cancelling"  # left while in flight; its KV returns at the commit
+    RUNNING = "running"  # in an iteration in flight, or in two
+    LEAVING = "leaving"  # its end was decided in flight; its KV returns with its last iteration
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -52,8 +55,8 @@ class Move(StrEnum):
     COMMIT = "commit"
     FINISH = "finish"
     PREEMPT = "preempt"
+    LEAVE = "leave"
     CANCEL = "cancel"
-    RETURN = "return"
     EXPIRE = "expire"
     FAIL = "fail"
     LOSE = "lose"
@@ -70,13 +73,16 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
     (State.READY, Move.EXPIRE): State.EXPIRED,
     (State.READY, Move.FAIL): State.FAILED,
     (State.READY, Move.LOSE): State.WAITING,
+    (State.RUNNING, Move.PLAN): State.RUNNING,
     (State.RUNNING, Move.COMMIT): State.READY,
+    (State.RUNNING, Move.LEAVE): State.LEAVING,
     (State.RUNNING, Move.FINISH): State.FINISHED,
-    (State.RUNNING, Move.CANCEL): State.CANCELLING,
     (State.RUNNING, Move.FAIL): State.FAILED,
     (State.RUNNING, Move.LOSE): State.WAITING,
-    (State.CANCELLING, Move.RETURN): State.CANCELLED,
-    (State.CANCELLING, Move.EXPIRE): State.EXPIRED,
+    (State.LEAVING, Move.FINISH): State.FINISHED,
+    (State.LEAVING, Move.FAIL): State.FAILED,
+    (State.LEAVING, Move.CANCEL): State.CANCELLED,
+    (State.LEAVING, Move.EXPIRE): State.EXPIRED,
 }
 
 
@@ -154,6 +160,9 @@ class Request:
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if asked for
     fixed_draw: "Draw | None" = None  # the draw of each of its tokens, if all are alike
     num_computed: int = 0  # tokens whose KV is on the device
+    num_planned: int = 0  # those, and the ones that iterations in flight compute
+    num_pending: int = 0  # tokens that iterations in flight sample
+    num_in_flight: int = 0  # iterations in flight that it is in
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
     num_preemptions: int = 0
@@ -196,6 +205,12 @@ class Request:
         return len(self.ask.prompt) + len(self.output) - self.num_computed
 
     @property
+    def unplanned(self) -> int:
+        """Tokens that no iteration has computed or is computing, the pending ones included."""
+        known = len(self.ask.prompt) + len(self.output)
+        return known + self.num_pending - self.num_planned
+
+    @property
     def max_slots(self) -> int:
         """Slots it may ever need: the last token of the answer is never computed."""
         return len(self.ask.prompt) + self.ask.max_tokens - 1
@@ -209,6 +224,21 @@ class Request:
     def is_suspect(self) -> bool:
         """It was in the batch when a worker died, and has produced nothing since."""
         return self.num_crashes > 0
+
+    @property
+    def ending(self) -> Move:
+        """How it ends, once that is decided."""
+        if self.finish is not None:
+            return Move.FINISH
+        if self.abort is not None:
+            return Move.EXPIRE if self.abort is Abort.DEADLINE else Move.CANCEL
+        assert self.error is not None, f"request {self.request_id} has no reason to end"
+        return Move.FAIL
+
+    def land(self, num_computed: int) -> None:
+        """It is in no iteration, and so many of its tokens are on the device."""
+        self.num_computed = self.num_planned = num_computed
+        self.num_pending = self.num_in_flight = 0
 
     @property
     def outcome(self) -> str:

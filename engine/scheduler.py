@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from engine.cost import CostModel, LiveCost
 from engine.draft import Draft
+from engine.endings import Endings
 from engine.errors import (
     ContextTooLong,
-    DeadlineExceeded,
     EngineError,
     NothingAllowed,
     Overloaded,
     RowFailed,
-    WorkerLost,
 )
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from engine.step import Fault, StepResult
 
 
-WAITING, READY, CANCELLING = State.WAITING, State.READY, State.CANCELLING
+WAITING, READY, LEAVING = State.WAITING, State.READY, State.LEAVING
 PLAN, COMMIT = Move.PLAN, Move.COMMIT  # bound once, for the hot path (see pool)
 LEAST_PIECE = 16  # of a prompt, however little time there is for it
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
@@ -81,15 +80,20 @@ class IterationScheduler:
         self.policy = policy
         self.pool = RequestPool()
         self.cost = cost or LiveCost(UNMEASURED)
-        self.num_committed = 0
         self._observer = observer or Silence()
         terms = Terms(settings.admission, settings.max_preemptions, settings.reuses_prefixes)
         self.memory = Memory(terms, ledger, self.pool, policy, self._observer)
+        self.endings = Endings(ledger, self.pool, self.memory, self._observer, settings.max_crashes)
         self._next_request_id = 0
         self._next_step_id = 0
 
     def __repr__(self) -> str:
         return f"IterationScheduler({self.pool!r}, {self.ledger!r})"
+
+    @property
+    def num_committed(self) -> int:
+        """Iterations that came back so far."""
+        return self.endings.num_committed
 
     # Arrivals
 
@@ -137,9 +141,15 @@ class IterationScheduler:
 
     # Planning
 
-    def plan(self, now: float) -> Iteration | None:
-        """The next iteration, its KV reserved and its requests running; None if there is none."""
-        draft = Draft(self.settings.max_batch_size, self.settings.max_batch_tokens)
+    def plan(self, now: float, oldest: Iteration | None = None) -> Iteration | None:
+        """The next iteration, its KV reserved and its requests running; None if there is none.
+
+        With lookahead, requests of the `oldest` iteration in flight may be in it: for them the
+        worker goes on from the token that it samples there, unless that is known to be the last.
+        """
+        ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
+        draft = Draft(self.settings.max_batch_size, self.settings.max_batch_tokens, ahead)
+        draft.has_suspect = self.endings.has_suspect_in_flight
         self.memory.begin()
         self._fill(draft, now)
         iteration = draft.iteration(StepId(self._next_step_id))
@@ -159,36 +169,41 @@ class IterationScheduler:
             request = next(order, None)
             if request is None:
                 return
-            if request.state is READY:
+            if request.state is READY or request in draft.ahead:
                 self._take(draft, request, now)
             elif request.state is WAITING:
                 admits = self._admit(draft, request, now)
         while not draft.is_full and self._ready_left(draft):
-            request = next((r for r in order if r.state is READY), None)
+            request = next((r for r in order if r.state is READY or r in draft.ahead), None)
             if request is None:
                 return
             self._take(draft, request, now)
 
     def _take(self, draft: Draft, request: Request, now: float) -> None:
-        """Put a ready request into the draft, unless tokens or KV do not allow it now.
+        """Put a request into the draft, unless tokens or KV do not allow it now.
 
-        A prefill leaves a token for every other ready request: decodes come first.
+        A prefill leaves a token for every other ready request: decodes come first. Where KV is
+        short nobody behind goes ahead, so that all of them can soon be preempted.
         """
         num_tokens = self._num_tokens_now(draft, request)
-        slots = request.num_computed + num_tokens
+        draft.ahead.discard(request)
+        slots = request.num_planned + num_tokens
         if num_tokens > 0 and self.memory.secure(request, slots, now):
             draft.add(request, num_tokens, self.ledger)
             self.pool.move(request, PLAN)
-        else:
+            return
+        if request.state is READY:
             draft.num_skipped += 1
+        if num_tokens > 0:
+            draft.ahead.clear()
 
     def _num_tokens_now(self, draft: Draft, request: Request) -> int:
         """Tokens that the draft has left for a ready request; 0 if it has to wait."""
         if draft.has_suspect and request.is_suspect:
             return 0
-        num_tokens = request.remaining
+        num_tokens = request.unplanned
         if num_tokens > 1:
-            num_ready = self._ready_left(draft) - self._num_behind(request)
+            num_ready = self._ready_left(draft) - self._num_behind(draft, request)
             num_tokens = min(num_tokens, draft.tokens_left - num_ready + 1)
             if num_tokens > LEAST_PIECE and self.settings.max_step_seconds < inf:
                 num_tokens = self._num_tokens_in_time(draft, request, num_tokens, num_ready - 1)
@@ -204,20 +219,21 @@ class IterationScheduler:
         beside = self.settings.max_batch_tokens - draft.tokens_left + others
         if not beside:
             return num_tokens
-        bound, start = self.settings.max_step_seconds, request.num_computed
+        bound, start = self.settings.max_step_seconds, request.num_planned
         in_time = max(LEAST_PIECE, self.cost.tokens_within(bound, num_tokens, start, beside))
         draft.is_cut = draft.is_cut or in_time < num_tokens
         return in_time
 
     def _ready_left(self, draft: Draft) -> int:
-        """Ready requests that the draft has not looked at."""
-        return self.pool.count(READY) - draft.num_skipped
+        """Requests that the draft may take and has not looked at."""
+        return self.pool.count(READY) - draft.num_skipped + len(draft.ahead)
 
-    def _num_behind(self, request: Request) -> int:
-        """Ready requests in the background, for one that is not: it leaves them no tokens."""
+    def _num_behind(self, draft: Draft, request: Request) -> int:
+        """Of those left the ones in the background, for one that is not: it leaves them no tokens."""
         if request.ask.is_background or not self.pool.background:
             return 0
-        return sum(other.state is READY for other in self.pool.background)
+        left = draft.ahead
+        return sum(other.state is READY or other in left for other in self.pool.background)
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
         """Start a waiting request if it fits; whether others behind it may still be looked at."""
@@ -226,7 +242,7 @@ class IterationScheduler:
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
-        num_ready = self._ready_left(draft) - self._num_behind(request)
+        num_ready = self._ready_left(draft) - self._num_behind(draft, request)
         if not whole_batch and (draft.is_late or draft.tokens_left <= num_ready):
             return False
         if self.memory.admit(request, now):
@@ -235,6 +251,8 @@ class IterationScheduler:
             self._take(draft, request, now)
         else:
             draft.passed.append(request)
+            if self.policy.preempts or self.pool.background:
+                draft.ahead.clear()  # they come back, and may be preempted for it
         bound = self.settings.max_step_overs
         is_kept = any(other.num_step_overs >= bound for other in draft.passed)
         return not is_kept and len(draft.passed) < self.settings.scan_limit
@@ -250,7 +268,7 @@ class IterationScheduler:
         logprobs = iter(result.logprobs or repeat(None))
         faults = {iteration.requests[fault.entry]: fault for fault in result.faults}
         deliveries: list[Delivery] = []
-        self.num_committed += 1
+        self.endings.num_committed += 1
         if result.prompt_logprobs:
             for request, told in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += told
@@ -258,11 +276,12 @@ class IterationScheduler:
             token = scores = None
             if entry.draw is not None:
                 token, scores = next(tokens), next(logprobs)
-            if request.state is CANCELLING:
-                self._return(request, now)
+            request.num_in_flight -= 1
+            if request.state is LEAVING:
+                self.endings.come_back(request, now)
                 continue
             if faults and request in faults:
-                self._fail(request, _error_of(faults[request]), now)
+                self.endings.fail(request, _error_of(faults[request]), now)
                 deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
@@ -272,17 +291,19 @@ class IterationScheduler:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
             self.memory.publish(request, entry.start)
-            if request.finish is None:
+            if request.finish is not None:
+                self.endings.leave(request, now)
+            elif not request.num_in_flight:
                 self.pool.move(request, COMMIT)
-            else:
-                self._end(request, Move.FINISH, now)
         self.cost.observe(iteration.step, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.output.append(token)
-        request.num_crashes = 0
+        request.num_pending -= 1
+        if request.num_crashes:
+            self.endings.clear(request)
         request.last_token_at = now
         if request.first_token_at is None:
             request.first_token_at = now
@@ -294,86 +315,36 @@ class IterationScheduler:
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
         """An iteration raised: its batch is lost. The requests that ended."""
         self._observer.failed(iteration, now)
-        self.num_committed += 1
-        return [self._fail(request, error, now) for request in iteration.requests]
+        self.endings.num_committed += 1
+        for request in iteration.requests:
+            request.num_in_flight -= 1
+            self.endings.fail(request, error, now)
+        return list(iteration.requests)
+
+    # Endings from outside
 
     def fail_all(self, error: EngineError, now: float) -> list[Request]:
-        """Nobody will be served any more; who is in flight ends at its commit. The requests."""
-        self._observer.given_up(now)
-        requests = list(self.pool)
-        for request in requests:
-            if request.state in (State.RUNNING, State.CANCELLING):
-                request.error = error
-                self.cancel(request, Abort.SHUTDOWN, now)
-            else:
-                self._fail(request, error, now)
-        return requests
+        """Nobody will be served any more. The requests; see `Endings`."""
+        return self.endings.fail_all(error, now)
 
     def lose_device(self, in_flight: "Iterable[Iteration]", now: float) -> list[Request]:
-        """All KV is gone: everybody waits again, to be computed from prompt and output.
-
-        Who was in flight is suspect, and runs with no other suspect until it has produced a
-        token; whoever saw `max_crashes` deaths in a row is failed. The requests that ended.
-        """
-        self._observer.worker_lost(now)
-        ended: list[Request] = []
-        for request in (r for iteration in in_flight for r in iteration.requests):
-            request.num_crashes += 1
-            if request.num_crashes >= self.settings.max_crashes or request.abort is not None:
-                error = WorkerLost("This request was being computed each time a worker died.")
-                ended.append(self._fail(request, error, now))
-        for request in self.pool:
-            if request.state is not State.WAITING:
-                request.num_computed = 0
-                self.pool.move(request, Move.LOSE)
-        self.ledger.forget()
-        return ended
+        """All KV is gone, and the iterations in flight will not return. The requests that ended;
+        see `Endings`."""
+        return self.endings.lose_device(in_flight, now)
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:
-        """End a request from outside; its KV is free now, or when its iteration returns."""
-        if request.state.is_terminal or request.abort is not None:
-            return
-        request.abort = reason
-        request.cancelled_in = self.num_committed
-        self._observer.cancelled(request, now)
-        if request.state is State.RUNNING:
-            self.pool.move(request, Move.CANCEL)
-        else:
-            self._end(request, Move.EXPIRE if reason is Abort.DEADLINE else Move.CANCEL, now)
+        """End a request; its KV is free now, or when its last iteration returns."""
+        self.endings.cancel(request, reason, now)
 
     def expire(self, now: float) -> list[Request]:
         """End whoever is past its deadline; who is in flight ends at its commit. The requests."""
-        overdue = [request for request in self.pool.overdue(now) if request.abort is None]
-        for request in overdue:
-            request.error = DeadlineExceeded(
-                f"The request's deadline of {request.ask.deadline:g} s passed after "
-                f"{request.produced} of its tokens."
-            )
-            self.cancel(request, Abort.DEADLINE, now)
-        return overdue
+        return self.endings.expire(now)
 
-    def _return(self, request: Request, now: float) -> None:
-        """Someone who left in flight is back."""
-        expired = request.abort is Abort.DEADLINE
-        self._end(request, Move.EXPIRE if expired else Move.RETURN, now)
 
-    def _fail(self, request: Request, error: EngineError, now: float) -> Request:
-        if request.state is State.CANCELLING:
-            self._return(request, now)
-        else:
-            request.error = error
-            self._end(request, Move.FAIL, now)
-        return request
-
-    def _end(self, request: Request, move: Move, now: float) -> None:
-        """The one way out: KV back, out of pool and policy, told once."""
-        self.ledger.release(request.request_id)
-        self.pool.move(request, move)
-        self.policy.leave(request, now)
-        request.ended_at = now
-        if request.cancelled_in is not None:
-            self._observer.freed(request, self.num_committed - request.cancelled_in)
-        self._observer.ended(request, now)
+def _may_go_ahead(request: Request) -> bool:
+    """Whether one that is in flight will be there for another iteration, as far as is known."""
+    is_once = request.state is State.RUNNING and request.num_in_flight == 1
+    return is_once and request.produced + request.num_pending < request.ask.max_tokens
 
 
 def _error_of(fault: "Fault") -> EngineError:

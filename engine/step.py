@@ -11,6 +11,8 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
+HELD_TOKEN = -1  # as a token of an entry: the one that the worker sampled for it last
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -66,7 +68,8 @@ class Draw(NamedTuple):
     ids that may not be drawn now (end tokens before `min_tokens`). With `logprobs` the result
     tells the token's log-probability and that many likeliest tokens. Under a `grammar` the ids in
     `ends` may be drawn exactly when it accepts the output, and are, though banned, when it allows
-    nothing else.
+    nothing else. Where the entry's token is `HELD_TOKEN`, `output` lacks that token, and the
+    worker completes it.
     """
 
     sampling: Sampling
@@ -76,6 +79,11 @@ class Draw(NamedTuple):
     logprobs: int | None = None
     grammar: Grammar | None = None
     ends: tuple[int, ...] = ()
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether drawing looks at `output`."""
+        return self.sampling.reads_output or self.grammar is not None
 
 
 class PromptTargets(NamedTuple):
@@ -94,7 +102,8 @@ class StepEntry(NamedTuple):
 
     `blocks` is the request's block table as little-endian int32 (oldest block first); it covers
     at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV.
-    Without a `draw` the entry is a piece of a prompt and yields no token.
+    Without a `draw` the entry is a piece of a prompt and yields no token. An entry that was
+    planned before its token was known has `HELD_TOKEN` as its only one.
     """
 
     request_id: RequestId

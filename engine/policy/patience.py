@@ -7,7 +7,7 @@ from engine.request import State
 if TYPE_CHECKING:
     from engine.request import Request
 
-IN_FLIGHT = frozenset({State.RUNNING, State.CANCELLING})
+IN_FLIGHT = frozenset({State.RUNNING, State.LEAVING})
 
 
 class Patience:

@@ -1,21 +1,27 @@
 """SimulatedExecutor: answers each step after the seconds that the cost model says."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import Unavailable
-from engine.step import StepResult
+from engine.step import HELD_TOKEN, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.cost import CostModel
-    from engine.step import Step, StepEntry
+    from engine.step import RequestId, Step, StepEntry
 
 
 def letters(entry: "StepEntry") -> int:
     """The token after an entry: a number that depends on its request and position only."""
     return (31 * entry.request_id + 7 * (entry.start + len(entry.tokens))) % 1009
+
+
+class _Sampled(NamedTuple):
+    at: float
+    requests: "set[RequestId]"
 
 
 class SimulatedExecutor:
@@ -24,7 +30,8 @@ class SimulatedExecutor:
     A step enters the pipeline when the first stage is free and leaves when every stage has
     worked on it, so with `depth` steps in flight one comes back each `cost / depth` seconds.
     The answer comes after what the loop takes in between (`CostModel.idle`). Without `draw`
-    every token is 0: fine where nobody looks at them, and faster.
+    every token is 0: fine where nobody looks at them, and faster. `lookahead` more steps may be in
+    flight; one that goes on from tokens of a step before waits for them.
     """
 
     def __init__(
@@ -32,15 +39,18 @@ class SimulatedExecutor:
         cost: "CostModel",
         depth: int = 1,
         draw: "Callable[[StepEntry], int] | None" = letters,
+        lookahead: int = 0,
     ) -> None:
         self._cost = cost
         self._depth = depth
         self._draw = draw
+        self._lookahead = lookahead
         self._free_at = [0.0] * depth  # one per stage
+        self._sampled: deque[_Sampled] = deque(maxlen=depth)  # with lookahead
 
     @property
     def depth(self) -> int:
-        return self._depth
+        return self._depth + self._lookahead
 
     @property
     def is_alive(self) -> bool:
@@ -53,10 +63,12 @@ class SimulatedExecutor:
     def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
         seconds = self._cost.step(step)
-        at = loop.time()
+        at = max(loop.time(), self._held_until(step)) if self._lookahead else loop.time()
         for stage in range(self._depth):
             at = max(at, self._free_at[stage]) + seconds / self._depth
             self._free_at[stage] = at
+        if self._lookahead:
+            self._sampled.append(_Sampled(at, {entry.request_id for entry in step.entries}))
         at += self._cost.idle(len(step.entries))
         draw = self._draw
         if draw is None:
@@ -66,6 +78,11 @@ class SimulatedExecutor:
         future: asyncio.Future[StepResult] = loop.create_future()
         loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, seconds))
         return future
+
+    def _held_until(self, step: "Step") -> float:
+        """When the last of the tokens is known that the step goes on from."""
+        held = {entry.request_id for entry in step.entries if entry.tokens == (HELD_TOKEN,)}
+        return max((at for at, requests in self._sampled if requests & held), default=0.0)
 
     async def restart(self) -> None:
         raise Unavailable("a simulated worker does not die")

@@ -41,7 +41,7 @@ def test_a_request_in_flight_expires_when_its_iteration_returns() -> None:
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert scheduler.expire(1.0) == [request]
-    assert (request.state, scheduler.ledger.num_held) == (State.CANCELLING, 2)
+    assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 2)
     answer(scheduler, iteration, 0.0)
     assert (request.state, scheduler.ledger.num_held) == (State.EXPIRED, 0)
     assert request.output == []

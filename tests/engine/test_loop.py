@@ -157,7 +157,7 @@ def test_leaving_at_any_moment_frees_everything_and_disturbs_nobody(leave_at: fl
                 with engine.stream(Ask((1,) * 12, 50, GREEDY)) as stream:
                     await asyncio.sleep(leave_at)
                     stream.close(Abort.EXPLICIT)
-                    assert stream.request.state in (State.CANCELLED, State.CANCELLING)
+                    assert stream.request.state in (State.CANCELLED, State.LEAVING)
 
             with engine.stream(Ask((2,), 6, GREEDY)) as stream:
                 task = asyncio.create_task(leaver()) if leaves else None
@@ -181,7 +181,7 @@ def test_a_cancelled_reader_gives_its_lease_back() -> None:
         await asyncio.sleep(2.5)
         task.cancel()
         await asyncio.wait([task])
-        assert engine.scheduler.pool.count(State.CANCELLING) == 1
+        assert engine.scheduler.pool.count(State.LEAVING) == 1
         await asyncio.sleep(1)
         assert not engine.scheduler.pool
 

@@ -170,7 +170,7 @@ def test_leaving_in_flight_frees_at_the_commit_and_delivers_nothing() -> None:
     assert iteration is not None
     scheduler.cancel(request, Abort.CLIENT_GONE, 1.0)
     scheduler.cancel(request, Abort.EXPLICIT, 1.0)
-    assert (request.state, request.abort) == (State.CANCELLING, Abort.CLIENT_GONE)
+    assert (request.state, request.abort) == (State.LEAVING, Abort.CLIENT_GONE)
     assert scheduler.ledger.num_held == 2
     result = StepResult(iteration.step.step_id, (5,), 0.01)
     assert scheduler.commit(iteration, result, 0.0) == []

@@ -23,7 +23,7 @@ from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Ask, Request, State
 from engine.scheduler import IterationScheduler, SchedulerSettings
-from engine.step import Sampling, StepEntry, StepResult
+from engine.step import HELD_TOKEN, Sampling, StepEntry, StepResult
 from tests.turns import HAND
 
 NUM_SLOTS = 24
@@ -47,12 +47,13 @@ class Ends(Silence):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Drives a scheduler with up to `depth` iterations in flight."""
+    """Drives a scheduler with up to `depth` iterations in flight, and with lookahead or not."""
 
     @initialize(
         name=NAMES,
         admission=st.sampled_from(Admission),
         depth=st.integers(1, 3),
+        looks_ahead=st.booleans(),
         block_size=st.sampled_from([1, 2, 4]),
         batch=st.integers(1, 4),
         budget=st.integers(0, 5),
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name: str,
         admission: Admission,
         depth: int,
+        looks_ahead: bool,
         block_size: int,
         batch: int,
         budget: int,
@@ -70,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.ends = Ends()
         self.depth = depth
+        self.looks_ahead = looks_ahead
         bounds = SchedulerSettings(
             max_model_len=20,
             max_batch_size=batch,
@@ -147,7 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         if len(self.in_flight) < self.depth:
-            iteration = self.scheduler.plan(self.now)
+            is_ahead = self.looks_ahead and self.in_flight
+            iteration = self.scheduler.plan(self.now, self.in_flight[0] if is_ahead else None)
             if iteration is not None:
                 self.check_iteration(iteration)
                 self.in_flight.append(iteration)
@@ -156,17 +160,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         bounds = self.scheduler.settings
         assert 0 < len(iteration.requests) <= bounds.max_batch_size
         assert iteration.step.num_tokens <= bounds.max_batch_tokens
+        in_flight = [request for other in self.in_flight for request in other.requests]
+        suspects = [r for r in (*in_flight, *iteration.requests) if r.is_suspect]
+        assert len(suspects) <= 1
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             assert request.state is State.RUNNING
-            assert entry.start == request.num_computed
-            self.compute(entry, request)
+            assert request.num_in_flight == in_flight.count(request) + 1
+            assert request.num_in_flight <= 1 + self.looks_ahead
+            assert entry.start + len(entry.tokens) == request.num_planned
+            assert request.num_planned <= request.max_slots
+
+    def run(self, iteration: Iteration) -> None:
+        """Do what the workers do, for which all that is held must still be there."""
+        for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
+            table = self.scheduler.ledger.table(request.request_id)
+            assert table.startswith(entry.blocks)
+            if request.state is State.RUNNING:
+                self.compute(entry, request)
 
     def compute(self, entry: StepEntry, request: Request) -> None:
         """Attend to all tokens before, whose KV must be there, and write the new ones."""
         size = self.scheduler.ledger.block_size
         table = array("i", entry.blocks)
-        slots = [table[i // size] * size + i % size for i in range(entry.start + len(entry.tokens))]
+        stop = entry.start + len(entry.tokens)
+        slots = [table[i // size] * size + i % size for i in range(stop)]
         known = request.tokens(0, request.num_tokens)
+        tokens = known[entry.start : stop]
+        assert entry.tokens == tokens or (entry.tokens == (HELD_TOKEN,) and stop == len(known))
         for position, slot in enumerate(slots):
             if position < entry.start:
                 assert self.device[slot] == known[: position + 1]
@@ -177,6 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 12), min_size=4, max_size=4))
     def commit(self, tokens: list[int]) -> None:
         iteration = self.in_flight.popleft()
+        self.run(iteration)
         draws = sum(entry.draw is not None for entry in iteration.step.entries)
         seconds = HAND.step(iteration.step)
         self.now += seconds
