@@ -203,10 +203,10 @@ class IterationScheduler:
             return 0
         num_tokens = request.unplanned
         if num_tokens > 1:
-            num_ready = self._ready_left(draft) - self._num_behind(draft, request)
-            num_tokens = min(num_tokens, draft.tokens_left - num_ready + 1)
+            others = self._num_others(draft, request, self._ready_left(draft) - 1)
+            num_tokens = min(num_tokens, draft.tokens_left - others)
             if num_tokens > LEAST_PIECE and self.settings.max_step_seconds < inf:
-                num_tokens = self._num_tokens_in_time(draft, request, num_tokens, num_ready - 1)
+                num_tokens = self._num_tokens_in_time(draft, request, num_tokens, others)
         return num_tokens if num_tokens <= draft.tokens_left else 0
 
     def _num_tokens_in_time(
@@ -228,12 +228,13 @@ class IterationScheduler:
         """Requests that the draft may take and has not looked at."""
         return self.pool.count(READY) - draft.num_skipped + len(draft.ahead)
 
-    def _num_behind(self, draft: Draft, request: Request) -> int:
-        """Of those left the ones in the background, for one that is not: it leaves them no tokens."""
-        if request.ask.is_background or not self.pool.background:
-            return 0
-        left = draft.ahead
-        return sum(other.state is READY or other in left for other in self.pool.background)
+    def _num_others(self, draft: Draft, request: Request, num_ready: int) -> int:
+        """How many of so many ready requests `request` has to leave a token: no more than have
+        seats, and none in the background if it is not there itself."""
+        if self.pool.background and not request.ask.is_background:
+            left = draft.ahead
+            num_ready -= sum(r.state is READY or r in left for r in self.pool.background)
+        return min(num_ready, draft.seats - 1)
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
         """Start a waiting request if it fits; whether others behind it may still be looked at."""
@@ -242,8 +243,8 @@ class IterationScheduler:
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
-        num_ready = self._ready_left(draft) - self._num_behind(draft, request)
-        if not whole_batch and (draft.is_late or draft.tokens_left <= num_ready):
+        others = self._num_others(draft, request, self._ready_left(draft))
+        if not whole_batch and (draft.is_late or draft.tokens_left <= others):
             return False
         if self.memory.admit(request, now):
             for other in draft.passed:
