@@ -167,12 +167,53 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Which share of a model one worker holds: a stage (some layers) and a rank (a part of each).
+
+    The workers of one model find each other at `rendezvous`, a "host:port" where worker 0 listens:
+    on the inherited socket `listener`, a file descriptor, which only its own process may name.
+    The others reach this one at `address`, and `num_neighbours` workers, this one included, share
+    its machine.
+    """
+
+    stage: int = 0
+    num_stages: int = 1
+    rank: int = 0
+    num_ranks: int = 1
+    rendezvous: str = ""
+    listener: int | None = None
+    address: str = "127.0.0.1"
+    num_neighbours: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_stages * self.num_ranks
+
+    @property
+    def index(self) -> int:
+        """This worker among all: stage by stage, rank by rank."""
+        return self.stage * self.num_ranks + self.rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether tokens come back from this worker: rank 0 of the last stage."""
+        return self.is_last_stage and self.rank == 0
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What a worker needs to know to load its share of a model.
 
     `dtype`, `device` and `attention` may be "auto". `kv_slots` 0 means: as many as `kv_bytes`
-    hold; both 0 means: the worker chooses from the memory that is free. `threads` 0: all cores.
-    `max_model_len` 0: the checkpoint's own limit.
+    hold, over all workers; both 0 means: the worker chooses from the memory that is free.
+    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit.
     """
 
     model: str
@@ -186,11 +227,15 @@ class WorkerSettings:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     threads: int = 0
+    placement: Placement = Placement()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker learned while it loaded: facts about the model and the room for KV."""
+    """What a worker learned while it loaded: facts about the model and the room for KV.
+
+    `num_parameters` are the whole model's, `bytes_per_block` and `threads` the worker's own.
+    """
 
     architecture: str
     num_parameters: int

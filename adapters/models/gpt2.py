@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from torch import Tensor
+import torch
 
 from adapters.models.fields import Fields
+from adapters.models.projections import Projections, embedding_and_head
 from engine.worker.layers import AttentionBlock, Block, Decoder, Mlp
 from engine.worker.ports import Linear, ModelShape, Norm, Operators, WeightSource
+from engine.worker.shard import Part, Shard
 
 
 class Gpt2:
@@ -17,6 +19,7 @@ class Gpt2:
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
         hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
+        inner = fields.integer("n_inner", 4 * hidden)
         fields.refuse("scale_attn_weights", True)
         fields.refuse("scale_attn_by_inverse_layer_idx", False)
         fields.refuse("add_cross_attention", False)
@@ -26,43 +29,33 @@ class Gpt2:
             num_kv_heads=heads,
             head_dim=hidden // heads,
             hidden_size=hidden,
+            inner_size=inner,
+            layer_parameters=hidden * (4 * hidden + 2 * inner),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("n_positions"),
         )
-        self._inner = fields.integer("n_inner", 4 * hidden)
         self._eps = fields.number("layer_norm_epsilon", 1e-5)
         self._activation = fields.activation("activation_function", "gelu_new")
         self._tied = fields.flag("tie_word_embeddings", True)
 
-    def build(self, weights: WeightSource, span: range, operators: Operators) -> Decoder:
+    def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
         """See `ModelFamily`."""
         shape = self.shape
         root = "transformer." if weights.has("transformer.wte.weight") else ""
-        is_first, is_last = span.start == 0, span.stop == shape.num_layers
-        tokens = positions = norm = head = None
-        if is_first or (is_last and self._tied):
-            tokens = weights.take(f"{root}wte.weight", shape.vocab_size, shape.hidden_size)
-        if is_first:
+        projections = Projections(weights, shard, operators)
+        tokens, head = embedding_and_head(projections, f"{root}wte.weight", is_tied=self._tied)
+        positions = norm = None
+        if shard.is_first:
             positions = weights.take(f"{root}wpe.weight", shape.max_positions, shape.hidden_size)
-        if is_last:
+        if shard.is_last:
             norm = self._norm(weights, f"{root}ln_f", operators)
-            head = operators.linear([self._head(weights, tokens)], None)
         return Decoder(
-            blocks=tuple(self._block(weights, f"{root}h.{i}", i, span, operators) for i in span),
-            tokens=tokens if is_first else None,
+            blocks=tuple(self._block(projections, f"{root}h.{i}", i) for i in shard.span),
+            tokens=tokens,
             learned_positions=positions,
             norm=norm,
             head=head,
         )
-
-    def _head(self, weights: WeightSource, tokens: Tensor | None) -> Tensor:
-        size = self.shape.vocab_size, self.shape.hidden_size
-        is_stored = weights.has("lm_head.weight")
-        if not self._tied or tokens is None:
-            return weights.take("lm_head.weight", *size)
-        if is_stored:
-            weights.take("lm_head.weight", *size)
-        return tokens
 
     def _norm(self, weights: WeightSource, name: str, operators: Operators) -> Norm:
         hidden = self.shape.hidden_size
@@ -70,31 +63,46 @@ class Gpt2:
             weights.take(f"{name}.weight", hidden), weights.take(f"{name}.bias", hidden), self._eps
         )
 
-    def _block(
-        self, weights: WeightSource, at: str, layer: int, span: range, operators: Operators
-    ) -> Block:
-        shape, hidden = self.shape, self.shape.hidden_size
-
-        def project(name: str, inputs: int, outputs: int) -> Linear:
-            weight = weights.take(f"{at}.{name}.weight", inputs, outputs)
-            bias = weights.take(f"{at}.{name}.bias", outputs)
-            return operators.linear([weight.t()], bias)
-
+    def _block(self, projections: Projections, at: str, layer: int) -> Block:
+        weights, shard, operators = projections.weights, projections.shard, projections.operators
+        width = shard.heads.times(shard.shape.head_dim)
+        attention = AttentionBlock(
+            layer=layer - shard.span.start,
+            num_heads=len(shard.heads.run),
+            num_kv_heads=len(shard.kv_heads.run),
+            head_dim=shard.shape.head_dim,
+            operators=operators,
+            qkv=fan_out(projections, f"{at}.attn.c_attn", width, repeats=3),
+            out=fan_in(projections, f"{at}.attn.c_proj", width),
+        )
         return Block(
             attention_norm=self._norm(weights, f"{at}.ln_1", operators),
-            attention=AttentionBlock(
-                layer=layer - span.start,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_heads,
-                head_dim=shape.head_dim,
-                operators=operators,
-                qkv=project("attn.c_attn", hidden, 3 * hidden),
-                out=project("attn.c_proj", hidden, hidden),
-            ),
+            attention=attention,
             mlp_norm=self._norm(weights, f"{at}.ln_2", operators),
             mlp=Mlp(
-                up=project("mlp.c_fc", hidden, self._inner),
-                down=project("mlp.c_proj", self._inner, hidden),
+                up=fan_out(projections, f"{at}.mlp.c_fc", shard.inner),
+                down=fan_in(projections, f"{at}.mlp.c_proj", shard.inner),
                 activation=operators.activation(self._activation, is_gated=False),
             ),
         )
+
+
+def fan_out(projections: Projections, name: str, part: Part, repeats: int = 1) -> Linear:
+    """From the hidden states to `repeats` runs that lie side by side, each of them cut alike."""
+    hidden, size = projections.shard.shape.hidden_size, part.size * repeats
+    runs = [
+        range(part.run.start + shift, part.run.stop + shift) for shift in range(0, size, part.size)
+    ]
+    take = projections.weights.take
+    weights = [take(f"{name}.weight", hidden, size, columns=run).t() for run in runs]
+    biases = [take(f"{name}.bias", size, rows=run) for run in runs]
+    return projections.operators.linear(weights, torch.cat(biases))
+
+
+def fan_in(projections: Projections, name: str, part: Part) -> Linear:
+    """Back to the hidden states, summed over the ranks; rank 0 adds the bias."""
+    hidden, take = projections.shard.shape.hidden_size, projections.weights.take
+    weight = take(f"{name}.weight", part.size, hidden, rows=part.run)
+    bias = take(f"{name}.bias", hidden)
+    is_first = projections.shard.rank == 0
+    return projections.added(projections.operators.linear([weight.t()], bias if is_first else None))

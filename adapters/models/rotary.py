@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from adapters.models.fields import Fields
+from adapters.models.projections import Projections, embedding_and_head
 from engine.errors import RefusedToStart
 from engine.worker.layers import (
     AttentionBlock,
@@ -21,7 +21,8 @@ from engine.worker.layers import (
     Mlp,
     inverse_frequencies,
 )
-from engine.worker.ports import Linear, ModelShape, Norm, Operators, WeightSource
+from engine.worker.ports import ModelShape, Norm, Operators, WeightSource
+from engine.worker.shard import Part, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,6 @@ class Traits:
 class RotarySize:
     """What the layers need beyond the shape."""
 
-    inner: int
     eps: float
     activation: str
     tied: bool
@@ -53,12 +53,17 @@ class RotaryFamily(ABC):
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+        kv_heads = fields.integer("num_key_value_heads", heads)
+        head_dim = self.head_dim(fields, hidden // heads)
+        inner = fields.integer("intermediate_size")
         self.shape = ModelShape(
             num_layers=fields.integer("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=self.head_dim(fields, hidden // heads),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             hidden_size=hidden,
+            inner_size=inner,
+            layer_parameters=hidden * (2 * (heads + kv_heads) * head_dim + 3 * inner),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             window=self.window(fields),
@@ -67,7 +72,6 @@ class RotaryFamily(ABC):
             raise RefusedToStart("config.json: num_key_value_heads does not divide the heads")
         self._traits = self.traits(fields)
         self._size = RotarySize(
-            inner=fields.integer("intermediate_size"),
             eps=fields.number("rms_norm_eps", 1e-6),
             activation=fields.activation("hidden_act", "silu"),
             tied=fields.flag("tie_word_embeddings", False),
@@ -85,90 +89,68 @@ class RotaryFamily(ABC):
     def head_dim(self, fields: Fields, default: int) -> int:
         return fields.integer("head_dim", default)
 
-    def build(self, weights: WeightSource, span: range, operators: Operators) -> Decoder:
+    def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
         """See `ModelFamily`."""
-        shape, tied = self.shape, self._size.tied
-        is_first, is_last = span.start == 0, span.stop == shape.num_layers
-        tokens = norm = head = None
-        if is_first or (is_last and tied):
-            tokens = weights.take("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
-        if is_last:
-            norm = self._norm(weights, "model.norm", shape.hidden_size, operators)
-            head = operators.linear([self._head(weights, tokens)], None)
+        projections = Projections(weights, shard, operators)
+        tokens, head = embedding_and_head(
+            projections, "model.embed_tokens.weight", is_tied=self._size.tied
+        )
+        norm = None
+        if shard.is_last:
+            norm = self._norm(weights, "model.norm", shard.shape.hidden_size, operators)
         return Decoder(
-            blocks=tuple(self._block(weights, layer, span, operators) for layer in span),
-            tokens=tokens if is_first else None,
+            blocks=tuple(self._block(projections, layer) for layer in shard.span),
+            tokens=tokens,
             inverse=self._size.inverse,
             norm=norm,
             head=head,
         )
 
-    def _head(self, weights: WeightSource, tokens: Tensor | None) -> Tensor:
-        shape = self.shape
-        if self._size.tied and tokens is not None:
-            if weights.has("lm_head.weight"):
-                weights.take("lm_head.weight", shape.vocab_size, shape.hidden_size)
-            return tokens
-        return weights.take("lm_head.weight", shape.vocab_size, shape.hidden_size)
-
     def _norm(self, weights: WeightSource, name: str, dim: int, operators: Operators) -> Norm:
         return operators.rms_norm(weights.take(f"{name}.weight", dim), self._size.eps)
 
-    def _block(self, weights: WeightSource, layer: int, span: range, operators: Operators) -> Block:
-        shape, size, traits = self.shape, self._size, self._traits
-        at = f"model.layers.{layer}"
-        hidden, width = shape.hidden_size, shape.num_heads * shape.head_dim
-        fused = Fused(weights, operators)
-        mlp = Mlp(
-            up=fused(
-                traits.mlp_bias,
-                hidden,
-                {f"{at}.mlp.gate_proj": size.inner, f"{at}.mlp.up_proj": size.inner},
-            ),
-            down=fused(traits.mlp_bias, size.inner, {f"{at}.mlp.down_proj": hidden}),
-            activation=operators.activation(size.activation, is_gated=True),
+    def _block(self, projections: Projections, layer: int) -> Block:
+        weights, shard, operators = projections.weights, projections.shard, projections.operators
+        hidden, at = shard.shape.hidden_size, f"model.layers.{layer}"
+        return Block(
+            attention_norm=self._norm(weights, f"{at}.input_layernorm", hidden, operators),
+            attention=self._attention(projections, at, layer - shard.span.start),
+            mlp_norm=self._norm(weights, f"{at}.post_attention_layernorm", hidden, operators),
+            mlp=self._mlp(projections, f"{at}.mlp"),
         )
-        kv_width = shape.num_kv_heads * shape.head_dim
-        heads = {f"{at}.self_attn.q_proj": width}
-        heads |= {f"{at}.self_attn.{name}_proj": kv_width for name in "kv"}
+
+    def _attention(self, projections: Projections, at: str, layer: int) -> AttentionBlock:
+        shard, traits, operators = projections.shard, self._traits, projections.operators
+        dim = shard.shape.head_dim
+        width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
+        wanted = {"q": width, "k": kv_width, "v": kv_width}
         norms = [
-            self._norm(weights, f"{at}.self_attn.{name}_norm", shape.head_dim, operators)
+            self._norm(projections.weights, f"{at}.self_attn.{name}_norm", dim, operators)
             for name in "qk"
             if traits.qk_norm
         ]
-        attention = AttentionBlock(
-            layer - span.start,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
+        return AttentionBlock(
+            layer,
+            len(shard.heads.run),
+            len(shard.kv_heads.run),
+            dim,
             operators,
-            fused(traits.qkv_bias, hidden, heads),
-            fused(traits.out_bias, width, {f"{at}.self_attn.o_proj": hidden}),
+            projections.fan_out(
+                {f"{at}.self_attn.{name}_proj": part for name, part in wanted.items()},
+                has_bias=traits.qkv_bias,
+            ),
+            projections.fan_in(f"{at}.self_attn.o_proj", width, has_bias=traits.out_bias),
             *norms,
         )
-        return Block(
-            attention_norm=self._norm(weights, f"{at}.input_layernorm", hidden, operators),
-            attention=attention,
-            mlp_norm=self._norm(weights, f"{at}.post_attention_layernorm", hidden, operators),
-            mlp=mlp,
+
+    def _mlp(self, projections: Projections, at: str) -> Mlp:
+        inner, has_bias = projections.shard.inner, self._traits.mlp_bias
+        wanted: dict[str, Part] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        return Mlp(
+            up=projections.fan_out(wanted, has_bias=has_bias),
+            down=projections.fan_in(f"{at}.down_proj", inner, has_bias=has_bias),
+            activation=projections.operators.activation(self._size.activation, is_gated=True),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """Makes one linear of several that read the same input, one below the other."""
-
-    weights: WeightSource
-    operators: Operators
-
-    def __call__(self, has_bias: bool, inputs: int, outputs: Mapping[str, int]) -> Linear:
-        """`outputs` are tensor names without `.weight` and their rows."""
-        take = self.weights.take
-        parts = [take(f"{name}.weight", rows, inputs) for name, rows in outputs.items()]
-        bias = None
-        if has_bias:
-            bias = torch.cat([take(f"{name}.bias", rows) for name, rows in outputs.items()])
-        return self.operators.linear(parts, bias)
 
 
 def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:

@@ -60,8 +60,9 @@ def choose_num_blocks(
 ) -> int:
     """How many blocks to make; raises `RefusedToStart` when none fit or more than fit are asked.
 
-    Without an order it is the smaller of 4 GiB and a quarter of the available memory, and never
-    more than `max_batch_size` requests of full length can use.
+    Without an order it is the smaller of 4 GiB and a quarter of the available memory, shared with
+    the other workers of the machine, and never more than `max_batch_size` requests of full length
+    can use.
     """
     size = settings.block_size
     if size < 1:
@@ -72,6 +73,7 @@ def choose_num_blocks(
         blocks, asked = settings.kv_bytes // block_bytes, f"kv_bytes={settings.kv_bytes}"
     else:
         share = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
+        share //= settings.placement.num_neighbours
         enough = settings.max_batch_size * -(-max_model_len // size)
         blocks, asked = min(share // block_bytes, enough), f"{share} bytes of memory for KV"
     if blocks < 1:

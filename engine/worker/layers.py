@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.worker.ports import AttentionBackend, Linear, Norm, Operators
+from engine.worker.shard import AddUp, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,38 @@ class Turn:
     def at(cls, positions: Tensor, inverse: Tensor) -> "Turn":
         angles = positions.to(torch.float32)[:, None] * inverse
         return cls(angles.cos(), angles.sin())
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A linear of which each rank holds some columns: the ranks' results are added up."""
+
+    part: Linear
+    add_up: AddUp
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = self.part(x)
+        self.add_up(y)
+        return y if add_to is None else add_to.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of the ids in `part`; with `add_up` the other ranks have those of the others."""
+
+    rows: Tensor  # [part, hidden]
+    part: Part
+    add_up: AddUp | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        if self.add_up is None:
+            return F.embedding(ids, self.rows)
+        place = ids - self.part.run.start
+        elsewhere = (place < 0) | (place >= len(self.part.run))
+        hidden = F.embedding(place.masked_fill(elsewhere, 0), self.rows)
+        hidden.masked_fill_(elsewhere[:, None], 0.0)
+        self.add_up(hidden)
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +163,7 @@ class Decoder:
     """A pre-norm decoder or a stage of one: what the first or last stage has may be None."""
 
     blocks: tuple[Block, ...]
-    tokens: Tensor | None = None  # [vocab, hidden]
+    tokens: Embedding | None = None
     learned_positions: Tensor | None = None  # [positions, hidden]
     inverse: Tensor | None = None  # rotary frequencies, [dim / 2]
     norm: Norm | None = None
@@ -139,7 +172,7 @@ class Decoder:
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """See `StageModel`."""
         assert self.tokens is not None, "only the first stage embeds"
-        hidden = F.embedding(ids, self.tokens)
+        hidden = self.tokens(ids)
         if self.learned_positions is not None:
             hidden += F.embedding(positions, self.learned_positions)
         return hidden

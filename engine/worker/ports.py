@@ -15,12 +15,14 @@ from engine.step import Sampling
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
     from engine.worker.layout import RaggedLayout
+    from engine.worker.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The facts of a checkpoint that the worker plans with.
 
+    `inner_size` is the width of the MLP, `layer_parameters` the matrix elements of one layer.
     `window` is the sliding window of attention in tokens (itself included), None for all.
     """
 
@@ -29,6 +31,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    inner_size: int
+    layer_parameters: int
     vocab_size: int
     max_positions: int
     window: int | None = None
@@ -155,13 +159,23 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in the worker's dtype; raises `RefusedToStart` if missing or misshapen."""
+    def take(
+        self,
+        name: str,
+        *shape: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """The tensor in the worker's dtype, or some rows and columns of it; None: all.
+
+        `shape` is the whole tensor's; raises `RefusedToStart` if missing or misshapen.
+        """
         ...
 
 
 class StageModel(Protocol):
-    """A run of layers. `ids` and `positions` are int64 `[tokens]`."""
+    """A shard: a run of layers, and of each a rank's part. `ids` and `positions` are int64
+    `[tokens]`; hidden states are whole, and equal, on all ranks of a stage."""
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[tokens, hidden]`; only on the first stage."""
@@ -182,7 +196,7 @@ class StageModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, vocab]` in float32; only on the last stage."""
+        """`[rows, this rank's part of vocab]` in float32; only on the last stage."""
         ...
 
 
@@ -200,8 +214,8 @@ class ModelFamily(Protocol):
         """Shell patterns of tensors in old checkpoints that carry no information."""
         ...
 
-    def build(self, weights: WeightSource, span: range, operators: Operators) -> StageModel:
-        """The layers in `span`, with embedding or head where the span begins or ends the model."""
+    def build(self, weights: WeightSource, shard: "Shard", operators: Operators) -> StageModel:
+        """The layers of the shard, with embedding or head where they begin or end the model."""
         ...
 
 

@@ -1,10 +1,10 @@
 """From hidden states to what a step's result says: tokens, log-probabilities, faults.
 
-Only on the last stage. The logits of a prompt are made in slices, because a long prompt's at
-once would be larger than the model.
+Only on the last stage, where other ranks than 0 only `follow`. The logits of a prompt are made in
+slices, because a long prompt's at once would be larger than the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """`head` makes logits `[rows, vocab]` in float32 of hidden states."""
+    """`head` makes logits `[rows, vocab]` in float32 of hidden states, on rank 0."""
 
-    head: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor | None]
     sampler: Sampler
 
     def read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Reading:
@@ -48,25 +48,40 @@ class Reader:
         scores = tuple(tuple(one for one in found if one is not None) for found in told)
         return Reading(drawn.tokens, drawn.logprobs, scores, tuple(faults))
 
+    def follow(self, layout: RaggedLayout, hidden: Tensor) -> None:
+        """Be there, on another rank, for each time that `read` asks for logits on rank 0."""
+        num_draws = len(layout.sampled_rows)
+        if num_draws:
+            self.head(hidden[:num_draws])
+        for part in self._slices(len(layout.scored_rows)):
+            self.head(hidden[num_draws:][part])
+
     def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Drawn:
         if not len(hidden):
             return Drawn(())
         draws = [entry.draw for entry in step.entries if entry.draw is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
-        return self.sampler.draw(self.head(hidden), draws, positions)
+        return self.sampler.draw(self._logits(hidden), draws, positions)
 
     def _score(self, step: Step, hidden: Tensor) -> list[list[TokenLogprobs | None]]:
         """Log-probabilities of each entry's targets, none for who does not ask."""
         orders = [entry.prompt_logprobs for entry in step.entries]
         ids = [target for order in orders if order is not None for target in order.ids]
         tops = [order.top for order in orders if order is not None for _ in order.ids]
-        size = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
         found: list[TokenLogprobs | None] = []
-        for first in range(0, len(ids), size):
-            part = slice(first, first + size)
-            found += log_probabilities(self.head(hidden[part]), ids[part], tops[part])
+        for part in self._slices(len(ids)):
+            found += log_probabilities(self._logits(hidden[part]), ids[part], tops[part])
         told = iter(found)
         return [[next(told) for _ in order.ids] if order else [] for order in orders]
+
+    def _slices(self, num_rows: int) -> Iterator[slice]:
+        size = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
+        return (slice(first, first + size) for first in range(0, num_rows, size))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        assert logits is not None, "a rank that follows"
+        return logits
 
 
 def _fault(entry: int, fault: RowFault) -> Fault:

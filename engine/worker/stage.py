@@ -1,5 +1,6 @@
 """A stage: the layers that this worker holds, their KV, and the attention over it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ class Stage:
 
     model: StageModel
     attention: AttentionBackend
+    gather: Callable[[Tensor], Tensor | None] | None = None  # of logits, from ranks to rank 0
 
     def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Hidden states `[tokens, hidden]` to hand on to the next stage.
@@ -24,13 +26,20 @@ class Stage:
         """
         return self._run(layout, hidden, None)
 
-    def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
-        """`[sampled rows, vocab]` in float32; only on the last stage."""
-        return self.model.logits(self.read(layout, hidden)[: len(layout.sampled_rows)])
+    def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor | None:
+        """`[sampled rows, vocab]` in float32, on rank 0 only; only on the last stage."""
+        return self.head(self.read(layout, hidden)[: len(layout.sampled_rows)])
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """`[rows, vocab]` in float32 of what `read` returned; all ranks ask, rank 0 gets them."""
+        part = self.model.logits(hidden)
+        return part if self.gather is None else self.gather(part)
 
     def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Hidden states that logits are asked of: `[sampled rows, then scored rows, hidden]`."""
         rows = np.concatenate((layout.sampled_rows, layout.scored_rows))
+        if not len(rows):  # a piece of a prompt
+            return self._run(layout, hidden, None)[:0]
         is_all = len(layout.sampled_rows) == len(rows) == layout.num_tokens
         return self._run(layout, hidden, None if is_all else torch.from_numpy(rows))
 

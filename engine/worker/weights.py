@@ -1,14 +1,17 @@
 """The tensors of a safetensors checkpoint, mapped into memory and read at first touch.
 
 A tensor in the worker's dtype is a view of the file; another dtype is converted, one tensor at
-a time. Every tensor of the checkpoint must be asked for: what is left over is a refusal.
+a time. Every tensor of the checkpoint must have a place in the model: what is left over is a
+refusal, which every worker finds by building the whole model once without its contents.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +20,7 @@ from torch import Tensor
 from engine.errors import RefusedToStart
 
 INDEX = "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 def shards_of(directory: Path) -> dict[str, Path]:
@@ -77,37 +81,98 @@ class Weights:
             for path in sorted(set(self._shards.values()))
         }
         self._taken: dict[str, int] = {}
+        self._num_wanted = len(self._shards)
 
     def __repr__(self) -> str:
         return f"<Weights {len(self._taken)}/{len(self._shards)} taken>"
 
     @property
-    def num_parameters(self) -> int:
-        """Elements of the tensors taken so far, each tensor counted once."""
+    def num_taken(self) -> int:
+        """Elements taken so far, those of each tensor counted once."""
         return sum(self._taken.values())
+
+    @property
+    def names(self) -> Set[str]:
+        """All tensors of the checkpoint."""
+        return self._shards.keys()
 
     def has(self, name: str) -> bool:
         return name in self._shards
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in the worker's dtype; raises `RefusedToStart` if missing or misshapen."""
+    def outline(self) -> "Outline":
+        """The same names and shapes, without contents."""
+        return Outline(self)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `RefusedToStart` unless the tensor is there, in this shape and a dtype of ours."""
         if name not in self._shards:
             raise RefusedToStart(f"tensor {name} is missing from the checkpoint")
-        file = self._files[self._shards[name]]
-        stored = tuple(file.get_slice(name).get_shape())
+        header = self._header(name)
+        stored = tuple(header.get_shape())
         if stored != shape:
             raise RefusedToStart(
                 f"tensor {name} has shape {list(stored)}, the config asks for {list(shape)}"
             )
-        tensor: Tensor = file.get_tensor(name)
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise RefusedToStart(f"tensor {name} is {tensor.dtype}, which is not supported")
-        self._taken[name] = tensor.numel()
-        self._progress("weights", len(self._taken), len(self._shards))
+        if header.get_dtype() not in DTYPES:
+            raise RefusedToStart(f"tensor {name} is {header.get_dtype()}, which is not supported")
+
+    def take(
+        self,
+        name: str,
+        *shape: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """See `WeightSource`. Pages of the file beyond these rows and columns stay untouched."""
+        self.check(name, shape)
+        wanted = tuple(
+            slice(None) if run is None else slice(run.start, run.stop) for run in (rows, columns)
+        )
+        tensor: Tensor = self._header(name)[wanted[: len(shape)]]
+        self._taken[name] = self._taken.get(name, 0) + tensor.numel()
+        self._progress("weights", len(self._taken), self._num_wanted)
         return tensor.to(self._dtype)
+
+    def expect(self, num_tensors: int) -> None:
+        """So many will be taken: what progress counts up to."""
+        self._num_wanted = num_tensors
+
+    def _header(self, name: str) -> Any:
+        return self._files[self._shards[name]].get_slice(name)
+
+
+class Outline:
+    """A `WeightSource` of tensors without contents, which notes what it was asked for."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.taken: dict[str, int] = {}  # elements of each tensor
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.taken.values())
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def take(
+        self,
+        name: str,
+        *shape: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """See `WeightSource`."""
+        self._weights.check(name, shape)
+        self.taken[name] = prod(shape)
+        lengths = [
+            size if run is None else len(run)
+            for size, run in zip(shape, (rows, columns), strict=False)
+        ]
+        return torch.empty(lengths, device="meta")
 
     def check_all_taken(self, ignored: tuple[str, ...]) -> None:
         """Refuse if the checkpoint holds tensors that the model has no place for."""
-        for name in sorted(self._shards.keys() - self._taken.keys()):
+        for name in sorted(self._weights.names - self.taken.keys()):
             if not any(fnmatch(name, pattern) for pattern in ignored):
                 raise RefusedToStart(f"tensor {name} of the checkpoint has no place in the model")

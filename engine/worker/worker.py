@@ -1,20 +1,20 @@
 """One worker: a checkpoint's layers, their KV and the sampler, behind `load` and `run`."""
 
-import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import RefusedToStart, StepFailed, WorkerLost
 from engine.step import (
     Draw,
     Fault,
+    Placement,
     RequestId,
     Sampling,
     Step,
@@ -24,22 +24,23 @@ from engine.step import (
     WorkerReport,
     WorkerSettings,
 )
+from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
-from engine.worker.layout import LayoutLimits, build_layout
+from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.native.build import compile_all
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
+from engine.worker.plane import Handed, Plane
 from engine.worker.ports import (
     AttentionSpec,
     MakesAttention,
-    ModelFamily,
     ModelShape,
     Operators,
-    ReadsFamily,
 )
 from engine.worker.reading import Reader, Reading
 from engine.worker.sampler import Sampler
+from engine.worker.shard import Shard
 from engine.worker.stage import Stage
 from engine.worker.weights import Weights
 
@@ -49,54 +50,6 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32}
 DEVICES = ("auto", "cpu")
 DEFAULT_ATTENTION = "cpu"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
-
-
-def load_by_name(path: str) -> object:
-    """What `"module:name"`, an entry of an adapter's table, stands for."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _load_from(table_path: str, what: str, name: str) -> object:
-    table = cast(Mapping[str, str], load_by_name(table_path))
-    if name not in table:
-        raise RefusedToStart(f"{what} {name!r} is not supported; known: {', '.join(table)}")
-    return load_by_name(table[name])
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A directory, its config, and the family that reads it."""
-
-    directory: Path
-    architecture: str
-    family: ModelFamily
-    end_ids: tuple[int, ...]
-
-    @classmethod
-    def open(cls, model: str) -> "Checkpoint":
-        """Find a directory or hub id; raises `RefusedToStart`."""
-        resolve = cast(
-            Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
-        )
-        read_config = cast(
-            Callable[[Path], dict[str, object]],
-            load_by_name("adapters.models.checkpoint:read_config"),
-        )
-        end_token_ids = cast(
-            Callable[[Path], tuple[int, ...]],
-            load_by_name("adapters.models.checkpoint:end_token_ids"),
-        )
-        directory = resolve(model)
-        config = read_config(directory)
-        names = config.get("architectures")
-        if not isinstance(names, list) or len(names) != 1:
-            raise RefusedToStart(f"config.json: architectures is {names!r}, expected one name")
-        if config.get("quantization_config") is not None:
-            raise RefusedToStart("config.json: quantization_config is not supported")
-        reads = _load_from("adapters.models:FAMILIES", "architecture", str(names[0]))
-        family = cast(ReadsFamily, reads)(config)
-        return cls(directory, str(names[0]), family, end_token_ids(directory))
 
 
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
@@ -123,8 +76,40 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _take_place(shape: ModelShape, placement: Placement) -> tuple[Shard, Plane | None]:
+    """This worker's shard, and its end of the data plane unless it is alone."""
+    shard = Shard.of(shape, placement, None)
+    if placement.num_workers == 1:
+        return shard, None
+    plane = Plane.join(placement)
+    return replace(shard, add_up=plane.add_up if placement.num_ranks > 1 else None), plane
+
+
+def _gathering(shard: Shard, plane: Plane | None) -> Callable[[Tensor], Tensor | None] | None:
+    """What makes whole logits of the ranks' parts; None where they are whole."""
+    if plane is None or shard.num_ranks == 1:
+        return None
+    ranks = (replace(shard, rank=rank) for rank in range(shard.num_ranks))
+    return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
+
+
+def _num_blocks(settings: WorkerSettings, whole_bytes: int, own_bytes: int, context: int) -> int:
+    """How many blocks this worker has room for; `kv_bytes` are those of all workers together."""
+    if settings.kv_bytes:
+        own = max(1, settings.kv_bytes * own_bytes // whole_bytes)
+        settings = replace(settings, kv_bytes=own)
+    return choose_num_blocks(settings, own_bytes, context, available_bytes())
+
+
+class Prepared(NamedTuple):
+    """A step as far as it gets without computing."""
+
+    layout: RaggedLayout
+    handed: Handed | None  # None on the first stage
+
+
 class Worker:
-    """Holds all layers of a model and runs steps on them, one at a time."""
+    """Holds a shard of a model and runs steps on it, one at a time."""
 
     def __init__(
         self,
@@ -133,12 +118,17 @@ class Worker:
         team: Team,
         limits: LayoutLimits,
         report: WorkerReport,
+        shard: Shard,
+        plane: Plane | None = None,
     ) -> None:
         self.report = report
         self._stage = stage
-        self._reader = Reader(stage.model.logits, sampler)
+        self._reader = Reader(stage.head, sampler)
         self._team = team
         self._limits = limits
+        self._shard = shard
+        self._plane = plane  # None for a worker that is alone
+        self._is_amid = False  # in the layers, where ranks wait for each other
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Progress) -> "Worker":
@@ -148,15 +138,16 @@ class Worker:
         """
         dtype = _dtype(settings)
         checkpoint = Checkpoint.open(settings.model)
-        shape = checkpoint.family.shape
+        shape, placement = checkpoint.family.shape, settings.placement
         max_model_len = _context(settings, shape)
         attention_name = DEFAULT_ATTENTION if settings.attention == "auto" else settings.attention
         backend = cast(
             MakesAttention,
-            _load_from("adapters.attention:BACKENDS", "attention", attention_name),
+            load_from_table("adapters.attention:BACKENDS", "attention", attention_name),
         )
+        shard, plane = _take_place(shape, placement)
 
-        threads = settings.threads or _num_cores()
+        threads = settings.threads or max(1, _num_cores() // placement.num_neighbours)
         team = Team(threads)
         is_plain = attention_name == PLAIN_ATTENTION
         torch.set_num_threads(threads if is_plain else 1)
@@ -164,28 +155,31 @@ class Worker:
             compile_all(progress)
         operators: Operators = TorchOperators() if is_plain else NativeOperators(team)
         weights = Weights(checkpoint.directory, dtype, progress)
-        model = checkpoint.family.build(weights, range(shape.num_layers), operators)
-        weights.check_all_taken(checkpoint.family.ignored_weights)
+        num_parameters = checkpoint.survey(weights, shard)
+        model = checkpoint.family.build(weights, shard, operators)
 
-        size = settings.block_size
-        block_bytes = bytes_per_block(shape, shape.num_layers, size, dtype.itemsize)
-        num_blocks = choose_num_blocks(settings, block_bytes, max_model_len, available_bytes())
-        cache = allocate(shape, shape.num_layers, num_blocks, size, dtype)
+        size, local = settings.block_size, shard.local_shape
+        block_bytes = bytes_per_block(local, local.num_layers, size, dtype.itemsize)
+        whole_bytes = bytes_per_block(shape, shape.num_layers, size, dtype.itemsize)
+        num_blocks = _num_blocks(settings, whole_bytes, block_bytes, max_model_len)
+        if plane is not None:
+            num_blocks = plane.least("blocks", num_blocks)
+        cache = allocate(local, local.num_layers, num_blocks, size, dtype)
         spec = AttentionSpec(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
+            num_heads=local.num_heads,
+            num_kv_heads=local.num_kv_heads,
             head_dim=shape.head_dim,
             scale=shape.head_dim**-0.5,
             window=shape.window,
         )
         worker = cls(
-            Stage(model, backend(spec, cache, team)),
+            Stage(model, backend(spec, cache, team), _gathering(shard, plane)),
             Sampler(shape.vocab_size, operators),
             team,
             LayoutLimits(shape.vocab_size, max_model_len, num_blocks, size),
             WorkerReport(
                 architecture=checkpoint.architecture,
-                num_parameters=weights.num_parameters,
+                num_parameters=num_parameters,
                 dtype=str(dtype).removeprefix("torch."),
                 device="cpu",
                 attention=attention_name,
@@ -197,32 +191,90 @@ class Worker:
                 bytes_per_block=block_bytes,
                 threads=threads,
             ),
+            shard,
+            plane,
         )
         if faults := worker._warm_up():
             raise RefusedToStart(f"{settings.model} cannot be served: {faults[0].line}")
         return worker
 
-    def run(self, step: Step) -> StepResult:
-        """Compute one step. Whatever it raises, the next step can run."""
-        started = time.perf_counter()
+    def prepare(self, step: Step) -> Prepared:
+        """What needs no computing: the layout, and the wait for the stage before.
+
+        Steps come in order; another thread may prepare one while the one before runs.
+        """
         layout = build_layout(step, self._limits)
-        reading = Reading()
+        if self._shard.is_first:
+            return Prepared(layout, None)
+        assert self._plane is not None, "a stage that stands alone"
+        hidden_size = self._shard.shape.hidden_size
+        return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, hidden_size))
+
+    def run(self, step: Step, prepared: Prepared | None = None) -> StepResult:
+        """Compute one step. Whatever it raises but `WorkerLost`, the next step can run.
+
+        Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
+        """
+        started = time.perf_counter()
+        prepared = prepared or self.prepare(step)
         with torch.inference_mode(), self._team.awake():
-            if len(layout.sampled_rows) or len(layout.scored_rows):
-                reading = self._reader.read(step, layout, self._stage.read(layout))
-            else:
-                self._stage.run(layout)
+            hidden = self._compute(step, prepared, started)
+            reading = Reading() if hidden is None else self._read(step, prepared.layout, hidden)
         return StepResult(
-            step_id=step.step_id,
-            seconds=time.perf_counter() - started,
-            **reading._asdict(),
+            step_id=step.step_id, seconds=_seconds(prepared, started), **reading._asdict()
         )
 
-    def logits(self, step: Step) -> Tensor:
-        """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32."""
-        layout = build_layout(step, self._limits)
+    def logits(self, step: Step) -> Tensor | None:
+        """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32.
+
+        None but on rank 0 of the last stage.
+        """
+        prepared = self.prepare(step)
         with torch.inference_mode(), self._team.awake():
-            return self._stage.logits(layout)
+            hidden = self._compute(step, prepared, time.perf_counter())
+            if hidden is None:
+                return None
+            return self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
+
+    def abandon(self, step: Step, prepared: Prepared, line: str) -> None:
+        """Tell the next stage why the step, prepared and run, failed here.
+
+        Raises `WorkerLost` where other ranks of the stage may still wait for this one.
+        """
+        if self._is_amid and self._shard.num_ranks > 1:
+            raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
+        self._is_amid = False
+        if not self._shard.is_last:
+            assert self._plane is not None, "a stage that stands alone"
+            nothing = torch.zeros(prepared.layout.num_tokens, self._shard.shape.hidden_size)
+            self._plane.send(step.step_id, nothing, 0.0, line)
+
+    def _compute(self, step: Step, prepared: Prepared, started: float) -> Tensor | None:
+        """On the last stage, the hidden states to read from; elsewhere they are handed on."""
+        layout, handed = prepared
+        if handed is not None and handed.fault:
+            raise StepFailed(handed.fault)
+        hidden = None if handed is None else handed.hidden
+        self._is_amid = True
+        if self._shard.is_last:
+            hidden = self._stage.read(layout, hidden)
+        else:
+            assert self._plane is not None, "a stage that stands alone"
+            hidden = self._stage.run(layout, hidden)
+            self._plane.send(step.step_id, hidden, _seconds(prepared, started))
+            hidden = None
+        self._is_amid = False
+        return hidden
+
+    def _read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Reading:
+        """What rank 0 of the last stage answers; the others help with the logits."""
+        if self._shard.rank == 0:
+            self._is_amid = len(layout.scored_rows) > 0  # then others wait for more than one head
+            reading = self._reader.read(step, layout, hidden)
+            self._is_amid = False
+            return reading
+        self._reader.follow(layout, hidden)
+        return Reading()
 
     def _warm_up(self) -> list[Fault]:
         """Run a piece of a prompt and a decode in block 0, which nobody owns yet."""
@@ -233,3 +285,9 @@ class Worker:
             entry = StepEntry(RequestId(0), start, (0,) * count, block, Draw(Sampling()))
             faults += self.run(Step(StepId(0), (entry,))).faults
         return faults
+
+
+def _seconds(prepared: Prepared, started: float) -> float:
+    """Spent on a step by all stages up to now."""
+    before = 0.0 if prepared.handed is None else prepared.handed.seconds
+    return before + time.perf_counter() - started

@@ -79,7 +79,7 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
         return torch.randn(shape, generator=generator)
 
     heads = case.kv_heads * case.group
-    shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, MAX_POSITIONS)
+    shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, 1, 1, MAX_POSITIONS)
     pages = [-(-sum(request) // case.block_size) for request in case.requests]
     cache = allocate(shape, LAYERS, sum(pages) + 3, case.block_size, torch.float32)
     for tensor in (*cache.keys, *cache.values):
@@ -148,7 +148,7 @@ def test_long_and_wide_mixes_are_attended_exactly(
 
 
 def test_one_backend_serves_steps_of_changing_shape(backend: MakesAttention, team: Team) -> None:
-    shape = ModelShape(1, 4, 2, 16, 1, 1, MAX_POSITIONS)
+    shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
     cache = allocate(shape, 1, 8, 4, torch.float32)
     attention = backend(AttentionSpec(4, 2, 16, 0.25, None), cache, team)
     blocks = np.arange(8, dtype="<i4").tobytes()

@@ -3,27 +3,64 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.step import (
+    Draw,
+    Placement,
+    RequestId,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    StepResult,
+    WorkerReport,
+    WorkerSettings,
+)
 from engine.worker.worker import Worker
 
 GREEDY = Sampling(temperature=0.0)
+WHOLE = Placement()
+
+
+class RunsSteps(Protocol):
+    """A worker, or several that act as one."""
+
+    @property
+    def report(self) -> WorkerReport: ...
+
+    def run(self, step: Step) -> StepResult: ...
+
+    def logits(self, step: Step) -> Tensor | None: ...
+
+
+def settings_for(
+    model: object,
+    attention: str = "reference",
+    *,
+    block_size: int = 4,
+    kv_slots: int = 512,
+    placement: Placement = WHOLE,
+) -> WorkerSettings:
+    """A small cache, one thread."""
+    return WorkerSettings(
+        model=str(model),
+        attention=attention,
+        block_size=block_size,
+        kv_slots=kv_slots,
+        threads=1,
+        placement=placement,
+    )
 
 
 def load_worker(
     model: object, *, attention: str = "reference", block_size: int = 4, kv_slots: int = 512
 ) -> Worker:
     """A worker over a checkpoint directory with a small cache."""
-    settings = WorkerSettings(
-        model=str(model),
-        attention=attention,
-        block_size=block_size,
-        kv_slots=kv_slots,
-        threads=1,
-    )
+    settings = settings_for(model, attention, block_size=block_size, kv_slots=kv_slots)
     return Worker.load(settings, lambda what, done, total: None)
 
 
@@ -31,7 +68,7 @@ def load_worker(
 class Driver:
     """Owns the block tables of the requests that it runs on a worker."""
 
-    worker: Worker
+    worker: RunsSteps
     seed: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     blocks: dict[int, list[int]] = field(default_factory=dict)
@@ -55,7 +92,9 @@ class Driver:
         """One step over (request, tokens) pieces; logits after each piece's last token."""
         draw = Draw(GREEDY)
         entries = tuple(self.entry(request, tokens, draw) for request, tokens in pieces)
-        return self.worker.logits(Step(StepId(0), entries))
+        logits = self.worker.logits(Step(StepId(0), entries))
+        assert logits is not None, "a worker that holds the head"
+        return logits
 
     def tokens(self, *pieces: tuple[int, Sequence[int], Sampling]) -> tuple[int, ...]:
         """One step over (request, tokens, sampling) pieces; the token drawn for each."""

@@ -14,8 +14,8 @@ from engine.worker.kv_tensors import (
 from engine.worker.ports import ModelShape
 
 SHAPE = ModelShape(
-    num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=1, vocab_size=1,
-    max_positions=100,
+    num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=1, inner_size=1,
+    layer_parameters=1, vocab_size=1, max_positions=100,
 )  # fmt: skip
 BLOCK = 2 * 3 * 16 * 2 * 16 * 4  # keys and values, layers, slots, heads, dim, float32
 GIB = 1 << 30

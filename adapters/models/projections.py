@@ -1,0 +1,68 @@
+"""A rank's share of the linears around attention and MLP, of the embedding and of the head."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.worker.layers import Added, Embedding
+from engine.worker.ports import Linear, Operators, WeightSource
+from engine.worker.shard import Part, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Makes linears from weights stored as `[out, in]`, under names without `.weight`."""
+
+    weights: WeightSource
+    shard: Shard
+    operators: Operators
+
+    def fan_out(self, outputs: Mapping[str, Part], *, has_bias: bool) -> Linear:
+        """One linear of several that read the hidden states, one below the other."""
+        take, hidden = self.weights.take, self.shard.shape.hidden_size
+        weights = [
+            take(f"{name}.weight", part.size, hidden, rows=part.run)
+            for name, part in outputs.items()
+        ]
+        biases = [
+            take(f"{name}.bias", part.size, rows=part.run)
+            for name, part in outputs.items()
+            if has_bias
+        ]
+        return self.operators.linear(weights, torch.cat(biases) if biases else None)
+
+    def fan_in(self, name: str, inputs: Part, *, has_bias: bool) -> Linear:
+        """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
+        hidden = self.shard.shape.hidden_size
+        weight = self.weights.take(f"{name}.weight", hidden, inputs.size, columns=inputs.run)
+        bias = self.weights.take(f"{name}.bias", hidden) if has_bias else None
+        return self.added(self.operators.linear([weight], bias if self.shard.rank == 0 else None))
+
+    def added(self, part: Linear) -> Linear:
+        """The linear of which `part` has this rank's columns."""
+        add_up = self.shard.add_up
+        return part if add_up is None else Added(part, add_up)
+
+
+def embedding_and_head(
+    projections: Projections, name: str, *, is_tied: bool
+) -> tuple[Embedding | None, Linear | None]:
+    """What the first stage embeds with and what the last one ends with; None elsewhere.
+
+    `name` is the embedding's tensor; a tied head is the same, even where it is stored again.
+    """
+    weights, shard = projections.weights, projections.shard
+    part, hidden = shard.vocabulary, shard.shape.hidden_size
+    tokens = embedding = head = None
+    if shard.is_first or (shard.is_last and is_tied):
+        tokens = weights.take(name, part.size, hidden, rows=part.run)
+    if shard.is_first and tokens is not None:
+        embedding = Embedding(tokens, part, shard.add_up)
+    if shard.is_last:
+        is_stored = weights.has("lm_head.weight")
+        if is_stored or not is_tied:
+            stored = weights.take("lm_head.weight", part.size, hidden, rows=part.run)
+        rows = tokens if is_tied and tokens is not None else stored
+        head = projections.operators.linear([rows], None)
+    return embedding, head

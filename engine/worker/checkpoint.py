@@ -1,0 +1,77 @@
+"""A model's name to its directory, its config, and the family that reads it.
+
+Families and attention backends are adapters: they are found by name, in tables of strings.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from engine.errors import RefusedToStart
+from engine.worker.operators import TorchOperators
+from engine.worker.ports import ModelFamily, ReadsFamily
+from engine.worker.shard import Shard
+from engine.worker.weights import Weights
+
+
+def load_by_name(path: str) -> object:
+    """What `"module:name"`, an entry of an adapter's table, stands for."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load_from_table(table_path: str, what: str, name: str) -> object:
+    """The entry `name` of a table; raises `RefusedToStart` with what there is."""
+    table = cast(Mapping[str, str], load_by_name(table_path))
+    if name not in table:
+        raise RefusedToStart(f"{what} {name!r} is not supported; known: {', '.join(table)}")
+    return load_by_name(table[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory, its config, and the family that reads it."""
+
+    directory: Path
+    architecture: str
+    family: ModelFamily
+    end_ids: tuple[int, ...]
+
+    @classmethod
+    def open(cls, model: str) -> "Checkpoint":
+        """Find a directory or hub id; raises `RefusedToStart`."""
+        resolve = cast(
+            Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
+        )
+        read_config = cast(
+            Callable[[Path], dict[str, object]],
+            load_by_name("adapters.models.checkpoint:read_config"),
+        )
+        end_token_ids = cast(
+            Callable[[Path], tuple[int, ...]],
+            load_by_name("adapters.models.checkpoint:end_token_ids"),
+        )
+        directory = resolve(model)
+        config = read_config(directory)
+        names = config.get("architectures")
+        if not isinstance(names, list) or len(names) != 1:
+            raise RefusedToStart(f"config.json: architectures is {names!r}, expected one name")
+        if config.get("quantization_config") is not None:
+            raise RefusedToStart("config.json: quantization_config is not supported")
+        reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
+        family = cast(ReadsFamily, reads)(config)
+        return cls(directory, str(names[0]), family, end_token_ids(directory))
+
+    def survey(self, weights: Weights, shard: Shard) -> int:
+        """Look at names and shapes of all tensors, also of those that other shards take.
+
+        Returns the number of parameters of the whole model. Raises `RefusedToStart`.
+        """
+        whole, own = weights.outline(), weights.outline()
+        self.family.build(whole, Shard.whole(shard.shape), TorchOperators())
+        whole.check_all_taken(self.family.ignored_weights)
+        self.family.build(own, shard, TorchOperators())
+        weights.expect(len(own.taken))
+        return whole.num_parameters

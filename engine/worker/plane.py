@@ -1,0 +1,190 @@
+"""The data plane: what workers of one model tell each other, through torch.distributed.
+
+Hidden states go point to point from each rank of a stage to the same rank of the next, with a
+header before them. Within a stage there are sums, and the gathering of logits on rank 0. Nothing
+else is said here. A peer that is gone makes every exchange with it `WorkerLost`, never a wait
+without end: the executor's watchdog ends whoever waits for a peer that hangs.
+"""
+
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from engine.errors import RefusedToStart, WorkerLost
+from engine.step import Placement, StepId
+
+JOINING = timedelta(minutes=30)  # the slowest worker may take so much longer to read its weights
+WAITING = timedelta(hours=24)  # the watchdog that counts is the executor's
+HEADER = struct.Struct("<qd")  # step, seconds
+HEADER_BYTES = 512
+HEADER_TAG, HIDDEN_TAG, LOGITS_TAG = range(3)
+ERROR_LEN = 200
+
+
+class _Group(Protocol):
+    """What we use of torch's process groups, whose stubs do not say it."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+
+class Handed(NamedTuple):
+    """What a stage gets for one step from the stage before.
+
+    `seconds` were computed on this step by all stages before. With a `fault`, the line that says
+    why the step failed there, `hidden` holds nothing. `at` is CLOCK_MONOTONIC on arrival.
+    """
+
+    hidden: Tensor  # [tokens, hidden]
+    seconds: float
+    fault: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message on its way; its tensors must live until it has left."""
+
+    works: tuple[Work, ...]
+    tensors: tuple[Tensor, ...]
+
+
+class Plane:
+    """One worker's end of the data plane. Sends and sums belong to the thread that computes,
+    `receive` to one other."""
+
+    def __init__(self, placement: Placement, store: Store) -> None:
+        self._placement = placement
+        self._store = store
+        self._sent: _Sent | None = None
+        with _lost_on_error("joining the other workers"):
+            self._world = self._group("world", placement.index, placement.num_workers)
+            self._ranks = self._world
+            if 1 < placement.num_ranks < placement.num_workers:
+                name = f"stage {placement.stage}"
+                self._ranks = self._group(name, placement.rank, placement.num_ranks)
+
+    @classmethod
+    def join(cls, placement: Placement) -> "Plane":
+        """Meet the others at the rendezvous; returns when all are there."""
+        host, _, port = placement.rendezvous.rpartition(":")
+        listener = None if placement.listener is None else os.dup(placement.listener)
+        try:
+            store = TCPStore(
+                host,
+                int(port),
+                placement.num_workers,
+                is_master=placement.index == 0,
+                timeout=JOINING,
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
+            return cls(placement, store)
+        except (RuntimeError, WorkerLost) as error:
+            raise RefusedToStart(
+                f"cannot meet the other workers at {placement.rendezvous}: {_shortly(error)}"
+            ) from error
+
+    def least(self, what: str, value: int) -> int:
+        """The least of all workers' values of `what`."""
+        with _lost_on_error(f"agreeing on {what}"):
+            self._store.set(f"{what} {self._placement.index}", str(value))
+            return min(
+                int(self._store.get(f"{what} {index}"))
+                for index in range(self._placement.num_workers)
+            )
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Add the tensors of all ranks of this stage; in place, to the same bits on each."""
+        with _lost_on_error("adding up"):
+            self._ranks.allreduce([tensor]).wait()
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """The ranks' parts `[rows, widths[rank]]` side by side, on rank 0; None elsewhere."""
+        rank, rows = self._placement.rank, len(part)
+        with _lost_on_error("gathering logits"):
+            if rank > 0:
+                self._ranks.send([part.contiguous()], 0, LOGITS_TAG).wait()
+                return None
+            parts = [part, *(part.new_empty(rows, width) for width in widths[1:])]
+            for source in range(1, len(parts)):
+                self._ranks.recv([parts[source]], source, LOGITS_TAG).wait()
+            return torch.cat(parts, dim=1)
+
+    def send(self, step_id: StepId, hidden: Tensor, seconds: float, fault: str = "") -> None:
+        """Hand a step on to the next stage; waits only until the one before has left."""
+        header = _pack(step_id, seconds, fault)
+        peer = self._placement.index + self._placement.num_ranks
+        with _lost_on_error("handing hidden states on"):
+            if self._sent is not None:
+                for work in self._sent.works:
+                    work.wait()
+            self._sent = _Sent(
+                (
+                    self._world.send([header], peer, HEADER_TAG),
+                    self._world.send([hidden], peer, HIDDEN_TAG),
+                ),
+                (header, hidden),
+            )
+
+    def receive(self, step_id: StepId, num_tokens: int, hidden_size: int) -> Handed:
+        """Wait for what the stage before hands on for this step, the next in order."""
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        hidden = torch.empty(num_tokens, hidden_size)
+        peer = self._placement.index - self._placement.num_ranks
+        with _lost_on_error("waiting for hidden states"):
+            works = (
+                self._world.recv([header], peer, HEADER_TAG),
+                self._world.recv([hidden], peer, HIDDEN_TAG),
+            )
+            for work in works:
+                work.wait()
+        at = time.monotonic()
+        packed = header.numpy().tobytes()
+        sent_id, seconds = HEADER.unpack_from(packed)
+        if sent_id != step_id:
+            raise WorkerLost(f"hidden states of step {sent_id} came where {step_id} was next")
+        fault = packed[HEADER.size :].rstrip(b"\0").decode("utf-8", "replace")
+        return Handed(hidden, seconds, fault, at)
+
+    def _group(self, name: str, rank: int, size: int) -> _Group:
+        """A process group over part of the workers. Gloo, since only the CPU is served; hidden
+        states on a GPU want `ProcessGroupNCCL` here."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # the stubs lack it
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._placement.address)]
+        options._timeout = WAITING
+        options._threads = 1
+        return cast(_Group, ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options))
+
+
+@contextmanager
+def _lost_on_error(doing: str) -> Iterator[None]:
+    """What torch.distributed raises, as the loss of this worker."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerLost(f"the data plane broke while {doing}: {_shortly(error)}") from error
+
+
+def _pack(step_id: StepId, seconds: float, fault: str) -> Tensor:
+    packed = bytearray(HEADER_BYTES)
+    HEADER.pack_into(packed, 0, step_id, seconds)
+    line = fault.encode()[: HEADER_BYTES - HEADER.size]
+    packed[HEADER.size : HEADER.size + len(line)] = line
+    return torch.frombuffer(packed, dtype=torch.uint8)
+
+
+def _shortly(error: Exception) -> str:
+    return " ".join(str(error).split())[:ERROR_LEN]
