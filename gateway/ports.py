@@ -5,7 +5,7 @@ calls as a `CallBegin` and its `CallArguments`. Joined, the pieces are the same 
 was cut into calls of `feed`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]
@@ -49,6 +49,44 @@ class StreamParser(Protocol):
 
     def finish(self) -> Sequence[Piece]:
         """The rest: what was held because it might have become something else."""
+        ...
+
+
+class ForcedCall(NamedTuple):
+    """An answer that must call a tool: text that its prompt ends with, and its JSON schema."""
+
+    prefix: str
+    schema: Mapping[str, Any]
+
+
+class Dialect(Protocol):
+    """How one model reasons and calls tools."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it can call tools at all."""
+        ...
+
+    @property
+    def special_tokens(self) -> Collection[str]:
+        """Its marks. Those that the vocabulary has as control tokens must be shown to parsers."""
+        ...
+
+    def parser(
+        self, prompt: str, tools: Collection[str], bits: Callable[[int], int]
+    ) -> StreamParser | None:
+        """Who reads the answer to `prompt`; None: it is all content.
+
+        Calls are looked for where `tools` are named; `bits` makes random bits, for their ids.
+        """
+        ...
+
+    def without_reasoning(self, prompt: str) -> str:
+        """What to add to a prompt that opens reasoning, so that the answer comes at once."""
+        ...
+
+    def force(self, tools: Mapping[str, Any], *, is_parallel: bool) -> ForcedCall:
+        """How an answer begins that calls one of `tools` (JSON schemas of parameters by name)."""
         ...
 
 

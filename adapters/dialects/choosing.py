@@ -1,0 +1,79 @@
+"""Which dialect a checkpoint speaks: asked for by name, or seen in its chat template."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
+from adapters.dialects.parser import Marks
+from adapters.dialects.tool_calls import (
+    HERMES_CLOSE,
+    HERMES_OPEN,
+    MISTRAL_ARGS,
+    MISTRAL_CALLS,
+    MISTRAL_ID,
+    PYTHON_TAG,
+    read_hermes,
+    read_llama,
+    read_mistral,
+)
+from engine.errors import RefusedToStart
+
+T = TypeVar("T")
+AUTO, NONE = "auto", "none"
+TOOL_STYLES: Mapping[str, ToolStyle] = {
+    "hermes": ToolStyle(
+        read_hermes, prefix=HERMES_OPEN + "\n", special_tokens=(HERMES_OPEN, HERMES_CLOSE)
+    ),
+    "llama3": ToolStyle(read_llama, key="parameters", special_tokens=(PYTHON_TAG,)),
+    "mistral": ToolStyle(
+        read_mistral,
+        prefix=MISTRAL_CALLS,
+        is_array=True,
+        special_tokens=(MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID),
+        new_id=short_id,
+    ),
+}
+REASONING_MARKS: Mapping[str, Marks] = {
+    "think": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+}
+
+
+def choose_dialect(template: str, tools: str = AUTO, reasoning: str = AUTO) -> ModelDialect:
+    """The dialect of a model whose chat template is `template` ("" without one).
+
+    Raises `RefusedToStart` for a name that is neither "auto", "none" nor in the tables.
+    """
+    if tools == AUTO:
+        tools = _tools_of(template)
+    if reasoning == AUTO:
+        reasoning = _reasoning_of(template)
+    return ModelDialect(
+        tools=_named(tools, TOOL_STYLES, "--tool-dialect"),
+        reasoning=_named(reasoning, REASONING_MARKS, "--reasoning-dialect"),
+    )
+
+
+def _tools_of(template: str) -> str:
+    if "tools" not in template:
+        return NONE
+    if MISTRAL_CALLS in template:
+        return "mistral"
+    if HERMES_OPEN in template:
+        return NONE if "<function=" in template else "hermes"  # Qwen3-Coder's calls are XML
+    return "llama3" if PYTHON_TAG in template or "<|eom_id|>" in template else NONE
+
+
+def _reasoning_of(template: str) -> str:
+    if "[THINK]" in template:
+        return "mistral"
+    return "think" if "<think>" in template or "</think>" in template else NONE
+
+
+def _named(name: str, table: Mapping[str, T], flag: str) -> T | None:
+    if name == NONE:
+        return None
+    if name not in table:
+        allowed = ", ".join((AUTO, NONE, *table))
+        raise RefusedToStart(f"{flag} must be one of {allowed}, not {name!r}")
+    return table[name]

@@ -1,0 +1,57 @@
+"""Finds the end of a JSON object or array in a text that comes in pieces.
+
+Brackets are counted outside strings; nothing else is checked, so the text is passed on while it
+is still being written.
+"""
+
+import re
+
+_MARKS = re.compile(r'["\\{}\[\]<]')
+
+
+class JsonSpan:
+    """`depth` is that of the brackets open before the first text: 0 if the value begins there."""
+
+    __slots__ = ("_depth", "_in_string", "_is_escaped", "is_broken")
+
+    def __init__(self, depth: int = 0) -> None:
+        self.is_broken = False  # by a `<` outside strings, which no JSON has: a mark begins there
+        self._depth = depth
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """How many characters of `text` belong to the value, if it ends here."""
+        start = 0
+        if self._is_escaped and text:
+            self._is_escaped = False
+            start = 1
+        while (match := _MARKS.search(text, start)) is not None:
+            start = match.end()
+            if self._in_string:
+                start = self._inside(match[0], start, len(text))
+            elif match[0] == "<":
+                self.is_broken = True
+                return match.start()
+            elif self._closes(match[0]):
+                return start
+        return None
+
+    def _inside(self, char: str, start: int, size: int) -> int:
+        """Past one character of a string, and past what a backslash escapes."""
+        if char == '"':
+            self._in_string = False
+        elif char == "\\":
+            self._is_escaped = start == size
+            return start + 1
+        return start
+
+    def _closes(self, char: str) -> bool:
+        """Whether this character outside strings ends the value."""
+        if char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        return char in "}]" and self._depth <= 0
