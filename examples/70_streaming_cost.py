@@ -16,9 +16,10 @@ import multiprocessing
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import uvicorn
@@ -54,6 +55,7 @@ class Words:
 
     vocab_size = 27
     special_ids = frozenset[int]()
+    special_tokens: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [1] * max(1, len(text) // 5)

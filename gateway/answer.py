@@ -12,10 +12,12 @@ from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, Ask
 from gateway.order import Order, asks
 from gateway.schema.frames import Usage
+from gateway.text import ShowingDecoder
 from gateway.voice import Voice
 
 if TYPE_CHECKING:
     from engine.stream import TokenStream
+    from gateway.prompt import Reading
     from gateway.service import Service
 
 T = TypeVar("T")
@@ -43,15 +45,18 @@ class Choir:
     async def gather(self) -> None:
         """Read the prompts and take all leases, or none: raises what the engine refuses with."""
         order, service = self._order, self._service
-        prompts, parser = await order.read()
-        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-        for index, ask in enumerate(
-            [ask for prompt in prompts for ask in asks(order, prompt, service)]
-        ):
-            tokens = self._lease(ask)
-            decoder = service.model.tokenizer.decoder()
-            reader = None if parser is None else parser()
-            self.voices.append(Voice(index, tokens, decoder, order.stops, reader))
+        reading = await order.read()
+        self._num_prompt_tokens = sum(len(prompt) for prompt in reading.prompts)
+        all_asks = [ask for prompt in reading.prompts for ask in asks(order, prompt, service)]
+        for index, ask in enumerate(all_asks):
+            self.voices.append(self._voice(index, self._lease(ask), reading))
+
+    def _voice(self, index: int, tokens: "TokenStream", reading: "Reading") -> Voice:
+        decoder = self._service.model.tokenizer.decoder()
+        if reading.shown:
+            decoder = ShowingDecoder(decoder, reading.shown)
+        parser = None if reading.parser is None else reading.parser()
+        return Voice(index, tokens, decoder, self._order.stops, parser)
 
     def _lease(self, ask: Ask) -> "TokenStream":
         """Join the queue; a refusal names the field as the caller spelled it."""

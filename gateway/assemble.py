@@ -44,7 +44,7 @@ from gateway.service import Pace, ServedModel, Service
 from gateway.settings import BUILTIN_MODEL, Settings
 
 if TYPE_CHECKING:
-    from gateway.ports import ChatTemplate, Tokenizer
+    from gateway.ports import ChatTemplate, Dialect, Tokenizer
 
 OnProgress = Callable[[str, int, int], None]  # what, done, total
 OnReady = Callable[[int, "Loaded"], None]  # the port, and what is served on it
@@ -54,6 +54,7 @@ ADAPTERS = {
     "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
     "tokenizer": "adapters.tokenizers:load_tokenizer",
     "template": "adapters.dialects:load_chat_template",
+    "dialect": "adapters.dialects:choose_dialect",
 }
 
 
@@ -63,6 +64,7 @@ class Texts:
 
     tokenizer: "Tokenizer"
     template: "ChatTemplate | None"
+    dialect: "Dialect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,12 @@ def _name(model: str) -> str:
 
 
 def _texts(settings: Settings, directory: Path) -> Texts:
+    template = _adapter("template")(directory, settings.chat_template)
+    source = "" if template is None else template.source
     return Texts(
         _adapter("tokenizer")(directory),
-        _adapter("template")(directory, settings.chat_template),
+        template,
+        _adapter("dialect")(source, settings.tool_dialect, settings.reasoning_dialect),
     )
 
 
@@ -232,6 +237,7 @@ def _served_model(loaded: Loaded) -> ServedModel:
         vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),
         tokenizer=loaded.texts.tokenizer,
         template=loaded.texts.template,
+        dialect=loaded.texts.dialect,
     )
 
 

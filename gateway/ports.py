@@ -43,6 +43,11 @@ class StreamParser(Protocol):
         """Whether the text fed so far ends in reasoning."""
         ...
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can be added: as many calls as were wanted have been made."""
+        ...
+
     def feed(self, text: str) -> Sequence[Piece]:
         """The pieces that are certain now."""
         ...
@@ -59,6 +64,13 @@ class ForcedCall(NamedTuple):
     schema: Mapping[str, Any]
 
 
+class WantedCalls(NamedTuple):
+    """The tools whose calls are looked for, and how many calls there may be."""
+
+    names: Collection[str] = ()
+    max_calls: int | None = None
+
+
 class Dialect(Protocol):
     """How one model reasons and calls tools."""
 
@@ -73,11 +85,11 @@ class Dialect(Protocol):
         ...
 
     def parser(
-        self, prompt: str, tools: Collection[str], bits: Callable[[int], int]
+        self, prompt: str, wanted: WantedCalls, bits: Callable[[int], int]
     ) -> StreamParser | None:
         """Who reads the answer to `prompt`; None: it is all content.
 
-        Calls are looked for where `tools` are named; `bits` makes random bits, for their ids.
+        `bits` makes random bits, for the ids of calls.
         """
         ...
 
@@ -109,6 +121,11 @@ class Tokenizer(Protocol):
         """Ids of control tokens, which are not shown in answers."""
         ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The same with their texts."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids as Hugging Face gives them; `add_special_tokens` adds BOS or what the model wants."""
         ...
@@ -125,4 +142,8 @@ class ChatTemplate(Protocol):
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt. Raises `engine.errors.InvalidRequest` with the template's own words."""
+        ...
+
+    def variant(self, source: str) -> "ChatTemplate":
+        """The same with another Jinja source; `InvalidRequest` if it is none."""
         ...

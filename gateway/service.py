@@ -10,7 +10,7 @@ from engine.ports import Clock
 from gateway.access import BodyLimits, Caller, Keys
 from gateway.exposition import Exposition
 from gateway.pacing import LoopWatch
-from gateway.ports import ChatTemplate, Tokenizer
+from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.frames import Header
 from gateway.schema.sampling import Vocabulary
 
@@ -27,7 +27,8 @@ STALL_SECONDS = 600.0
 class ServedModel:
     """The one model of this server: its name on the wire, and how it reads text.
 
-    `created` is Unix seconds. Without a `template` the model has no chat.
+    `created` is Unix seconds. Without a `template` the model has no chat, without a `dialect` its
+    answers are content alone.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     vocabulary: Vocabulary
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    dialect: Dialect | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,15 @@ class Settings(BaseSettings):
     chat_template: Path | None = _option(
         None, "model", "a Jinja file to use instead of the checkpoint's chat template", "FILE"
     )
+    tool_dialect: str = _option(
+        "auto",
+        "model",
+        "how the model calls tools: auto (seen in its template), none, hermes, llama3, mistral",
+        "NAME",
+    )
+    reasoning_dialect: str = _option(
+        "auto", "model", "how it thinks aloud: auto, none, think (<think>), mistral", "NAME"
+    )
 
     kv_slots: int | None = _option(
         None,

@@ -6,11 +6,24 @@ the same character the longest counts.)
 """
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder
+
+
+class ShowingDecoder:
+    """A decoder that shows some control tokens, by their texts."""
+
+    __slots__ = ("_decoder", "_shown")
+
+    def __init__(self, decoder: "TokenDecoder", shown: Mapping[int, bytes]) -> None:
+        self._decoder = decoder
+        self._shown = shown
+
+    def feed(self, token_id: int) -> bytes:
+        return self._shown.get(token_id) or self._decoder.feed(token_id)
 
 
 class TextStream:

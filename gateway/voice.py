@@ -60,7 +60,7 @@ class Voice:
         pieces: list[Piece] = []
         for token in shown:
             self._read(token, pieces)
-            if self._text.is_stopped:
+            if self._text.is_stopped or self._is_complete:
                 return self._finish(pieces, FinishReason.STOP)
         self.num_tokens += len(tokens) - len(shown)
         if finish is None:
@@ -83,7 +83,7 @@ class Voice:
             pieces += self._parser.feed(text) if text else ()
 
     def _finish(self, pieces: list[Piece], finish: FinishReason) -> Said:
-        if self._text.is_stopped:
+        if self._text.is_stopped or self._is_complete:
             self._tokens.close(Abort.STOP_STRING)
             finish = FinishReason.STOP
         if self._parser is not None:
@@ -96,6 +96,10 @@ class Voice:
     def _note_calls(self, pieces: Sequence[Piece]) -> None:
         if self._parser is not None and any(isinstance(piece, CallBegin) for piece in pieces):
             self._has_calls = True
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._parser is not None and self._parser.is_complete
 
     @property
     def _is_reasoning(self) -> bool:

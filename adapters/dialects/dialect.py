@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.dialects.parser import Marks, MessageParser
+from adapters.dialects.reader import Reader
 from adapters.dialects.tool_calls import ReadAnswer
-from gateway.ports import ForcedCall, StreamParser
+from gateway.ports import ForcedCall, StreamParser, WantedCalls
 
 Bits = Callable[[int], int]
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -56,20 +57,20 @@ class ModelDialect:
         calls = () if self.tools is None else self.tools.special_tokens
         return (*calls, *(self.reasoning or ()))
 
-    def parser(self, prompt: str, tools: Collection[str], bits: Bits) -> StreamParser | None:
-        """Who reads the answer to `prompt`, in which `tools` are offered; None: it is all content.
+    def parser(self, prompt: str, wanted: WantedCalls, bits: Bits) -> StreamParser | None:
+        """Who reads the answer to `prompt`; None: it is all content.
 
-        `bits` makes the ids of calls.
+        `bits` makes random bits, for the ids of calls.
         """
-        style = self.tools if tools else None
+        style = self.tools if wanted.names else None
         if style is None and self.reasoning is None:
             return None
         new_id = long_id if style is None else style.new_id
         return MessageParser(
-            lambda: new_id(bits),
+            Reader(lambda: new_id(bits), wanted.max_calls),
             self.reasoning,
             None if style is None else style.read,
-            frozenset(tools),
+            frozenset(wanted.names),
             is_reasoning=self._is_open(prompt),
         )
 

@@ -44,6 +44,15 @@ class JinjaTemplate:
         self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
         self._special_tokens = dict(special_tokens)
+        self._now = now
+        self.source = "\n".join(sources.values())
+
+    def variant(self, source: str) -> "JinjaTemplate":
+        """The same model's template with another source; `InvalidRequest` if it is none."""
+        try:
+            return JinjaTemplate({"default": source}, self._special_tokens, self._now)
+        except (RefusedToStart, RecursionError, SyntaxError, ValueError) as error:
+            raise InvalidRequest(f"Invalid 'chat_template': {error}", "chat_template") from error
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any

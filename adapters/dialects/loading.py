@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from adapters.dialects.jinja_template import JinjaTemplate
 from engine.errors import RefusedToStart
 
-if TYPE_CHECKING:
-    from gateway.ports import ChatTemplate
 
-
-def load_chat_template(directory: Path, instead: Path | None = None) -> "ChatTemplate | None":
+def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTemplate | None:
     """The chat template of the checkpoint in `directory`; None for a model without one.
 
     First comes the Jinja file `instead`, then `chat_template.jinja` with

@@ -1,6 +1,6 @@
 """The `StreamParser` port: reasoning first, then content and tool calls, as a dialect says."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from adapters.dialects.reader import Reader, Reads
@@ -24,7 +24,7 @@ class MessageParser:
 
     def __init__(
         self,
-        new_id: Callable[[], str],
+        reader: Reader,
         marks: Marks | None,
         read_answer: ReadAnswer | None,
         names: Container[str] = (),
@@ -32,11 +32,16 @@ class MessageParser:
         is_reasoning: bool = False,
     ) -> None:
         self.is_reasoning = is_reasoning
-        self._reader = Reader(new_id)
+        self._reader = reader
         self._marks = marks
         self._reading = self._read(read_answer, names)
         self._is_plain = False
         self._go_on()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many calls as were wanted have been made, and one more would begin."""
+        return self._reader.is_full
 
     def feed(self, text: str) -> Sequence[Piece]:
         """The pieces that are certain now."""

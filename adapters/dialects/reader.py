@@ -14,15 +14,20 @@ Reads = Generator[None, None, T]  # waits at each `yield`, returns T in the end
 
 
 class Reader:
-    """The text that is not read yet, and the pieces made of what is."""
+    """The text that is not read yet, and the pieces made of what is.
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    `is_full` from the call on that would be one more than `max_calls`: no pieces are made then.
+    """
+
+    def __init__(self, new_id: Callable[[], str], max_calls: int | None = None) -> None:
         """`new_id` names a tool call."""
+        self.is_full = False
         self.text = ""
         self.passed = ""  # taken since the last call or mark, and part of no piece yet
         self.is_ended = False  # there will be no more text
         self.num_calls = 0
         self._new_id = new_id
+        self._max_calls = max_calls
         self._pieces: list[Piece] = []
 
     def drain(self) -> list[Piece]:
@@ -37,11 +42,14 @@ class Reader:
 
     def say(self, make: Callable[[str], Piece], size: int) -> None:
         """Make a piece of the next characters, unless there are none."""
-        if text := self.take(size):
+        if (text := self.take(size)) and not self.is_full:
             self._pieces.append(make(text))
 
     def call(self, name: str, arguments: str = "") -> None:
         """A tool call begins; `arguments` is what is known of them."""
+        if self.num_calls == self._max_calls:
+            self.is_full = True
+            return
         self._pieces.append(CallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
         if arguments:
@@ -49,6 +57,8 @@ class Reader:
 
     def argue(self, arguments: str) -> None:
         """More arguments of the call that began last."""
+        if self.is_full:
+            return
         self._pieces.append(CallArguments(self.num_calls - 1, arguments))
 
     def unread(self) -> None:

@@ -44,9 +44,13 @@ class TokenizerDefinition:
     decoder: Section | None
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that answers do not show."""
+        return {token.content: token.id for token in self.added if token.is_special}
+
+    @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that answers do not show."""
-        return frozenset(token.id for token in self.added if token.is_special)
+        return frozenset(self.special_tokens.values())
 
     @property
     def token_ids(self) -> dict[str, int]:

@@ -25,6 +25,7 @@ class HuggingFaceTokenizer:
         self._decoders = decoder_factory(definition)
         self.vocab_size = definition.vocab_size
         self.special_ids = definition.special_ids
+        self.special_tokens = definition.special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""

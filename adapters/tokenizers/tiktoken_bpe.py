@@ -72,6 +72,7 @@ class TiktokenTokenizer:
         self._exact = exact
         self.vocab_size = definition.vocab_size
         self.special_ids = definition.special_ids
+        self.special_tokens = definition.special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""

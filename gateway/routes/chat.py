@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.access import read_body
-from gateway.prompt import chat_prompt
+from gateway.conversation import Conversation, chat_prompt
 from gateway.routes.generation import Ordered, Surface, ordered, respond, usage_wish
 from gateway.routes.models import check_model
 from gateway.schema.chat import decode_chat
@@ -30,7 +30,7 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
     """What the body asks for; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
     check_model(request.model, service)
-    model = service.model
-    read = partial(chat_prompt, model.tokenizer, model.template, request.messages)
+    conversation = Conversation(request.messages)
+    read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
     frames = ChatFrames(service.header("chatcmpl"), usage_wish(request), service_tier=request.tier)
     return ordered(request, Surface(read, frames, "messages"), caller, service)

@@ -62,6 +62,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "threads": "2",
         "max_model_len": "100",
         "chat_template": "t.jinja",
+        "tool_dialect": "mistral",
+        "reasoning_dialect": "none",
         "kv_slots": "64",
         "block_size": "8",
         "prefix_cache": "false",

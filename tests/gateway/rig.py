@@ -8,10 +8,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from adapters.dialects.jinja_template import JinjaTemplate
 from engine.cost import CostModel, LiveCost
 from engine.events import Audience
 from engine.kv import KVLedger
@@ -28,6 +30,7 @@ from gateway.app import build_app
 from gateway.exposition import Exposition
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
+from gateway.ports import ChatTemplate, Dialect
 from gateway.schema.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from tests.asgi import Client
@@ -53,6 +56,7 @@ class ByteTokenizer:
 
     vocab_size = END + 1
     special_ids = frozenset({END})
+    special_tokens: Mapping[str, int] = MappingProxyType({"<end>": END})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
@@ -71,7 +75,12 @@ class PlainTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        return "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+        names = [tool["function"]["name"] for tool in kwargs.get("tools", ())]
+        lines = [f"tools:{','.join(names)}\n"] if names else []
+        return "".join((*lines, *(f"{m['role']}:{m['content']}\n" for m in messages)))
+
+    def variant(self, source: str) -> ChatTemplate:
+        return JinjaTemplate({"default": ""}, {}).variant(source)
 
 
 class Speaker:
@@ -103,6 +112,7 @@ class Setting:
     keys: Sequence[str] = ()
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
+    dialect: Dialect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +188,7 @@ def build_rig(setting: Setting) -> Rig:
             vocabulary=Vocabulary(END + 1, frozenset({END})),
             tokenizer=ByteTokenizer(),
             template=PlainTemplate(),
+            dialect=setting.dialect,
         ),
         exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),

@@ -25,6 +25,8 @@ HEADER = Header("chatcmpl-1", 1_700_000_000, "m", "fp")
 class Brackets:
     """A toy dialect: `(thought)`, `<x` calls tool x, `=y` adds to its arguments, `>` ends it."""
 
+    is_complete = False
+
     def __init__(self) -> None:
         self.is_reasoning = False
         self._num_calls = 0

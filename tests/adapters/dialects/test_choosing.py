@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import jsonschema
+import jsonschema_rs
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
@@ -26,9 +26,7 @@ BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
         ("{{ tools }}[TOOL_CALLS][THINK]", "[TOOL_CALLS]", "[THINK]"),
     ],
 )
-def test_the_template_says_which(
-    template: str, prefix: str | None, opened_by: str | None
-) -> None:
+def test_the_template_says_which(template: str, prefix: str | None, opened_by: str | None) -> None:
     dialect = choose_dialect(template)
     assert dialect.reads_calls == (prefix is not None)
     if prefix is not None:
@@ -50,7 +48,7 @@ def test_a_name_counts_more_than_the_template() -> None:
 
 @pytest.mark.parametrize("flag", ["tools", "reasoning"])
 def test_an_unknown_name_is_refused_with_those_that_exist(flag: str) -> None:
-    with pytest.raises(RefusedToStart, match="must be one of auto, none, .*not 'x'"):
+    with pytest.raises(RefusedToStart, match=r"must be one of auto, none, .*not 'x'"):
         choose_dialect("", **{flag: "x"})
 
 
@@ -74,7 +72,7 @@ def test_a_forced_calls_schema_takes_such_calls_only(style: str, names: tuple[st
         {**call, "x": 1},
     ]
     as_answer = (lambda call: [call]) if style == "mistral" else (lambda call: call)
-    validator = jsonschema.Draft202012Validator(forced.schema)
+    validator = jsonschema_rs.validator_for(dict(forced.schema))
     assert validator.is_valid(as_answer(call))
     assert not any(validator.is_valid(as_answer(call)) for call in wrong)
 
@@ -83,5 +81,5 @@ def test_only_an_array_has_room_for_parallel_calls() -> None:
     calls = [{"name": "f", "arguments": {}}] * 2
     for is_parallel in (True, False):
         forced = choose_dialect("", "mistral").force({"f": None}, is_parallel=is_parallel)
-        validator = jsonschema.Draft202012Validator(forced.schema)
+        validator = jsonschema_rs.validator_for(dict(forced.schema))
         assert validator.is_valid(calls) == is_parallel

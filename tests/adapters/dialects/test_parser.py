@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
 from adapters.dialects.dialect import ModelDialect
-from gateway.ports import CallArguments, CallBegin, Piece
+from gateway.ports import CallArguments, CallBegin, Piece, WantedCalls
 from gateway.schema.frames import End, Finished, finished
 
 TOOLS = ("f", "weather")
@@ -31,7 +31,7 @@ class Read(NamedTuple):
 
 def read(name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS) -> Read:
     """What a dialect makes of a text in parts."""
-    parser = DIALECTS[name].parser(prompt, tools, random.Random(1).getrandbits)
+    parser = DIALECTS[name].parser(prompt, WantedCalls(tools), random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []
     for part in parts:
@@ -208,7 +208,7 @@ def test_where_nothing_is_a_call_or_reasoning_nothing_is_lost(name: str, parts: 
 
 
 def test_text_streams_as_it_comes_and_only_what_may_be_a_mark_is_held() -> None:
-    parser = DIALECTS["hermes"].parser("", TOOLS, random.Random(1).getrandbits)
+    parser = DIALECTS["hermes"].parser("", WantedCalls(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     parts = ["Hi", " you", " <b>", " <tool", "_call>", '{"name": "f", "arguments": {"a":', " 1"]
     pieces = [list(parser.feed(part)) for part in parts]
@@ -223,7 +223,7 @@ def test_without_tools_calls_are_content_and_after_reasoning_text_passes_through
     assert read("hermes", ["<think>a</think> <tool_call>{}"], tools=()) == Read(
         "<tool_call>{}", "a"
     )
-    parser = DIALECTS["hermes"].parser("", (), random.Random(1).getrandbits)
+    parser = DIALECTS["hermes"].parser("", WantedCalls(), random.Random(1).getrandbits)
     assert parser is not None
     assert [*parser.feed("x "), *parser.feed("<think>"), *parser.feed(" ")] == [
         "x ",
@@ -243,14 +243,30 @@ def test_a_prompt_that_opens_reasoning_is_heeded_and_can_be_closed() -> None:
 
 def test_a_model_that_neither_thinks_nor_calls_needs_no_parser() -> None:
     bits = random.Random(1).getrandbits
-    assert ModelDialect().parser("", TOOLS, bits) is None
-    assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", (), bits) is None
+    assert ModelDialect().parser("", WantedCalls(TOOLS), bits) is None
+    assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", WantedCalls(), bits) is None
 
 
 def test_mistral_names_its_calls_with_nine_letters_or_digits() -> None:
-    parser = DIALECTS["mistral"].parser("", TOOLS, random.Random(1).getrandbits)
+    parser = DIALECTS["mistral"].parser("", WantedCalls(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     (begin, _) = parser.feed("[TOOL_CALLS]f[ARGS]{")
     assert isinstance(begin, CallBegin)
     assert len(begin.call_id) == 9
     assert begin.call_id.isalnum()
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_too_many_completes_the_answer(size: int) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text = f"a{call}b{call}c"
+    wanted = WantedCalls(TOOLS, max_calls=1)
+    parser = DIALECTS["hermes"].parser("", wanted, random.Random(1).getrandbits)
+    assert parser is not None
+    pieces: list[Piece] = []
+    for part in cut(text, range(0, len(text), size)):
+        pieces += parser.feed(part)
+    assert parser.is_complete
+    message = finished([*pieces, *parser.finish()], End("stop"))
+    assert message.content == "ab"
+    assert [call.name for call in message.calls] == ["f"]
