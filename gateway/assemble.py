@@ -36,6 +36,7 @@ from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
 from gateway.calibration import Calibration, CostFile, calibrate, facts_about
 from gateway.exposition import Exposition
+from gateway.grammar import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
@@ -44,6 +45,7 @@ from gateway.service import Pace, ServedModel, Service
 from gateway.settings import BUILTIN_MODEL, Settings
 
 if TYPE_CHECKING:
+    from engine.grammar import GrammarCompiler
     from gateway.ports import ChatTemplate, Dialect, Tokenizer
 
 OnProgress = Callable[[str, int, int], None]  # what, done, total
@@ -55,6 +57,8 @@ ADAPTERS = {
     "tokenizer": "adapters.tokenizers:load_tokenizer",
     "template": "adapters.dialects:load_chat_template",
     "dialect": "adapters.dialects:choose_dialect",
+    "token_table": "adapters.tokenizers:load_token_table",
+    "grammar": "adapters.grammar:open_compiler",
 }
 
 
@@ -72,6 +76,7 @@ class Loaded:
     """A model that is ready to run: its name, its worker, how it reads and writes, its cost."""
 
     name: str
+    directory: Path
     executor: MultiprocessExecutor
     report: WorkerReport
     texts: Texts
@@ -120,7 +125,7 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
         name = settings.served_model_name or _name(settings.model)
         report = starting.result()
         calibration = await _calibrated(settings, directory, executor, report)
-        yield Loaded(name, executor, report, reading.result(), calibration)
+        yield Loaded(name, directory, executor, report, reading.result(), calibration)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     finally:
@@ -197,6 +202,7 @@ def build_server(settings: Settings, loaded: Loaded, cost: LiveCost) -> Server:
     service = Service(
         engine=engine,
         model=_served_model(loaded),
+        grammars=GrammarCheck(lambda: _compiler(loaded)),
         exposition=Exposition(metrics, scheduler, loaded.name),
         watch=watch,
         clock=time.perf_counter,
@@ -225,6 +231,11 @@ def _scheduler(
         reuses_prefixes=settings.prefix_cache,
     )
     return IterationScheduler(bounds, ledger, policy, observer, cost)
+
+
+def _compiler(loaded: Loaded) -> "GrammarCompiler":
+    table = _adapter("token_table")(loaded.directory)
+    return cast("GrammarCompiler", _adapter("grammar")(table, loaded.report.vocab_size))
 
 
 def _served_model(loaded: Loaded) -> ServedModel:

@@ -9,6 +9,7 @@ from engine.loop import Engine
 from engine.ports import Clock
 from gateway.access import BodyLimits, Caller, Keys
 from gateway.exposition import Exposition
+from gateway.grammar import GrammarCheck
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.frames import Header
@@ -55,6 +56,7 @@ class Service:
 
     engine: Engine
     model: ServedModel
+    grammars: GrammarCheck
     exposition: Exposition
     watch: LoopWatch
     clock: Clock

@@ -5,5 +5,6 @@ The ids are Hugging Face's in both cases.
 """
 
 from adapters.tokenizers.loading import load_tokenizer
+from adapters.tokenizers.token_table import load_token_table
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_token_table", "load_tokenizer"]

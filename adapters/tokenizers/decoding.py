@@ -81,12 +81,26 @@ def decoder_factory(definition: TokenizerDefinition) -> "Callable[[], TokenDecod
     decoder = definition.decoder or {"type": None}
     match decoder:
         case {"type": "ByteLevel"}:
-            table = _table(definition, TokenBytes().loose)
+            table = bytes_of_ids(definition)
             return lambda: TableDecoder(table)
         case {"type": "Metaspace", "replacement": str(mark)}:
             return _metaspace(definition, mark, decoder.get("prepend_scheme", "always"))
         case {"type": "Sequence", "decoders": [*steps]}:
             return _sentencepiece(definition, steps)
+    raise RefusedToStart(f"{definition.path}: decoder {decoder['type']!r} is not supported")
+
+
+def bytes_of_ids(definition: TokenizerDefinition) -> list[bytes]:
+    """The bytes that each id adds within an answer, none for special ids; see above."""
+    decoder = definition.decoder or {"type": None}
+    match decoder:
+        case {"type": "ByteLevel"}:
+            return _table(definition, TokenBytes().loose)
+        case {"type": "Metaspace", "replacement": str(mark)}:
+            return _table(definition, lambda token: token.replace(mark, " ").encode())
+        case {"type": "Sequence", "decoders": [*steps]}:
+            per_token, _ = _per_token(steps)
+            return _table(definition, lambda token: _piece_bytes(definition, per_token, token))
     raise RefusedToStart(f"{definition.path}: decoder {decoder['type']!r} is not supported")
 
 
@@ -102,7 +116,7 @@ def _table(definition: TokenizerDefinition, read: Callable[[str], bytes]) -> lis
 def _metaspace(
     definition: TokenizerDefinition, mark: str, scheme: str
 ) -> "Callable[[], TokenDecoder]":
-    table = _table(definition, lambda token: token.replace(mark, " ").encode())
+    table = bytes_of_ids(definition)
     if scheme == "never":
         return lambda: TableDecoder(table)
     first = _table(definition, lambda token: token.replace(mark, "").encode())
@@ -113,11 +127,8 @@ def _sentencepiece(
     definition: TokenizerDefinition, steps: list[Section]
 ) -> "Callable[[], TokenDecoder]":
     """Per-token steps, then Fuse, then Strip of the whole."""
-    per_token: list[Section] = []
-    rest = list(steps)
-    while rest and rest[0].get("type") in ("Replace", "ByteFallback"):
-        per_token.append(rest.pop(0))
-    table = _table(definition, lambda token: _piece_bytes(definition, per_token, token))
+    table = bytes_of_ids(definition)
+    _, rest = _per_token(steps)
     match rest:
         case [{"type": "Fuse"}]:
             return lambda: TableDecoder(table)
@@ -126,6 +137,14 @@ def _sentencepiece(
             return lambda: StrippingDecoder(table, taken, count)
     kinds = [step.get("type") for step in steps]
     raise RefusedToStart(f"{definition.path}: decoder {kinds} is not supported")
+
+
+def _per_token(steps: list[Section]) -> tuple[list[Section], list[Section]]:
+    """The steps that look at one token, and those after them that look at the whole answer."""
+    end = 0
+    while end < len(steps) and steps[end].get("type") in ("Replace", "ByteFallback"):
+        end += 1
+    return steps[:end], steps[end:]
 
 
 def _piece_bytes(definition: TokenizerDefinition, steps: list[Section], token: str) -> bytes:

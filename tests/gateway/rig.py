@@ -14,8 +14,10 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from adapters.dialects.jinja_template import JinjaTemplate
+from adapters.grammar import open_compiler
 from engine.cost import CostModel, LiveCost
 from engine.events import Audience
+from engine.grammar import GrammarCompiler, TokenTable
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.memory import Admission
@@ -28,6 +30,7 @@ from engine.step import StepEntry
 from gateway.access import BodyLimits, Keys, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
+from gateway.grammar import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect
@@ -63,6 +66,18 @@ class ByteTokenizer:
 
     def decoder(self) -> ByteDecoder:
         return ByteDecoder()
+
+
+def byte_grammars() -> GrammarCompiler:
+    """Grammars over the bytes; their end token is `END`."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b""]
+    table = TokenTable(tokens, {"<end>": END}, lambda text: list(text.encode()))
+    return open_compiler(table, END + 1)
+
+
+async def at_once(work: Callable[[], str | None]) -> str | None:
+    """Off the loop is no place in virtual time."""
+    return work()
 
 
 class PlainTemplate:
@@ -190,6 +205,7 @@ def build_rig(setting: Setting) -> Rig:
             template=PlainTemplate(),
             dialect=setting.dialect,
         ),
+        grammars=GrammarCheck(byte_grammars, off_loop=at_once),
         exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,

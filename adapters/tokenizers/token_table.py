@@ -1,0 +1,23 @@
+"""The vocabulary as bytes, for constrained decoding: the `TokenTable` of a checkpoint."""
+
+from pathlib import Path
+
+from adapters.tokenizers.decoding import bytes_of_ids
+from adapters.tokenizers.definition import read_definition
+from adapters.tokenizers.loading import load_tokenizer
+from engine.grammar import TokenTable
+
+
+def load_token_table(directory: Path) -> TokenTable:
+    """What each id adds to an answer, wherever in the answer it stands.
+
+    A blank that a decoder takes off the beginning of an answer is here. Raises `RefusedToStart`.
+    """
+    definition = read_definition(directory)
+    tokenizer = load_tokenizer(directory)
+    special = {token.content: token.id for token in definition.added if token.is_special}
+    return TokenTable(
+        tokens=bytes_of_ids(definition),
+        special=special,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
