@@ -211,13 +211,15 @@ class Placement:
 class WorkerSettings:
     """What a worker needs to know to load its share of a model.
 
-    `dtype`, `device` and `attention` may be "auto". `kv_slots` 0 means: as many as `kv_bytes`
-    hold, over all workers; both 0 means: the worker chooses from the memory that is free.
-    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit.
+    `dtype`, `weights` (of linear layers), `device` and `attention` may be "auto". `kv_slots` 0
+    means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker chooses from the
+    memory that is free. `threads` 0: a fair share of the cores. `max_model_len` 0: the
+    checkpoint's own limit.
     """
 
     model: str
     dtype: str = "auto"
+    weights: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     block_size: int = 16
@@ -249,3 +251,4 @@ class WorkerReport:
     block_size: int
     bytes_per_block: int
     threads: int
+    weights: str = "float32"

@@ -181,6 +181,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     return WorkerSettings(
         model=str(directory),
         dtype=settings.dtype,
+        weights=settings.weights,
         device=settings.device,
         attention=settings.attention,
         block_size=settings.block_size,
@@ -240,7 +241,8 @@ def _compiler(loaded: Loaded) -> "GrammarCompiler":
 
 def _served_model(loaded: Loaded) -> ServedModel:
     report = loaded.report
-    facts = f"{version('podway')} {loaded.name} {report.dtype} {report.device} {report.attention}"
+    numbers = f"{report.dtype} {report.weights}"
+    facts = f"{version('podway')} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,
         created=_unix_now(),

@@ -106,6 +106,7 @@ def facts_about(directory: Path, report: "WorkerReport", depth: int) -> dict[str
         "cores": os.cpu_count(),
         "device": report.device,
         "dtype": report.dtype,
+        "weight_format": report.weights,
         "attention": report.attention,
         "threads": report.threads,
         "block_size": report.block_size,

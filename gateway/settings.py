@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "of weights and activations; auto: what the machine is fast at"
     )
+    weights: Literal["auto", "float32", "int8"] = _option(
+        "auto", "model", "format of the linear layers; auto: as dtype says"
+    )
     device: str = _option("auto", "model", "auto, cpu, cuda or cuda:N", "DEVICE")
     attention: str = _option("auto", "model", "attention backend, by its name", "NAME")
     threads: int = _option(0, "model", "compute threads; 0: one per core", "N", ge=0, le=1024)

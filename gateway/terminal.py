@@ -68,9 +68,10 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
     """The lines that are shown once the server answers; `cost` is what steps take."""
     num_slots = report.num_blocks * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
+    weights = "" if report.weights == report.dtype else f" with {report.weights} weights"
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
-        f"{report.dtype} on {report.device}, context {report.max_model_len:,} tokens",
+        f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         "KV": f"{num_slots:,} slots in blocks of {report.block_size}, {megabytes:,.0f} MiB",
         "compute": f"{report.threads} threads, attention {report.attention}",
         "schedule": f"{settings.policy}, admission {settings.admission}, batches of "

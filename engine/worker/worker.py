@@ -28,6 +28,7 @@ from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
 from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.native.build import compile_all
+from engine.worker.native.int8 import Int8Operators
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
@@ -48,6 +49,7 @@ Progress = Callable[[str, int, int], None]
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
 DEVICES = ("auto", "cpu")
+WEIGHTS = {"auto": NativeOperators, "float32": NativeOperators, "int8": Int8Operators}
 DEFAULT_ATTENTION = "cpu"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
 
@@ -67,6 +69,17 @@ def _dtype(settings: WorkerSettings) -> torch.dtype:
     if settings.dtype not in DTYPES:
         raise RefusedToStart(f"dtype {settings.dtype!r} is not supported on cpu; known: float32")
     return DTYPES[settings.dtype]
+
+
+def _operators(settings: WorkerSettings, team: Team, *, is_plain: bool) -> Operators:
+    if settings.weights not in WEIGHTS:
+        known = ", ".join(WEIGHTS)
+        raise RefusedToStart(f"weights {settings.weights!r} is not supported; known: {known}")
+    if not is_plain:
+        return WEIGHTS[settings.weights](team)
+    if settings.weights == "int8":
+        raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
+    return TorchOperators()
 
 
 def _num_cores() -> int:
@@ -153,7 +166,7 @@ class Worker:
         torch.set_num_threads(threads if is_plain else 1)
         if not is_plain:
             compile_all(progress)
-        operators: Operators = TorchOperators() if is_plain else NativeOperators(team)
+        operators = _operators(settings, team, is_plain=is_plain)
         weights = Weights(checkpoint.directory, dtype, progress)
         num_parameters = checkpoint.survey(weights, shard)
         model = checkpoint.family.build(weights, shard, operators)
@@ -190,6 +203,7 @@ class Worker:
                 block_size=size,
                 bytes_per_block=block_bytes,
                 threads=threads,
+                weights="int8" if settings.weights == "int8" else "float32",
             ),
             shard,
             plane,

@@ -120,6 +120,13 @@ def test_70_a_streamed_token_is_weighed_against_a_bare_write() -> None:
     assert {"bare write", "gateway"} <= {line[:20].strip() for line in shown.splitlines()}
 
 
+def test_72_both_weight_formats_read_the_same_texts() -> None:
+    shown = run(sys.executable, EXAMPLES / "72_int8_quality.py", "--tokens", "4")
+    figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
+    assert float(figures["divergence, mean   "].split()[0]) < 0.01
+    assert shown.splitlines()[-1].endswith("%")
+
+
 def test_80_the_headline_is_written_as_table_plot_and_figures(tmp_path: Path) -> None:
     run(sys.executable, EXAMPLES / "80_orca_headline.py", "--out", tmp_path, "--requests", "20")
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "orca.json", "orca.png"}

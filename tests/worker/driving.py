@@ -41,6 +41,7 @@ def settings_for(
     model: object,
     attention: str = "reference",
     *,
+    weights: str = "auto",
     block_size: int = 4,
     kv_slots: int = 512,
     placement: Placement = WHOLE,
@@ -49,6 +50,7 @@ def settings_for(
     return WorkerSettings(
         model=str(model),
         attention=attention,
+        weights=weights,
         block_size=block_size,
         kv_slots=kv_slots,
         threads=1,
@@ -57,10 +59,17 @@ def settings_for(
 
 
 def load_worker(
-    model: object, *, attention: str = "reference", block_size: int = 4, kv_slots: int = 512
+    model: object,
+    *,
+    attention: str = "reference",
+    weights: str = "auto",
+    block_size: int = 4,
+    kv_slots: int = 512,
 ) -> Worker:
     """A worker over a checkpoint directory with a small cache."""
-    settings = settings_for(model, attention, block_size=block_size, kv_slots=kv_slots)
+    settings = settings_for(
+        model, attention, weights=weights, block_size=block_size, kv_slots=kv_slots
+    )
     return Worker.load(settings, lambda what, done, total: None)
 
 

@@ -112,6 +112,27 @@ def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
     assert untied.num_parameters - tied.num_parameters == 97 * 32
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    exact, rounded = (
+        load_worker(tmp_path, attention="cpu", weights=weights) for weights in ("float32", "int8")
+    )
+    assert (exact.report.weights, rounded.report.weights) == ("float32", "int8")
+    logits, found = (Driver(each, seed=1).logits((0, text(40, 1))) for each in (exact, rounded))
+    assert not torch.equal(logits, found)
+    spread = logits.std()
+    torch.testing.assert_close(found, logits, rtol=0, atol=float(spread) / 10)
+
+
+def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(RefusedToStart, match="weights 'int4' is not supported; known: auto, "):
+        load_worker(tmp_path, weights="int4")
+    with pytest.raises(RefusedToStart, match="weights='int8' needs another attention"):
+        load_worker(tmp_path, attention="reference", weights="int8")
+
+
 def test_a_piece_of_a_prompt_yields_no_token(worker: Worker) -> None:
     driver = Driver(worker)
     piece = driver.entry(0, [1, 2, 3], None)

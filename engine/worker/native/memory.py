@@ -45,6 +45,8 @@ floats = _make_view(types.float32, FLOAT, 4)
 doubles = _make_view(types.float64, ir.DoubleType(), 8)
 words = _make_view(types.int64, INT64, 8)
 bits = _make_view(types.int32, INT32, 4)
+shorts = _make_view(types.int16, ir.IntType(16), 2)
+octets = _make_view(types.int8, ir.IntType(8), 1)
 
 
 @intrinsic

@@ -16,7 +16,7 @@ from engine.worker.native.build import kernel
 from engine.worker.native.pages import Pages
 from engine.worker.native.tiles import COLUMNS
 from engine.worker.operators import LayerNorm, TorchOperators
-from engine.worker.ports import Largest, Team
+from engine.worker.ports import Largest, Linear, Team
 
 ACTIVATION_KINDS = {
     "silu": kernels.SILU,
@@ -48,6 +48,18 @@ class Call:
         self(-(-rows // share))
 
 
+def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
+    """Columns of a chunk for so many rows: at most so many that they suit the cache, and few
+    enough that every thread has some."""
+
+    def at_most(most: int, chunks: int) -> int:
+        return max(COLUMNS, min(most, outputs // chunks // COLUMNS * COLUMNS))
+
+    for_few = at_most(COLUMNS_FOR_FEW, 12 * threads)
+    for_many = at_most(COLUMNS_FOR_MANY, 4 * threads)
+    return lambda rows: for_few if rows <= kernels.PANEL else for_many
+
+
 class NativeLinear:
     """Row-major weights, not packed."""
 
@@ -68,17 +80,12 @@ class NativeLinear:
             adds=0,
         )
         self._call = Call(team, kernels.linear, blank)
-        self._for_few = self._columns(COLUMNS_FOR_FEW, 12 * team.threads)
-        self._for_many = self._columns(COLUMNS_FOR_MANY, 4 * team.threads)
-
-    def _columns(self, most: int, chunks: int) -> int:
-        """Columns of a chunk: at most so many, and at least so many chunks where there can be."""
-        return max(COLUMNS, min(most, self._outputs // chunks // COLUMNS * COLUMNS))
+        self._columns = columns_of_chunks(self._outputs, team.threads)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         y = x.new_empty((rows, self._outputs)) if add_to is None else add_to
-        columns = self._for_few if rows <= kernels.PANEL else self._for_many
+        columns = self._columns(rows)
         self._call.words[4:] = (
             columns,
             x.data_ptr(),
@@ -156,7 +163,7 @@ class NativeOperators:
         self._largest = Call(team, drawing.largest, (0,) * 5)
         self._draw = Call(team, drawing.draw, (0,) * 8)
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> NativeLinear:
+    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> Linear:
         return NativeLinear(self._team, self._pages.stack(weights), bias)
 
     def rms_norm(self, weight: Tensor, eps: float) -> NativeRmsNorm:

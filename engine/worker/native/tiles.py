@@ -73,7 +73,8 @@ def _fold_once(builder, vector, width):
     )
 
 
-def _prefetch(builder, address):
+def prefetch(builder, address):
+    """Ask for the cache line at an address; never faults."""
     kind = ir.FunctionType(ir.VoidType(), [BYTE_POINTER, INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     read, keep, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
@@ -143,7 +144,7 @@ class DotLines(NamedTuple):
 def _dot_step(builder, lines, sums, k):
     """`STEP` floats of k: every x times every w."""
     for line in lines.ahead:
-        _prefetch(builder, builder.add(line, k))
+        prefetch(builder, builder.add(line, k))
     for part in range(STEP // LANES):
         at = builder.add(k, word(part * LANES * 4))
         xs = [_load_vector(builder, builder.add(line, at)) for line in lines.x]

@@ -1,0 +1,99 @@
+"""What 8-bit weights cost in quality: the same texts through both weight formats of one model.
+
+Prints the Kullback-Leibler divergence of int8 from float32, in nats a token, and how often both
+would say the same next token. The float32 model writes the texts, greedily; both then read them.
+
+    python examples/72_int8_quality.py [MODEL] [--texts 50] [--tokens 64]
+"""
+
+import argparse
+import importlib.resources
+from array import array
+from random import Random
+
+import torch
+
+from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.worker.worker import Worker
+
+BLOCK = 16
+GREEDY = Draw(Sampling(temperature=0.0))
+QUESTIONS = (
+    "Hello!",
+    "What is 17 + 25?",
+    "What is the capital of France?",
+    "Tell me a story about a fox.",
+    "What is a prefill?",
+    "Count from 3 to 9.",
+    "Who are you?",
+    "What is Podway?",
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    builtin = importlib.resources.files("adapters") / "builtin"
+    parser.add_argument("model", nargs="?", default=str(builtin), help="a checkpoint directory")
+    parser.add_argument("--texts", type=int, default=50, help="prompts of random ids")
+    parser.add_argument("--tokens", type=int, default=64, help="after each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def load(model: str, weights: str, num_slots: int) -> Worker:
+    settings = WorkerSettings(model=model, weights=weights, kv_slots=num_slots, block_size=BLOCK)
+    return Worker.load(settings, lambda what, done, total: None)
+
+
+def prompts(options: argparse.Namespace, vocab_size: int) -> list[tuple[int, ...]]:
+    """Questions that the built-in model knows, or random ids for any other model."""
+    if (options.model).endswith("builtin"):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        return [
+            tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
+            for chat in chats
+        ]
+    random = Random(options.seed)
+    return [tuple(random.choices(range(vocab_size), k=32)) for _ in range(options.texts)]
+
+
+def step(number: int, batch: list[tuple[int, tuple[int, ...]]], blocks: int) -> Step:
+    """One step for all texts: `batch` has the position and the new tokens of each."""
+    entries = []
+    for place, (start, tokens) in enumerate(batch):
+        table = array("i", range(place * blocks, (place + 1) * blocks)).tobytes()
+        entries.append(StepEntry(RequestId(place), start, tokens, table, GREEDY))
+    return Step(StepId(number), tuple(entries))
+
+
+def main() -> None:
+    options = parse()
+    longest = 256 + options.tokens
+    blocks = -(-longest // BLOCK)
+    num_slots = max(options.texts, len(QUESTIONS)) * blocks * BLOCK
+    exact = load(options.model, "float32", num_slots)
+    rounded = load(options.model, "int8", num_slots)
+    batch = [(0, prompt) for prompt in prompts(options, exact.report.vocab_size)]
+    divergence: list[torch.Tensor] = []
+    agreed: list[torch.Tensor] = []
+    for number in range(options.tokens):
+        now = step(number, batch, blocks)
+        truth, found = exact.logits(now).log_softmax(-1), rounded.logits(now).log_softmax(-1)
+        divergence.append((truth.exp() * (truth - found)).sum(-1))
+        agreed.append(truth.argmax(-1) == found.argmax(-1))
+        batch = [
+            (start + len(tokens), (int(token),))
+            for (start, tokens), token in zip(batch, truth.argmax(-1), strict=True)
+        ]
+    nats = torch.cat(divergence).double()
+    print(f"tokens compared      {len(nats)}")
+    print(f"divergence, mean     {nats.mean():.2e} nats")
+    print(f"divergence, p99      {nats.quantile(0.99):.2e} nats")
+    print(f"same likeliest token {torch.cat(agreed).double().mean():.2%}")
+
+
+if __name__ == "__main__":
+    main()
