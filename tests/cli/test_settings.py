@@ -57,6 +57,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "model": "m",
         "served_model_name": "n",
         "dtype": "float32",
+        "weights": "int8",
         "device": "cpu",
         "attention": "cpu",
         "threads": "2",
