@@ -115,7 +115,9 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
     """Find the checkpoint, start its worker and read its tokenizer meanwhile."""
     directory = await asyncio.to_thread(_directory, settings.model)
     keeping = MultiprocessSettings(
-        step_seconds=settings.step_seconds, max_restarts=settings.max_restarts
+        depth=1 + settings.lookahead,
+        step_seconds=settings.step_seconds,
+        max_restarts=settings.max_restarts,
     )
     executor = MultiprocessExecutor(_worker_settings(settings, directory), keeping)
     try:
@@ -198,7 +200,7 @@ def build_server(settings: Settings, loaded: Loaded, cost: LiveCost) -> Server:
     """The control plane and the gateway over a loaded model; `cost` will follow the machine."""
     metrics = Metrics()
     scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()), cost)
-    engine = Engine(scheduler, loaded.executor, time.perf_counter)
+    engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=settings.lookahead)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
         engine=engine,

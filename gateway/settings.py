@@ -141,6 +141,15 @@ class Settings(BaseSettings):
         1 << 20, "scheduling", "the same bound in tokens of prompt and answer", "TOKENS", ge=1
     )
 
+    lookahead: int = _option(
+        0,
+        "workers",
+        "1: plan an iteration before the tokens it goes on from are known, so that workers need "
+        "not wait for it; a request that ends may then compute one token too many",
+        "N",
+        ge=0,
+        le=1,
+    )
     max_restarts: int = _option(
         3, "workers", "times that a worker may be started again within ten minutes", "N", ge=0
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import Step, StepEntry
+from engine.step import HELD_TOKEN, Step, StepEntry
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -33,7 +33,8 @@ class RaggedLayout:
     `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, the last one filled to `kv_last_page_len[i]`.
     """
 
-    token_ids: Int64s  # [T]
+    token_ids: Int64s  # [T], 0 in `held_rows` until they are filled in
+    held_rows: Int64s  # [H], rows of `HELD_TOKEN` in the order of the entries
     positions: Int64s  # [T]
     slots: Int64s  # [T], page * block_size + offset
     qo_indptr: Int32s  # [N + 1]
@@ -98,6 +99,8 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     num_pages = -(-kv_len // size)
 
     token_ids = np.array([token for entry in entries for token in entry.tokens], dtype=np.int64)
+    held_rows = np.flatnonzero(token_ids == HELD_TOKEN)
+    token_ids[held_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
     owner = np.repeat(np.arange(len(entries)), q_len)
     positions = np.arange(len(token_ids)) - qo_indptr[owner] + start[owner]
@@ -112,6 +115,7 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     draws = np.array([entry.draw is not None for entry in entries])
     return RaggedLayout(
         token_ids=token_ids,
+        held_rows=held_rows,
         positions=positions,
         slots=pages.astype(np.int64) * size + positions % size,
         qo_indptr=qo_indptr,

@@ -25,6 +25,7 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.checkpoint import Checkpoint, load_from_table
+from engine.worker.held import HeldTokens
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
 from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.native.build import compile_all
@@ -139,6 +140,7 @@ class Worker:
         self._reader = Reader(stage.head, sampler)
         self._team = team
         self._limits = limits
+        self._held = HeldTokens(num_steps=1)
         self._shard = shard
         self._plane = plane  # None for a worker that is alone
         self._is_amid = False  # in the layers, where ranks wait for each other
@@ -230,10 +232,13 @@ class Worker:
         Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
         """
         started = time.perf_counter()
+        self._held.open(step)
         prepared = prepared or self.prepare(step)
+        step = self._held.complete(step, prepared.layout)
         with torch.inference_mode(), self._team.awake():
             hidden = self._compute(step, prepared, started)
             reading = Reading() if hidden is None else self._read(step, prepared.layout, hidden)
+        self._held.keep(step, reading.tokens, reading.faults)
         return StepResult(
             step_id=step.step_id, seconds=_seconds(prepared, started), **reading._asdict()
         )

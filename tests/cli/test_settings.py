@@ -74,6 +74,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_batch_tokens": "32",
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
+        "lookahead": "1",
         "max_restarts": "7",
         "max_step_seconds": "0.25",
         "cost_model": "none",

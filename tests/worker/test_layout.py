@@ -56,7 +56,7 @@ def test_index_arrays_have_the_types_that_attention_kernels_take() -> None:
         (step(), "needs entries"),
         (step(entry(0, (), [1])), "needs tokens"),
         (step(entry(0, (100,), [1])), "token ids"),
-        (step(entry(0, (-1,), [1])), "token ids"),
+        (step(entry(0, (-2,), [1])), "token ids"),
         (step(entry(64, (1,), list(range(9)) * 2)), "positions"),
         (step(entry(-1, (1, 2), [1])), "positions"),
         (step(entry(0, (1,), [10])), "block ids"),

@@ -1,0 +1,66 @@
+"""The tokens that this worker sampled last, for entries planned before anybody else knew them.
+
+An entry whose token is `HELD_TOKEN` goes on from the token of an earlier step. The steps are run
+in order, so by then it is here. Where that step failed, or the entry in it, the loop will drop
+whatever comes of it; a stand-in keeps batch mates from harm.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from engine.step import HELD_TOKEN, Fault, RequestId, Step, StepEntry
+from engine.worker.layout import RaggedLayout
+
+STAND_IN = 0
+
+
+class HeldTokens:
+    """Tokens of the last `num_steps` steps; a step is opened before anything can fail in it."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._before: deque[dict[RequestId, int]] = deque(maxlen=num_steps)
+        self._now: dict[RequestId, int] = {}
+
+    def open(self, step: Step) -> None:
+        """The step is about to run: until `keep` it has stand-ins for all that it samples."""
+        self._before.append(self._now)
+        draws = [entry.request_id for entry in step.entries if entry.draw is not None]
+        self._now = dict.fromkeys(draws, STAND_IN)
+
+    def complete(self, step: Step, layout: RaggedLayout) -> Step:
+        """The step and its layout with the tokens that were held back, also for penalties.
+
+        Raises `ValueError` where no token is held.
+        """
+        if not len(layout.held_rows):
+            return step
+        entries = tuple([self._completed(entry) for entry in step.entries])
+        layout.token_ids[layout.held_rows] = [
+            entry.tokens[0]
+            for entry, asked in zip(entries, step.entries, strict=True)
+            if entry is not asked
+        ]
+        return Step(step.step_id, entries)
+
+    def keep(self, step: Step, tokens: Sequence[int], faults: Sequence[Fault]) -> None:
+        """The step has run; `tokens` are one per draw, and those of `faults` mean nothing."""
+        if not tokens:
+            return
+        self._now.update(zip(self._now, tokens, strict=True))
+        for fault in faults:
+            self._now[step.entries[fault.entry].request_id] = STAND_IN
+
+    def _completed(self, entry: StepEntry) -> StepEntry:
+        if entry.tokens[0] != HELD_TOKEN:
+            return entry
+        token = self._token(entry.request_id)
+        draw = entry.draw
+        if draw is not None and draw.reads_output:
+            draw = draw._replace(output=(*draw.output, token))
+        return entry._replace(tokens=(token,), draw=draw)
+
+    def _token(self, request_id: RequestId) -> int:
+        for held in reversed(self._before):
+            if request_id in held:
+                return held[request_id]
+        raise ValueError(f"request {request_id}: no token of it is held")
