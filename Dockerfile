@@ -21,6 +21,6 @@ RUN python -m engine.worker.native
 ENV PODWAY_HOST=0.0.0.0 PYTHONUNBUFFERED=1
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/ready')"]
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["podway"]
 CMD ["serve"]

@@ -31,9 +31,10 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Step, StepEntry, StepResult
-from gateway.access import BodyLimits, Keys, RequestLog
+from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
+from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary

@@ -1,16 +1,14 @@
-"""Who asks, with which key, and how much may be sent. One log line per finished request."""
+"""Who asks, and how much may be sent. One log line per finished request."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.events import Silence
-from gateway.errors import BodyTooLarge, BodyTooSlow, InvalidApiKey, WrongMediaType
+from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -21,19 +19,22 @@ logger = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
-TENANT_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """One HTTP request as the log knows it; `arrived_at` is seconds of the service's clock.
 
-    `tenant` stands for the API key that was shown; "" where none is needed.
+    `tenant` is the name of the API key that was shown, "" where none is needed; `weight` its share
+    and `urgent` the lowest priority it may ask for. `limits` are headers that tell of its limits.
     """
 
     request_id: str
     arrived_at: float
     tenant: str = ""
+    weight: float = 1.0
+    urgent: int | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
 
     def headers(self, now: float) -> dict[str, str]:
         """What every response carries."""
@@ -41,40 +42,13 @@ class Caller:
             "x-request-id": self.request_id,
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,
+            **self.limits,
         }
 
 
 def sane_request_id(offered: str | None) -> str | None:
     """The caller's own x-request-id if it is short and printable, else None."""
     return offered if offered is not None and _SANE_ID.fullmatch(offered) else None
-
-
-class Keys:
-    """The keys that clients must show; without any, everybody may come in."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple(_digest(key) for key in keys)
-
-    def tenant(self, authorization: str | None) -> str:
-        """A name for the key in the header that does not give it away; "" if all may come in.
-
-        Raises `InvalidApiKey` unless the header holds one of the keys.
-        """
-        if not self._digests:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise InvalidApiKey(
-                "You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'."
-            )
-        shown = _digest(key.strip())
-        if not any(hmac.compare_digest(shown, digest) for digest in self._digests):
-            raise InvalidApiKey("Incorrect API key provided.")
-        return shown.hex()[:TENANT_DIGITS]
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,18 @@ from engine.profiler import Bounds
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from gateway.access import BodyLimits, Keys, RequestLog
+from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.calibration import Calibration, CostFile, calibrate, facts_about
+from gateway.connection import ConnectionBounds
 from gateway.exposition import Exposition
+from gateway.gate import Gate, open_gate
 from gateway.grammar import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
+from gateway.quotas import Quotas
 from gateway.schema.sampling import Vocabulary
-from gateway.server import Server, Signals, bind, unless_told
+from gateway.server import Server, Signals, bind, raise_file_limit, unless_told
 from gateway.service import Pace, ServedModel, Service
 from gateway.settings import BUILTIN_MODEL, Settings
 
@@ -93,7 +96,10 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
     )
+    gate = open_gate(settings)
     with Signals() as signals, closing(bind(settings.host, settings.port)) as listener:
+        if gate.has_files:
+            signals.on_hangup(gate.reload)
         async with AsyncExitStack() as stack:
             loading = asyncio.create_task(
                 stack.enter_async_context(_loaded(settings, progress)), name="load"
@@ -102,7 +108,7 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             if loaded is not None:
                 port = listener.getsockname()[1]
                 cost = LiveCost(loaded.calibration.model)
-                server = build_server(settings, loaded, cost)
+                server = build_server(settings, loaded, cost, gate)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if loaded.calibration.file is not None:
                     loaded.calibration.file.save(cost.model)
@@ -196,10 +202,11 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     )
 
 
-def build_server(settings: Settings, loaded: Loaded, cost: LiveCost) -> Server:
+def build_server(settings: Settings, loaded: Loaded, cost: LiveCost, gate: Gate) -> Server:
     """The control plane and the gateway over a loaded model; `cost` will follow the machine."""
-    metrics = Metrics()
-    scheduler = _scheduler(settings, loaded.report, Audience(metrics, RequestLog()), cost)
+    metrics, quotas = Metrics(), Quotas()
+    observer = Audience(metrics, RequestLog(), quotas)
+    scheduler = _scheduler(settings, loaded.report, observer, cost)
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=settings.lookahead)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
@@ -211,11 +218,18 @@ def build_server(settings: Settings, loaded: Loaded, cost: LiveCost) -> Server:
         clock=time.perf_counter,
         unix_now=_unix_now,
         random=random.SystemRandom(),
-        keys=Keys(settings.api_key),
-        limits=BodyLimits(int(settings.max_body_bytes)),
-        pace=Pace(),
+        keys=gate.keys,
+        limits=BodyLimits(int(settings.max_body_bytes), settings.body_seconds),
+        pace=Pace(stall=settings.stall_seconds),
+        quotas=quotas,
+        cors_origins=settings.cors_origin,
     )
-    return Server(build_app(service), engine, watch, settings.drain_seconds)
+    bounds = ConnectionBounds(
+        settings.max_connections or raise_file_limit(),
+        settings.body_seconds,
+        settings.stall_seconds,
+    )
+    return Server(build_app(service), engine, watch, settings.drain_seconds, bounds, gate.tls)
 
 
 def _scheduler(

@@ -5,6 +5,7 @@ tree. Bodies are OpenAI's `{"error": {message, type, param, code}}`, always JSON
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import orjson
@@ -20,6 +21,7 @@ from engine.errors import (
     RequestCancelled,
     RequestFailed,
     Unavailable,
+    WorkerLost,
 )
 
 
@@ -74,12 +76,44 @@ class InvalidApiKey(InvalidRequest):
     """No key, or one that this server does not know."""
 
 
+class RateLimited(EngineError):
+    """A limit of this key is reached; `headers` tell about all of its limits."""
+
+    def __init__(self, message: str, retry_after: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.headers = headers
+
+
+class TooManyRequests(RateLimited):
+    """Requests per minute."""
+
+
+class TooManyAtOnce(RateLimited):
+    """Requests that run at the same time."""
+
+
+class TooManyTokens(RateLimited):
+    """Tokens per minute."""
+
+
+class Superseded(EngineError):
+    """The caller has sent the same request again, and that one is served instead."""
+
+    def __init__(self) -> None:
+        super().__init__("This request was sent again, and the newer one is served instead.")
+
+
 class Verdict(NamedTuple):
-    """What an error looks like on the wire."""
+    """What an error looks like on the wire.
+
+    `retry` goes into `x-should-retry`, where official clients would guess otherwise.
+    """
 
     status: int
     type: str
     code: str
+    retry: bool | None = None
 
 
 _INVALID = "invalid_request_error"
@@ -96,12 +130,18 @@ TABLE: dict[type[EngineError], Verdict] = {
     BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
     WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
     RequestCancelled: Verdict(499, _INVALID, "request_cancelled"),
-    Overloaded: Verdict(503, "server_error", "overloaded"),
-    DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable"),
-    Unavailable: Verdict(503, "server_error", "unavailable"),
     NothingAllowed: Verdict(400, _INVALID, "nothing_allowed"),
-    RequestFailed: Verdict(500, "server_error", "internal_error"),
-    DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded"),
+    Superseded: Verdict(409, _INVALID, "superseded", retry=False),
+    TooManyRequests: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
+    TooManyAtOnce: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
+    TooManyTokens: Verdict(429, "tokens", "rate_limit_exceeded", retry=True),
+    Overloaded: Verdict(503, "server_error", "overloaded", retry=True),
+    DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable", retry=True),
+    Unavailable: Verdict(503, "server_error", "unavailable", retry=True),
+    RequestFailed: Verdict(500, "server_error", "internal_error", retry=True),
+    # It was in the batch at every crash.
+    WorkerLost: Verdict(500, "server_error", "internal_error", retry=False),
+    DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded", retry=False),
     EngineError: Verdict(500, "server_error", "internal_error"),
 }
 
@@ -126,10 +166,16 @@ def error_body(error: BaseException) -> bytes:
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """Headers that belong to this error besides the usual ones."""
+    retry = verdict(error).retry
+    headers = {} if retry is None else {"x-should-retry": "true" if retry else "false"}
+    return headers | _own_headers(error)
+
+
+def _own_headers(error: BaseException) -> dict[str, str]:
+    if isinstance(error, RateLimited):
+        return {**error.headers, **_retry_after(error.retry_after)}
     if isinstance(error, Overloaded | Unavailable) and error.retry_after is not None:
-        seconds = max(0.001, error.retry_after)
-        whole, milliseconds = math.ceil(seconds), math.ceil(seconds * 1000)
-        return {"retry-after": str(whole), "retry-after-ms": str(milliseconds)}
+        return _retry_after(error.retry_after)
     if isinstance(error, MethodNotAllowed):
         return {"allow": error.allow}
     if isinstance(error, InvalidApiKey):
@@ -137,3 +183,9 @@ def error_headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         return {"connection": "close"}  # the rest of the body is still on its way
     return {}
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    seconds = max(0.001, seconds)
+    whole, milliseconds = math.ceil(seconds), math.ceil(seconds * 1000)
+    return {"retry-after": str(whole), "retry-after-ms": str(milliseconds)}

@@ -55,6 +55,7 @@ def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
         message = f"'{order.param}' has tokens that the model does not know."
         raise InvalidRequest(message, order.param)
     max_tokens = _max_tokens(order, len(prompt), service)
+    wishes = _wishes(order)
     return [
         Ask(
             prompt=tuple(prompt),
@@ -64,10 +65,25 @@ def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
             min_tokens=order.limits.min_tokens,
             label=order.caller.request_id,
             tenant=order.caller.tenant,
-            **order.wishes._asdict(),
+            weight=order.caller.weight,
+            **wishes._asdict(),
         )
         for choice in range(order.num_choices)
     ]
+
+
+def _wishes(order: Order) -> Wishes:
+    """A key may have a bound on how urgent its requests are; lower goes first."""
+    most, asked = order.caller.urgent, order.wishes.priority
+    if most is None or asked >= most:
+        return order.wishes
+    if asked:
+        raise InvalidRequest(
+            f"Invalid 'priority': this API key may ask for {most} and above, but the request "
+            f"(by its 'priority' or 'service_tier') asks for {asked}.",
+            "priority",
+        )
+    return order.wishes._replace(priority=most)
 
 
 def _max_tokens(order: Order, prompt_len: int, service: "Service") -> int:

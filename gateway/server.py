@@ -9,18 +9,21 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import uvicorn
 
 from engine.errors import RefusedToStart
-from gateway.connection import Connection
+from gateway.connection import Connection, ConnectionBounds
 
 if TYPE_CHECKING:
+    import ssl
     from types import TracebackType
 
     from starlette.types import ASGIApp
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
+FILES_OF_OUR_OWN = 128  # not connections: weights, pipes to workers, stores
 FLUSH_SECONDS = 5  # for the last bytes, after the last answer
 
 
@@ -55,16 +59,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Signals:
-    """SIGTERM and SIGINT as events, while its `with` lasts."""
+    """SIGTERM and SIGINT as events, SIGHUP as a call, while its `with` lasts."""
 
     def __init__(self) -> None:
         self.told = asyncio.Event()  # to stop
         self.urged = asyncio.Event()  # to stop at once
         self.is_interrupt = False
+        self._numbers = [signal.SIGTERM, signal.SIGINT]
+
+    def on_hangup(self, reload: Callable[[], None]) -> None:
+        """From now on SIGHUP means: read the files again. Until then it ends the process."""
+        self._numbers.append(signal.SIGHUP)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._numbers:
             loop.add_signal_handler(number, self._take, number)
         return self
 
@@ -75,7 +85,7 @@ class Signals:
         trace: "TracebackType | None",
     ) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._numbers:
             loop.remove_signal_handler(number)
 
     def _take(self, number: signal.Signals) -> None:
@@ -124,12 +134,14 @@ class Server:
     engine: "Engine"
     watch: "LoopWatch"
     drain_seconds: float
+    bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
+    tls: "ssl.SSLContext | None" = None
 
     async def serve(
         self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
     ) -> None:
         """Serve on the bound socket until told to stop, then drain. Closes the socket."""
-        server = _Uvicorn(_config(self.app))
+        server = _Uvicorn(_config(self))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.engine.run())
             watching = group.create_task(self.watch.run())
@@ -167,10 +179,23 @@ def calm_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def _config(app: "ASGIApp") -> uvicorn.Config:
+def raise_file_limit() -> int:
+    """Let the process have as many open files as it may; how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems say more than they give
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    most = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return max(1, most - FILES_OF_OUR_OWN)
+
+
+def _config(server: Server) -> uvicorn.Config:
+    tls = server.tls
     return uvicorn.Config(
-        app,
-        http=Connection,
+        server.app,
+        http=partial(Connection, bounds=server.bounds),  # type: ignore[arg-type] # it is called only
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         ws="none",
         lifespan="off",
         log_config=None,

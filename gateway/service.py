@@ -1,17 +1,19 @@
 """Service: what the routes need, built once by the doorway and never written to."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.loop import Engine
 from engine.ports import Clock
-from gateway.access import BodyLimits, Caller, Keys
+from gateway.access import BodyLimits, Caller
 from gateway.exposition import Exposition
 from gateway.grammar import GrammarCheck
+from gateway.keys import Keys
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
+from gateway.quotas import Quotas
 from gateway.schema.frames import Header
 from gateway.schema.sampling import Vocabulary
 
@@ -65,6 +67,8 @@ class Service:
     keys: Keys
     limits: BodyLimits
     pace: Pace
+    quotas: Quotas = field(default_factory=Quotas)
+    cors_origins: Sequence[str] = ()
 
     def header(self, prefix: str) -> Header:
         """The identity of a new response, `prefix-` and 24 hex digits."""

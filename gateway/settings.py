@@ -164,11 +164,41 @@ class Settings(BaseSettings):
     api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         (),
         repr=False,
-        description="keys that clients must show, separated by commas; none: open to all",
-        json_schema_extra={"group": "server", "metavar": "KEYS"},
+        description="keys that clients must show, separated by commas, each also as NAME=KEY; "
+        "none: open to all",
+        json_schema_extra={"group": "access", "metavar": "KEYS"},
     )
+    api_key_file: Path | None = _option(
+        None, "access", "a TOML file of keys with limits of their own; read again on SIGHUP", "FILE"
+    )
+    requests_per_minute: int = _option(
+        0, "access", "of each key, unless the file says otherwise; 0: no limit", "N", ge=0
+    )
+    tokens_per_minute: int = _option(
+        0, "access", "the same in tokens of prompts and answers", "TOKENS", ge=0
+    )
+    max_concurrent: int = _option(
+        0, "access", "requests of a key at once, unless the file says otherwise; 0: any", "N", ge=0
+    )
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
+        (), "access", "origins whose pages may call, separated by commas; * for all", "ORIGINS"
+    )
+    tls_cert: Path | None = _option(
+        None, "access", "a PEM file with the certificate chain; read again on SIGHUP", "FILE"
+    )
+    tls_key: Path | None = _option(None, "access", "a PEM file with its private key", "FILE")
+
     max_body_bytes: ByteSize = _option(
         ByteSize(16 << 20), "server", "largest request body", "SIZE", ge=1
+    )
+    max_connections: int = _option(
+        0, "server", "open connections; 0: what the limit on open files allows", "N", ge=0
+    )
+    body_seconds: float = _option(
+        60.0, "server", "how long a request body may take to arrive", "SECONDS", gt=0
+    )
+    stall_seconds: float = _option(
+        600.0, "server", "how long a client may leave its answer unread", "SECONDS", gt=0
     )
     drain_seconds: float = _option(
         30.0, "server", "how long running answers may take after SIGTERM", "SECONDS", ge=0
@@ -198,6 +228,8 @@ class Settings(BaseSettings):
     def _fits_together(self) -> Self:
         if self.kv_slots is not None and self.kv_memory is not None:
             raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key need each other: give both or none")
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(
                 f"--max-batch-tokens ({self.max_batch_tokens}) must be at least "

@@ -58,10 +58,10 @@ class LoadingBars:
             self._console.print(f"{label}: {done} of {total}", markup=False, soft_wrap=True)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Where a client on this machine finds the server."""
     host = _WILDCARDS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost: str) -> str:
@@ -80,7 +80,7 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
     }
     title = f"Podway {version('podway')} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]
-    example = curl_line(url, model, with_key=bool(settings.api_key))
+    example = curl_line(url, model, with_key=bool(settings.api_key or settings.api_key_file))
     return "\n".join([title, *lines, "", f"  {example}", "", ""])
 
 

@@ -55,5 +55,5 @@ def read_url(server: Server) -> str:
     stdout: IO[str] | None = server.stdout
     assert stdout is not None
     line = stdout.readline()
-    assert " at http://" in line, f"no banner:\n{server.log.read_text()}"
+    assert " at http" in line, f"no banner:\n{server.log.read_text()}"
     return line.rsplit(" at ", 1)[1].strip()

@@ -21,12 +21,15 @@ class Witness:
         self.complaints: list[str] = []
         self._method = method
         self._path = path
+        self._is_preflight = method == "OPTIONS"  # CORS's own business
         self._status = 0
         self._media_type = ""
         self._rest = b""
 
     def take(self, message: "Message") -> None:
         """Look at what the app sends."""
+        if self._is_preflight:
+            return
         if message["type"] == "http.response.start":
             self._take_head(message)
         elif message["type"] == "http.response.body":

@@ -1,7 +1,10 @@
 """`podway serve` as a process: how it starts, refuses and ends."""
 
+import asyncio
+import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 from gateway import cli
 from gateway.settings import options
+from tests.certificates import make_certificate
 from tests.conftest import read_url, start_server
 
 
@@ -30,6 +34,13 @@ def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -
         (["--port", "99999"], "podway: --port must be a whole number from 0 to 65535, not '99999'"),
         (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
         (["no/such/directory"], "podway: no/such/directory is"),
+        (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key need each other"),
+        (
+            ["--tls-cert", "c", "--tls-key", "k"],
+            "podway: cannot read c and k for TLS: No such file",
+        ),
+        (["--api-key-file", "none"], "podway: cannot read the key file none: No such file"),
+        (["--api-key", "a=1,a=2"], "podway: two API keys have the name 'a'"),
         (["--prot", "1"], "podway serve: unrecognized arguments: --prot"),
         (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
     ],
@@ -42,7 +53,7 @@ def test_a_start_that_cannot_work_is_refused_in_one_line(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={"HF_HUB_OFFLINE": "1"},
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
     )
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith(says)
@@ -101,3 +112,32 @@ def test_what_was_measured_at_one_start_is_known_at_the_next(tmp_path: Path) -> 
             assert server.wait(60) == 0
     assert "measured in" in origins[0]
     assert str(tmp_path / "cache" / "costs") in origins[1]
+
+
+async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "one")
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[old]\nkey = "k1"')
+    trust = ssl.create_default_context(cafile=certificate)
+    flags = ("--tls-cert", str(certificate), "--tls-key", str(key), "--api-key-file", str(keys))
+    with start_server(tmp_path, *flags) as server:
+        url = read_url(server)
+        assert url.startswith("https://")
+
+        async def status(shown: str) -> int:
+            headers = {"authorization": f"Bearer {shown}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.get(f"{url}/v1/models", ssl=trust) as response,
+            ):
+                return response.status
+
+        assert (await status("k1"), await status("k2")) == (200, 401)
+        for text, says in (('[new]\nkey = "k2"', "keys=1"), ("[new", "the keys stay as they were")):
+            keys.write_text(text)
+            server.send_signal(signal.SIGHUP)
+            while says not in server.log.read_text():  # noqa: ASYNC110 # of another process
+                await asyncio.sleep(0.02)
+            assert (await status("k1"), await status("k2")) == (401, 200)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0

@@ -83,6 +83,16 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "host": "::1",
         "port": "0",
         "api_key": "a,b",
+        "api_key_file": "keys.toml",
+        "requests_per_minute": "60",
+        "tokens_per_minute": "1000",
+        "max_concurrent": "3",
+        "cors_origin": "https://a.example,https://b.example",
+        "tls_cert": "cert.pem",
+        "tls_key": "key.pem",
+        "max_connections": "99",
+        "body_seconds": "7.5",
+        "stall_seconds": "70",
         "max_body_bytes": "2MiB",
         "drain_seconds": "1.5",
         "log_level": "debug",
@@ -96,6 +106,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         monkeypatch.setenv(f"PODWAY_{key.upper()}", value)
     assert load({}) == by_flag
     assert by_flag.api_key == ("a", "b")
+    assert by_flag.cors_origin == ("https://a.example", "https://b.example")
     assert by_flag.max_body_bytes == 2 << 20
     assert by_flag.chat_template == Path("t.jinja")
 

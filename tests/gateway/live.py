@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,9 @@ class Live:
 
 
 @contextmanager
-def listening(setting: Setting, drain_seconds: float = 10.0) -> Iterator[Live]:
+def listening(
+    setting: Setting, drain_seconds: float = 10.0, tls: ssl.SSLContext | None = None
+) -> Iterator[Live]:
     """Serve in a thread; afterwards no request lives, every slot is free, the port is closed."""
     ready = threading.Event()
     born: list[Live] = []
@@ -47,7 +50,7 @@ def listening(setting: Setting, drain_seconds: float = 10.0) -> Iterator[Live]:
             port = listener.getsockname()[1]
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))
             witnessed.append(Witnessed(rig.app))
-            server = Server(witnessed[0], rig.engine, rig.service.watch, drain_seconds)
+            server = Server(witnessed[0], rig.engine, rig.service.watch, drain_seconds, tls=tls)
             await server.serve(listener, signals, ready.set)
 
     def run() -> None:

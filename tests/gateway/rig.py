@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,13 +28,15 @@ from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.loop import run_virtual
 from engine.step import StepEntry
-from gateway.access import BodyLimits, Keys, RequestLog
+from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
 from gateway.grammar import GrammarCheck
+from gateway.keys import Allowance, Keys
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect
+from gateway.quotas import Quotas
 from gateway.schema.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from tests.asgi import Client
@@ -125,6 +128,9 @@ class Setting:
     max_queue_requests: int = 100
     max_batch_size: int = 8
     keys: Sequence[str] = ()
+    key_file: Path | None = None
+    allowance: Allowance = field(default_factory=Allowance)
+    cors_origins: Sequence[str] = ()
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
@@ -177,7 +183,7 @@ def play(scene: Callable[[Rig], Awaitable[None]], setting: Setting | None = None
 def build_rig(setting: Setting) -> Rig:
     """The parts, put together as the doorway does it."""
     clock = asyncio.get_running_loop().time
-    metrics, ends = Metrics(), Ends()
+    metrics, ends, quotas = Metrics(), Ends(), Quotas()
     cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     live = LiveCost(UNMEASURED)
     scheduler = IterationScheduler(
@@ -190,7 +196,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        Audience(metrics, ends),
+        Audience(metrics, ends, quotas),
         live,
     )
     executor = SimulatedExecutor(cost, draw=Speaker(setting.texts))
@@ -211,7 +217,9 @@ def build_rig(setting: Setting) -> Rig:
         clock=clock,
         unix_now=lambda: 1_700_000_001,
         random=random.Random(1),
-        keys=Keys(setting.keys),
+        keys=Keys(setting.keys, setting.key_file, setting.allowance),
+        quotas=quotas,
+        cors_origins=setting.cors_origins,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
     )

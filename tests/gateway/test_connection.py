@@ -4,9 +4,17 @@ import asyncio
 from typing import Any, cast
 
 import uvicorn
+from uvicorn.server import ServerState
 
 from engine.simulated.loop import run_virtual
-from gateway.connection import HEAD_SECONDS, MAX_HEAD_BYTES, Connection
+from gateway.connection import (
+    BODY_BYTES_PER_SECOND,
+    GRACE_SECONDS,
+    HEAD_SECONDS,
+    MAX_HEAD_BYTES,
+    Connection,
+    ConnectionBounds,
+)
 
 
 class Remembers:
@@ -20,6 +28,9 @@ class Remembers:
         self.written += data
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
     def is_closing(self) -> bool:
@@ -38,10 +49,18 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def connect() -> tuple[Connection, Remembers]:
+async def reads_on(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def connect(
+    bounds: ConnectionBounds | None = None, state: ServerState | None = None, app: Any = app
+) -> tuple[Connection, Remembers]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=Connection)
-    server = uvicorn.Server(config)
-    connection, peer = Connection(config, server.server_state, {}), Remembers()
+    config.load()
+    connection = Connection(config, state or ServerState(), {}, bounds=bounds)
+    peer = Remembers()
     connection.connection_made(cast("asyncio.Transport", peer))
     return connection, peer
 
@@ -92,5 +111,66 @@ def test_a_request_in_time_is_answered_and_the_connection_stays() -> None:
         assert peer.written.count(b"HTTP/1.1 204 ") == 2
         assert not peer.is_closed
         connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_a_body_that_trickles_in_is_hung_up_on() -> None:
+    async def main() -> None:
+        connection, peer = connect(ConnectionBounds(body_seconds=10.0), app=reads_on)
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+        for _ in range(14):
+            connection.data_received(b"y")
+            await asyncio.sleep(1)
+        assert not peer.is_closed
+        await asyncio.sleep(GRACE_SECONDS - 3.5)
+        assert peer.is_closed
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_a_long_body_may_take_longer_if_it_keeps_coming() -> None:
+    async def main() -> None:
+        connection, peer = connect(ConnectionBounds(body_seconds=1.0), app=reads_on)
+        connection.data_received(b"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n")
+        for _ in range(30):
+            connection.data_received(b"y" * BODY_BYTES_PER_SECOND)
+            await asyncio.sleep(1)
+        assert not peer.is_closed
+        await asyncio.sleep(GRACE_SECONDS + 2)
+        assert peer.is_closed
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
+    async def main() -> None:
+        connection, peer = connect(ConnectionBounds(stall_seconds=10.0))
+        connection.pause_writing()
+        await asyncio.sleep(8)
+        connection.resume_writing()
+        connection.pause_writing()
+        await asyncio.sleep(8)
+        assert not peer.is_closed
+        await asyncio.sleep(3)
+        assert peer.is_closed
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_one_connection_too_many_is_a_503() -> None:
+    async def main() -> None:
+        state = ServerState()
+        bounds = ConnectionBounds(max_connections=1)
+        first, peer = connect(bounds, state)
+        _, late = connect(bounds, state)
+        assert late.written.startswith(b"HTTP/1.1 503 ")
+        assert b'"overloaded"' in late.written
+        assert late.is_closed
+        assert not peer.is_closed
+        first.connection_lost(None)
 
     run_virtual(main())

@@ -45,12 +45,13 @@ def test_a_full_server_says_when_to_come_back() -> None:
     assert error_headers(Overloaded("full", 1.2)) == {
         "retry-after": "2",
         "retry-after-ms": "1200",
+        "x-should-retry": "true",
     }
 
 
 def test_a_server_whose_worker_restarts_says_when_to_come_back() -> None:
     assert error_headers(Unavailable("restarting", 1.2))["retry-after-ms"] == "1200"
-    assert error_headers(Unavailable("draining")) == {}
+    assert error_headers(Unavailable("draining")) == {"x-should-retry": "true"}
 
 
 @STREAMED_OR_NOT

@@ -1,0 +1,152 @@
+"""The way in, in front of the routes: a name for every caller, then key, limits and retries.
+
+    Door ─▶ (CORS) ─▶ Guard ─▶ routes
+
+`Door` leaves the server's own `send` in the scope: what follows a stream's status line goes
+there directly, past everything that only looks at the status line.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.errors import EngineError
+from gateway.access import Caller, sane_request_id
+from gateway.errors import Superseded
+from gateway.reply import error_response
+from gateway.tries import Tries
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.service import Service
+    from gateway.tries import Try
+
+UNGUARDED = frozenset({"/health"})
+METERED = "/v1/"  # POSTs there count against the limits of their key,
+UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
+EXPOSED = (
+    "x-request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-tokens",
+)
+
+
+class Door:
+    """The outermost app: every caller gets a name."""
+
+    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+        self._service = service
+        self._app: ASGIApp = Guard(app, service)
+        if service.cors_origins:
+            self._app = CORSMiddleware(
+                self._app,
+                allow_origins=service.cors_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED,
+            )
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "http":
+            service = self._service
+            offered = _header(scope, b"x-request-id")
+            request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
+            scope["podway.caller"] = Caller(request_id, service.clock())
+            scope["podway.send"] = send
+        await self._app(scope, receive, send)
+
+
+class Guard:
+    """Lets in whoever shows a key, within its limits, and once for each request."""
+
+    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+        self._app = app
+        self._service = service
+        self._tries = Tries()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http" or scope["path"] in UNGUARDED:
+            await self._app(scope, receive, send)
+            return
+        service = self._service
+        caller: Caller = scope["podway.caller"]
+        is_metered = _is_metered(scope)
+        try:
+            key = service.keys.key_of(
+                _header(scope, b"authorization"), _header(scope, b"x-api-key")
+            )
+            caller = replace(
+                caller, tenant=key.name, weight=key.allowance.weight, urgent=key.allowance.priority
+            )
+            if is_metered:
+                caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
+        except EngineError as error:
+            await error_response(error, caller, service.clock)(scope, receive, send)
+            return
+        scope["podway.caller"] = caller
+        if not is_metered:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._try(scope, receive, send)
+        finally:
+            service.quotas.leave(key)
+
+    async def _try(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Serve a request that may be sent again while it runs; then only the last one is."""
+        caller: Caller = scope["podway.caller"]
+        response = _Progress(send)
+        with self._tries.begin(caller.tenant, scope, receive) as attempt:
+            await self._app(scope, attempt.receive, response.send)
+            if attempt.is_superseded:
+                await self._dismiss(attempt, response, scope)
+
+    async def _dismiss(self, attempt: "Try", response: "_Progress", scope: "Scope") -> None:
+        """End what the app left open, if somebody still listens."""
+        caller: Caller = scope["podway.caller"]
+        error = error_response(Superseded(), caller, self._service.clock)
+        if not response.has_started:
+            await error(scope, attempt.receive, response.send)
+        elif not response.is_complete:
+            event = b"data: " + bytes(error.body) + b"\n\n" if response.is_stream else b""
+            await response.send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+class _Progress:
+    """How far a response is. Events within a stream do not pass here."""
+
+    def __init__(self, send: "Send") -> None:
+        self.has_started = False
+        self.is_complete = False
+        self.is_stream = False
+        self._send = send
+
+    async def send(self, message: "Message") -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            media_type = dict(message["headers"]).get(b"content-type", b"")
+            self.is_stream = media_type.startswith(b"text/event-stream")
+        else:
+            self.is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+
+def _is_metered(scope: "Scope") -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.startswith(METERED) and not path.endswith(UNMETERED)
+
+
+def _header(scope: "Scope", name: bytes) -> str | None:
+    """The last header of that name."""
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")

@@ -1,0 +1,208 @@
+"""API keys: who may come in, and what each key may ask for. Only digests are kept.
+
+Keys come from `--api-key` and from `--api-key-file`, a TOML file with a table per key:
+
+    [alice]                       # the name: in logs, in fair shares, as the owner of files
+    key = "sk-…"                  # or several, while one replaces another; or key_sha256
+    requests_per_minute = 60
+    tokens_per_minute = 100_000
+    max_concurrent = 8
+    weight = 2.0                  # share under the policy `fair`
+    priority = 0                  # the most urgent that its requests may be (lower goes first)
+
+What a table leaves out, the settings say; 0 is no limit.
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from engine.errors import RefusedToStart
+from gateway.errors import InvalidApiKey
+
+logger = logging.getLogger(__name__)
+
+NAME_DIGITS = 16  # of the digest, where a key was given no name
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64})=(?P<key>[^=].*)", re.DOTALL)
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a key may ask for; 0 is no limit.
+
+    `priority` is the most urgent that its requests may be; None: any.
+    """
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrent: int = 0
+    weight: float = 1.0
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key's owner. `name` is "" where no keys are needed."""
+
+    name: str
+    digests: tuple[bytes, ...]
+    allowance: Allowance
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    """One table of the file."""
+
+    key: str | list[str] = []
+    key_sha256: str | list[str] = []
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    max_concurrent: Count | None = None
+    weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
+    priority: int | None = None
+
+
+class Keys:
+    """The keys that clients must show; without any, everybody may come in.
+
+    Raises `RefusedToStart` when a key or the file is wrong.
+    """
+
+    def __init__(
+        self, keys: Iterable[str] = (), file: Path | None = None, default: Allowance | None = None
+    ) -> None:
+        self._given = tuple(keys)
+        self._file = file
+        self._default = default or Allowance()
+        self._open = Key("", (), self._default)
+        self._keys = self._read()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may come in."""
+        return not self._keys
+
+    def reload(self) -> None:
+        """Read the file again; one that is wrong changes nothing. One log line either way."""
+        try:
+            self._keys = self._read()
+        except RefusedToStart as refusal:
+            logger.error("the keys stay as they were: %s", refusal)
+        else:
+            logger.info("keys=%d", len(self._keys))
+
+    def key_of(self, authorization: str | None, x_api_key: str | None = None) -> Key:
+        """The owner of the key in either header: `Authorization: Bearer …` or `x-api-key`.
+
+        Raises `InvalidApiKey` unless it is one of ours. The time that takes does not depend on
+        which key was shown.
+        """
+        if not self._keys:
+            return self._open
+        shown = [key for key in (_bearer(authorization), (x_api_key or "").strip()) if key]
+        if not shown:
+            raise InvalidApiKey(
+                "You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY' or "
+                "as 'x-api-key: YOUR_KEY'."
+            )
+        found = [key for each in shown for key in self._matching(_digest(each))]
+        if not found:
+            raise InvalidApiKey("Incorrect API key provided.")
+        return found[0]
+
+    def _matching(self, shown: bytes) -> list[Key]:
+        """Compare with all, whatever was found meanwhile."""
+        return [
+            key
+            for key in self._keys
+            if any([hmac.compare_digest(shown, digest) for digest in key.digests])  # noqa: C419 # no early end
+        ]
+
+    def _read(self) -> tuple[Key, ...]:
+        keys = [_from_text(text, self._default) for text in self._given]
+        if self._file is not None:
+            keys += _from_file(self._file, self._default)
+        _check_distinct(keys)
+        return tuple(keys)
+
+
+def _bearer(authorization: str | None) -> str:
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _from_text(text: str, allowance: Allowance) -> Key:
+    """`NAME=KEY`, or a key that is called after its digest."""
+    named = _NAMED.fullmatch(text)
+    digest = _digest(named["key"] if named else text)
+    name = named["name"] if named else digest.hex()[:NAME_DIGITS]
+    return Key(name, (digest,), allowance)
+
+
+def _from_file(path: Path, default: Allowance) -> list[Key]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = msgspec.convert(tables, dict[str, _Table])
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RefusedToStart(f"cannot read the key file {path}: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RefusedToStart(f"the key file {path} is not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise RefusedToStart(f"the key file {path}: {error}") from None
+    if not found:
+        raise RefusedToStart(f"the key file {path} has no keys, which would let everybody in")
+    return [_from_table(path, name, table, default) for name, table in found.items()]
+
+
+def _from_table(path: Path, name: str, table: _Table, default: Allowance) -> Key:
+    hashes = list(_several(table.key_sha256))
+    if wrong := next((each for each in hashes if not _SHA256.fullmatch(each)), None):
+        raise RefusedToStart(f"the key file {path}: [{name}] key_sha256 {wrong[:80]!r} is not hex")
+    texts = list(_several(table.key))
+    if not name or not (texts or hashes) or not all(texts):
+        raise RefusedToStart(f"the key file {path}: [{name}] needs a key that is not empty")
+    digests = (*map(_digest, texts), *map(bytes.fromhex, hashes))
+
+    def limit(own: int | None, general: int) -> int:
+        return general if own is None else own
+
+    allowance = Allowance(
+        requests_per_minute=limit(table.requests_per_minute, default.requests_per_minute),
+        tokens_per_minute=limit(table.tokens_per_minute, default.tokens_per_minute),
+        max_concurrent=limit(table.max_concurrent, default.max_concurrent),
+        weight=table.weight,
+        priority=table.priority,
+    )
+    return Key(name, digests, allowance)
+
+
+def _several(value: str | list[str]) -> Iterator[str]:
+    return iter([value] if isinstance(value, str) else value)
+
+
+def _check_distinct(keys: list[Key]) -> None:
+    """A name and a key may stand only once, or limits and shares would be whose?"""
+    names: set[str] = set()
+    digests: set[bytes] = set()
+    for key in keys:
+        if key.name in names:
+            raise RefusedToStart(f"two API keys have the name {key.name!r}")
+        if digests.intersection(key.digests) or len(set(key.digests)) < len(key.digests):
+            raise RefusedToStart(f"the API key of {key.name!r} is there twice")
+        names.add(key.name)
+        digests.update(key.digests)
