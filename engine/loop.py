@@ -19,6 +19,8 @@ from engine.request import Abort, Ask, Request
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.iteration import Iteration
     from engine.ports import Clock, Policy, StepExecutor, StepFuture
     from engine.scheduler import IterationScheduler
@@ -90,6 +92,10 @@ class Engine:
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens can never be served."""
         self.scheduler.check_fits(prompt_len, max_tokens)
+
+    def check_together(self, prompt_lens: "Sequence[int]") -> None:
+        """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
+        self.scheduler.check_together(prompt_lens)
 
     def stream(self, ask: Ask) -> TokenStream:
         """A lease on the answer to `ask`; nothing happens before its `with` is entered."""

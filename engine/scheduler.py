@@ -18,6 +18,7 @@ from engine.endings import Endings
 from engine.errors import (
     ContextTooLong,
     EngineError,
+    InvalidRequest,
     NothingAllowed,
     Overloaded,
     RowFailed,
@@ -30,7 +31,7 @@ from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine.kv import KVLedger
     from engine.ports import Policy
@@ -104,6 +105,16 @@ class IterationScheduler:
             raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
         if prompt_len + max_tokens - 1 > self.ledger.num_slots:
             raise ContextTooLong(prompt_len, max_tokens, self.ledger.num_slots, "KV cache size")
+
+    def check_together(self, prompt_lens: "Sequence[int]") -> None:
+        """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
+        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
+        bound, tokens = self.settings.max_queue_requests, self.settings.max_queue_tokens
+        if num_requests > bound or (num_requests > 1 and num_tokens > tokens):
+            raise InvalidRequest(
+                f"It asks for {num_requests} answers at once, to {num_tokens} tokens of prompts "
+                f"in all; {bound} answers and {tokens} tokens can wait here."
+            )
 
     def add(self, ask: Ask, now: float) -> Request:
         """Accept a request, or raise `ContextTooLong`, `Overloaded` or, if it would be late,

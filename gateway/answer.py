@@ -4,7 +4,7 @@ Order ──gather──▶ leases ──▶ Voice × choices ──▶ pieces, 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,8 +48,17 @@ class Choir:
         reading = await order.read()
         self._num_prompt_tokens = sum(len(prompt) for prompt in reading.prompts)
         all_asks = [ask for prompt in reading.prompts for ask in asks(order, prompt, service)]
+        self._check_together(all_asks)
         for index, ask in enumerate(all_asks):
             self.voices.append(self._voice(index, self._lease(ask), reading))
+
+    def _check_together(self, all_asks: Sequence[Ask]) -> None:
+        """Refuse for good what no empty queue could take, and not as if it were full."""
+        try:
+            self._service.engine.check_together([len(ask.prompt) for ask in all_asks])
+        except InvalidRequest as error:
+            param = "n" if self._order.num_choices > 1 else self._order.param
+            raise InvalidRequest(f"'{param}' is too much: {error}", param) from error
 
     def _voice(self, index: int, tokens: "TokenStream", reading: "Reading") -> Voice:
         decoder = self._service.model.tokenizer.decoder()

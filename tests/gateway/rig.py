@@ -126,6 +126,7 @@ class Setting:
     policy: str = "fcfs"
     prefix_cache: bool = True
     max_queue_requests: int = 100
+    max_queue_tokens: int = 1 << 20
     max_batch_size: int = 8
     keys: Sequence[str] = ()
     key_file: Path | None = None
@@ -191,6 +192,7 @@ def build_rig(setting: Setting) -> Rig:
             max_model_len=CONTEXT,
             max_batch_size=setting.max_batch_size,
             max_queue_requests=setting.max_queue_requests,
+            max_queue_tokens=setting.max_queue_tokens,
             admission=setting.admission,
             reuses_prefixes=setting.prefix_cache,
         ),

@@ -76,13 +76,40 @@ def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
 @STREAMED_OR_NOT
 def test_choices_that_do_not_all_fit_are_refused_together(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=stream, n=5)) as exchange:
-            await exchange.json()
-            assert exchange.status == 503
+        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+            await asyncio.sleep(STEP / 2)
+            async with rig.client.post(CHAT, chat(stream=stream, n=2)) as waits:
+                await asyncio.sleep(STEP / 2)
+                async with rig.client.post(CHAT, chat(stream=stream, n=2)) as exchange:
+                    await exchange.json()
+                    assert exchange.status == 503
+                    assert len(rig.ended) == 1
+                await first.json()
+                await waits.read()
 
-    rig = play(scene, Setting(max_queue_requests=3))
-    assert len(rig.ended) == 3
-    assert rig.metrics.num_iterations == 0
+    rig = play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=3))
+    assert [request.outcome for request in rig.ended].count("cancelled") == 1
+
+
+@STREAMED_OR_NOT
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 4}, "n"), ({"prompt": ["a"] * 4}, "prompt"), ({"prompt": ["a" * 8] * 2}, "prompt")],
+)
+def test_choices_that_no_queue_can_hold_are_a_400_that_names_the_field(
+    stream: bool, fields: dict[str, object], param: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(stream=stream, **fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, param)
+        assert "can wait here" in error["message"]
+        async with rig.client.post(TEXT, text(prompt="a" * 40, stream=stream)) as exchange:
+            await exchange.read()
+            assert exchange.status == 200, "one of any length may wait alone"
+
+    rig = play(scene, Setting(max_queue_requests=3, max_queue_tokens=15))
+    assert len(rig.ended) == 1
 
 
 @STREAMED_OR_NOT
