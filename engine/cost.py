@@ -148,7 +148,7 @@ class LiveCost:
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         predicted = self.model.step(step)
-        if predicted > 0.0:
+        if predicted > 0.0 and not step.moves:  # moving KV says nothing of computing
             self._scale(num_tokens, 1.0 + self._weight * (seconds / predicted - 1.0))
 
     def _scale(self, num_tokens: int, factor: float) -> None:

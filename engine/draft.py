@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from engine.iteration import Iteration
+from engine.iteration import NO_SWAPS, Iteration, Swaps
 from engine.step import HELD_TOKEN, Draw, PromptTargets, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
@@ -61,13 +61,16 @@ class Draft:
         if request.num_crashes:
             self.has_suspect = True
 
-    def iteration(self, step_id: StepId) -> Iteration | None:
-        """What was collected, or None if that is nothing."""
+    @property
+    def is_empty(self) -> bool:
+        return not self._decodes and not self._prefills
+
+    def iteration(self, step_id: StepId, swaps: Swaps = NO_SWAPS) -> Iteration:
+        """What was collected, with the moves that go with it."""
         parts = self._decodes + self._prefills
-        if not parts:
-            return None
-        entries = tuple(entry for _, entry in parts)
-        return Iteration(Step(step_id, entries), tuple(request for request, _ in parts))
+        entries = tuple([entry for _, entry in parts])
+        requests = tuple([request for request, _ in parts])
+        return Iteration(Step(step_id, entries, swaps.moves), requests, swaps.riders)
 
 
 def _draw(request: "Request") -> Draw:

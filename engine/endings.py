@@ -1,9 +1,9 @@
 """Endings: every way out of the engine. Whoever ends gives its KV back and is told of once.
 
-Who is in no iteration ends at once. Who is in flight is LEAVING until its last iteration has
-come back, since the workers may write to its KV until then. A worker that dies ends nobody, but
-those in flight are suspect: each runs with no other suspect until it has produced a token, and
-who saw too many deaths in a row is failed.
+Who is in no iteration ends at once. Who is in flight, or whose KV moves, is LEAVING until its
+last iteration has come back, since the workers may touch its KV until then. A worker that dies
+ends nobody, but those in flight are suspect: each runs with no other suspect until it has
+produced a token, and who saw too many deaths in a row is failed.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from engine.errors import DeadlineExceeded, EngineError, WorkerLost
 from engine.request import Abort, Move, Request, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from engine.events import Observer
     from engine.iteration import Iteration
@@ -104,7 +104,7 @@ class Endings:
             self.cancel(request, Abort.DEADLINE, now)
         return overdue
 
-    def lose_device(self, in_flight: "Iterable[Iteration]", now: float) -> list[Request]:
+    def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
         """All KV is gone: everybody waits again, to be computed from prompt and output.
 
         Who was in flight is suspect; who is so for the `max_crashes`th time in a row is failed.
@@ -112,6 +112,8 @@ class Endings:
         """
         self._observer.worker_lost(now)
         ended: list[Request] = []
+        for rider in [r for iteration in in_flight for r in self._memory.tiers.void(iteration)]:
+            self.come_back(rider, now)
         for request in dict.fromkeys(r for iteration in in_flight for r in iteration.requests):
             request.num_in_flight = 0
             request.num_crashes += 1

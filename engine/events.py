@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.ports import Policy
     from engine.request import Request
+    from engine.step import BlockMove
 
 
 class Observer(Protocol):
@@ -27,7 +28,14 @@ class Observer(Protocol):
         """Its step raised; its requests end next."""
         ...
 
-    def preempted(self, request: "Request", now: float) -> None: ...
+    def preempted(self, request: "Request", now: float) -> None:
+        """Its KV was given up, to be computed again."""
+        ...
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        """Its KV goes to the host or comes back, as the next step orders; an awaited move is
+        made because blocks are short now, any other ahead of need."""
+        ...
 
     def cancelled(self, request: "Request", now: float) -> None:
         """It is to end for the reason in its `abort`: now, or when its iteration returns."""
@@ -71,6 +79,9 @@ class Silence:
         return None
 
     def preempted(self, request: "Request", now: float) -> None:
+        return None
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
         return None
 
     def cancelled(self, request: "Request", now: float) -> None:
@@ -121,6 +132,10 @@ class Audience:
     def preempted(self, request: "Request", now: float) -> None:
         for observer in self._observers:
             observer.preempted(request, now)
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        for observer in self._observers:
+            observer.swapped(request, move, now)
 
     def cancelled(self, request: "Request", now: float) -> None:
         for observer in self._observers:

@@ -5,15 +5,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.request import Request
-    from engine.step import Step, TokenLogprobs
+    from engine.step import BlockMove, Step, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """A `Step` and its requests, in the order of the step's entries."""
+    """A `Step` and its requests, in the order of the step's entries.
+
+    `riders` are in none of its entries: their KV moves between the tiers in it.
+    """
 
     step: "Step"
     requests: "tuple[Request, ...]"
+    riders: "tuple[Request, ...]" = ()
+
+
+class Swaps(NamedTuple):
+    """What an iteration moves between the tiers, and whose KV moves without being in its batch."""
+
+    moves: "tuple[BlockMove, ...]"
+    riders: "tuple[Request, ...]"
+
+
+NO_SWAPS = Swaps((), ())
 
 
 class Delivery(NamedTuple):

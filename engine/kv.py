@@ -1,12 +1,16 @@
 """KVLedger: who holds which KV blocks. Integers only; the tensors live in the workers.
 
 A slot is the KV room of one token in all layers of all stages (Orca, section 4.2); a block is a
-fixed run of slots. Every block is free, held by requests, or cached: free + held + cached = all.
+fixed run of slots. Every block of the device is free, held by requests, cached, or moving (held
+by requests that are being swapped only): free + held + cached + moving = all. `host` counts the
+blocks of the host tier.
 """
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.host import HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -22,6 +26,13 @@ class _Holding:
     num_published: int = 0
 
 
+class Pairs(NamedTuple):
+    """Blocks to copy between, index by index."""
+
+    device: "array[int]"
+    host: "array[int]"
+
+
 class KVLedger:
     """Hands out blocks and takes them back; never waits and never hands out a part.
 
@@ -33,13 +44,20 @@ class KVLedger:
     A block is published under the chained hash of all tokens up to its end, so equal hash means
     equal content; only full, computed blocks are published. The scheduler must not release a
     request that is in an iteration in flight: the workers may still write to its blocks.
+
+    A request that is swapped out beside the compute keeps its device blocks until the step is
+    back: they are *moving*, that is coming, neither free nor missing. Published blocks are copied
+    like all others, and stay cached on the device; what is still there when the request comes
+    back is adopted, and only the rest is moved in.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.host = HostTier(num_host_blocks)
+        self._in_motion: set[RequestId] = set()  # whose device blocks a step in flight moves
         self._held: dict[RequestId, _Holding] = {}
         self._free: list[int] = []
         self._holders: list[int] = []  # by block
@@ -51,7 +69,8 @@ class KVLedger:
     def __repr__(self) -> str:
         return (
             f"KVLedger(free={len(self._free)}, held={self.num_held}, cached={self.num_cached}, "
-            f"all={self.num_blocks}, holders={len(self._held)})"
+            f"moving={self.num_moving}, all={self.num_blocks}, holders={len(self._held)}, "
+            f"{self.host!r})"
         )
 
     @property
@@ -66,8 +85,17 @@ class KVLedger:
 
     @property
     def num_held(self) -> int:
-        """Blocks held by requests."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        """Blocks held by requests, but those that only move."""
+        return self.num_blocks - len(self._free) - len(self._cached) - self.num_moving
+
+    @property
+    def num_moving(self) -> int:
+        """Blocks held by nobody but requests whose KV a step in flight moves."""
+        movers: dict[int, int] = {}
+        for owner in self._in_motion:
+            for block in self._held[owner].blocks:
+                movers[block] = movers.get(block, 0) + 1
+        return sum(self._holders[block] == count for block, count in movers.items())
 
     @property
     def num_slots(self) -> int:
@@ -98,6 +126,12 @@ class KVLedger:
             self._cached.pop(block, None)
             self._holders[block] += 1
             holding.blocks.append(block)
+
+    def num_missing(self, request_id: "RequestId", num_slots: int) -> int:
+        """Blocks short for the request to hold so many slots; none or less if they are there."""
+        holding = self._held.get(request_id)
+        held = len(holding.blocks) if holding is not None else 0
+        return self.blocks_for(num_slots) - held - self.num_free
 
     def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
         """Make the request hold at least `num_slots` slots; False, and no change, if short."""
@@ -138,15 +172,40 @@ class KVLedger:
                 self._hash[block] = block_hash
         holding.num_published = max(holding.num_published, len(hashes))
 
-    def num_private(self, request_id: "RequestId") -> int:
-        """Blocks that nobody else holds: what its release makes available."""
-        return sum(self._holders[block] == 1 for block in self._held[request_id].blocks)
+    def num_private(self, request_id: "RequestId", but: "Sequence[bytes]" = ()) -> int:
+        """Blocks that nobody else holds, what its release makes available; without the published
+        blocks that `but` names."""
+        kept = {self._published[block_hash] for block_hash in but}
+        blocks = self._held[request_id].blocks
+        return sum([self._holders[block] == 1 and block not in kept for block in blocks])
 
-    def release(self, request_id: "RequestId") -> int:
-        """Take back all that the request holds; the number of blocks it held.
+    def copy_out(self, request_id: "RequestId", num_slots: int) -> Pairs | None:
+        """Find host blocks for the request's first `num_slots` slots; None, and no change, if
+        too few are free. A step is to copy them; until it is back both ends are moving."""
+        copied = self._held[request_id].blocks[: self.blocks_for(num_slots)]
+        copy = self.host.take(request_id, len(copied))
+        if copy is None:
+            return None
+        self._in_motion.add(request_id)
+        return Pairs(copied, copy)
+
+    def copy_in(self, request_id: "RequestId", num_adopted: int) -> Pairs:
+        """A step is to fill the request's blocks from its copy, but those adopted."""
+        copy = self.host.read(request_id, num_adopted)
+        filled = self._held[request_id].blocks[num_adopted : num_adopted + len(copy)]
+        self._in_motion.add(request_id)
+        return Pairs(filled, copy)
+
+    def settle(self, request_id: "RequestId") -> None:
+        """The request's device blocks are at rest again."""
+        self._in_motion.discard(request_id)
+
+    def leave_device(self, request_id: "RequestId") -> int:
+        """Take back the request's device blocks; the number of them. A copy stays.
 
         The end of a prefix is forgotten before its beginning, which more requests can use.
         """
+        self._in_motion.discard(request_id)
         holding = self._held.pop(request_id, None)
         if holding is None:
             return 0
@@ -160,8 +219,15 @@ class KVLedger:
                 self._free.append(block)
         return len(holding.blocks)
 
+    def release(self, request_id: "RequestId") -> int:
+        """Take back all that the request has in both tiers; the device blocks it held."""
+        self.host.drop(request_id)
+        return self.leave_device(request_id)
+
     def forget(self) -> None:
-        """The device is gone: nobody holds anything, and nothing is cached."""
+        """The worker is gone: nobody holds anything in any tier, and nothing is cached."""
+        self.host.forget()
+        self._in_motion.clear()
         self._held.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._holders = [0] * self.num_blocks
@@ -174,8 +240,9 @@ class KVLedger:
         return self._held[request_id].blocks.tobytes()
 
     def num_orphans(self, live: "Container[RequestId]") -> int:
-        """Blocks held by nobody alive: always 0, or we have a leak."""
-        return sum(len(h.blocks) for owner, h in self._held.items() if owner not in live)
+        """Blocks of both tiers held by nobody alive: always 0, or we have a leak."""
+        held = sum(len(h.blocks) for owner, h in self._held.items() if owner not in live)
+        return held + self.host.num_orphans(live)
 
     def check(self) -> None:
         """Assert that every block is in exactly one place, and is held as often as it says."""
@@ -187,6 +254,11 @@ class KVLedger:
         assert holders == self._holders, f"holders drifted: {self!r}"
         idle = [block for block in range(self.num_blocks) if not holders[block]]
         assert sorted([*self._free, *self._cached]) == idle, f"lost or owned twice: {self!r}"
+        assert self._in_motion <= self._held.keys(), "somebody moves who holds nothing"
+        counts = (len(self._free), self.num_held, self.num_cached, self.num_moving)
+        assert min(counts) >= 0, f"a negative count: {self!r}"
+        assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"
+        self.host.check()
         assert self._published == {h: b for b, h in self._hash.items()}, "hashes drifted"
         assert self._cached.keys() <= self._hash.keys(), "cached without a hash"
         shared = {block for block in range(self.num_blocks) if holders[block] > 1}

@@ -7,9 +7,17 @@ along `TRANSITIONS`; an illegal move is our bug and changes nothing.
     WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish, fail──▶ FINISHED, FAILED
        ▲  ◀──preempt────┘ ▲             │    │
        │                  └───commit────┘    └──leave──▶ LEAVING ──finish, fail, cancel, expire──▶
-       └───────────lose (device gone)──── READY, RUNNING
+       └───────────lose (worker gone)──── all but LEAVING
 
-WAITING and READY are cancelled at once; whoever passes its deadline ends EXPIRED in their way.
+With a host tier a preempted request may keep its KV there. Both moves take one iteration; who
+is needed in that very iteration is admitted at once, and its entry waits for the move:
+
+    READY ──swap_out──▶ SWAPPING_OUT ──settle──▶ SWAPPED ──admit──▶ READY
+      ▲                       └─────leave─────▶ LEAVING ◀──leave─┐  │
+      └───────────────────────settle───────────────── SWAPPING_IN ◀─┘ swap_in
+
+WAITING, READY and SWAPPED are cancelled at once; whoever passes its deadline ends EXPIRED in
+their way.
 With lookahead a RUNNING request may be planned again before the token of its first iteration is
 known, and is READY when it is in no iteration any more. Whoever's end is decided while it is in
 flight is LEAVING: the workers may write to its KV until its last iteration has come back, and
@@ -33,6 +41,9 @@ class State(StrEnum):
     WAITING = "waiting"  # holds no KV
     READY = "ready"  # holds KV, in no iteration
     RUNNING = "running"  # in an iteration in flight, or in two
+    SWAPPING_OUT = "swapping_out"  # an iteration in flight copies its KV to the host
+    SWAPPED = "swapped"  # holds KV on the host only
+    SWAPPING_IN = "swapping_in"  # an iteration in flight copies its KV to the device
     LEAVING = "leaving"  # its end was decided in flight; its KV returns with its last iteration
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -55,6 +66,9 @@ class Move(StrEnum):
     COMMIT = "commit"
     FINISH = "finish"
     PREEMPT = "preempt"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    SETTLE = "settle"
     LEAVE = "leave"
     CANCEL = "cancel"
     EXPIRE = "expire"
@@ -73,6 +87,19 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
     (State.READY, Move.EXPIRE): State.EXPIRED,
     (State.READY, Move.FAIL): State.FAILED,
     (State.READY, Move.LOSE): State.WAITING,
+    (State.READY, Move.SWAP_OUT): State.SWAPPING_OUT,
+    (State.SWAPPING_OUT, Move.SETTLE): State.SWAPPED,
+    (State.SWAPPING_OUT, Move.LEAVE): State.LEAVING,
+    (State.SWAPPING_OUT, Move.LOSE): State.WAITING,
+    (State.SWAPPED, Move.ADMIT): State.READY,
+    (State.SWAPPED, Move.SWAP_IN): State.SWAPPING_IN,
+    (State.SWAPPED, Move.CANCEL): State.CANCELLED,
+    (State.SWAPPED, Move.EXPIRE): State.EXPIRED,
+    (State.SWAPPED, Move.FAIL): State.FAILED,
+    (State.SWAPPED, Move.LOSE): State.WAITING,
+    (State.SWAPPING_IN, Move.SETTLE): State.READY,
+    (State.SWAPPING_IN, Move.LEAVE): State.LEAVING,
+    (State.SWAPPING_IN, Move.LOSE): State.WAITING,
     (State.RUNNING, Move.PLAN): State.RUNNING,
     (State.RUNNING, Move.COMMIT): State.READY,
     (State.RUNNING, Move.LEAVE): State.LEAVING,
@@ -159,13 +186,14 @@ class Request:
     output: list[int] = field(default_factory=list)
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if asked for
     fixed_draw: "Draw | None" = None  # the draw of each of its tokens, if all are alike
-    num_computed: int = 0  # tokens whose KV is on the device
+    num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # those, and the ones that iterations in flight compute
     num_pending: int = 0  # tokens that iterations in flight sample
-    num_in_flight: int = 0  # iterations in flight that it is in
+    num_in_flight: int = 0  # iterations in flight that compute it, or move its KV
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # times that its KV was given up, to be computed again
+    num_swaps: int = 0  # times that its KV was swapped out
     produced_at_start: int = 0  # output when it was last given KV
     num_step_overs: int = 0  # admissions that passed it since it last waited
     num_crashes: int = 0  # worker deaths it took part in since its last token

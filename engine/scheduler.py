@@ -3,7 +3,7 @@
 Orca's algorithm 1 with three changes. Prompts are computed in chunks beside the decodes. A
 request that does not fit is stepped over, but only `max_step_overs` times: then slots are kept
 for it. And KV may grow block by block: when it runs short the policy's last request gives its
-blocks up and is recomputed later. One that was preempted `max_preemptions` times comes back
+blocks up, to the host tier or to be recomputed later. One that was preempted too often comes back
 with all the slots that it may ever need, so preemptions are bounded and nobody deadlocks.
 """
 
@@ -25,21 +25,21 @@ from engine.errors import (
 )
 from engine.events import Observer, Silence
 from engine.iteration import Delivery, Iteration
-from engine.memory import Admission, Memory, Terms
+from engine.memory import Admission, Memory, Swap, Terms
 from engine.pool import RequestPool
 from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from engine.kv import KVLedger
     from engine.ports import Policy
     from engine.step import Fault, StepResult
 
 
-WAITING, READY, LEAVING = State.WAITING, State.READY, State.LEAVING
-PLAN, COMMIT = Move.PLAN, Move.COMMIT  # bound once, for the hot path (see pool)
+WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
+LEAVING, PLAN, COMMIT = State.LEAVING, Move.PLAN, Move.COMMIT  # path (see pool)
 LEAST_PIECE = 16  # of a prompt, however little time there is for it
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
@@ -56,6 +56,8 @@ class SchedulerSettings:
     max_queue_tokens: int = 1 << 20
     max_step_overs: int = 64
     max_preemptions: int = 3
+    swap: Swap = Swap.PROACTIVE  # with a host tier only
+    max_swaps: int = 16
     max_crashes: int = 3
     reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that may be found not to fit, per plan
@@ -82,7 +84,13 @@ class IterationScheduler:
         self.pool = RequestPool()
         self.cost = cost or LiveCost(UNMEASURED)
         self._observer = observer or Silence()
-        terms = Terms(settings.admission, settings.max_preemptions, settings.reuses_prefixes)
+        terms = Terms(
+            settings.admission,
+            settings.max_preemptions,
+            settings.reuses_prefixes,
+            settings.swap if ledger.host.num_blocks else Swap.OFF,
+            settings.max_swaps,
+        )
         self.memory = Memory(terms, ledger, self.pool, policy, self._observer)
         self.endings = Endings(ledger, self.pool, self.memory, self._observer, settings.max_crashes)
         self._next_request_id = 0
@@ -163,12 +171,15 @@ class IterationScheduler:
         draft.has_suspect = self.endings.has_suspect_in_flight
         self.memory.begin()
         self._fill(draft, now)
-        iteration = draft.iteration(StepId(self._next_step_id))
-        if iteration is not None:
-            self._next_step_id += 1
-            self._observer.planned(iteration, now)
-        elif self.pool:
-            self._observer.idled(now)
+        swaps = self.memory.tiers.collect()
+        if draft.is_empty:
+            assert not swaps.moves, "KV moves for somebody, and nobody runs"
+            if self.pool:
+                self._observer.idled(now)
+            return None
+        iteration = draft.iteration(StepId(self._next_step_id), swaps)
+        self._next_step_id += 1
+        self._observer.planned(iteration, now)
         return iteration
 
     def _fill(self, draft: Draft, now: float) -> None:
@@ -182,7 +193,7 @@ class IterationScheduler:
                 return
             if request.state is READY or request in draft.ahead:
                 self._take(draft, request, now)
-            elif request.state is WAITING:
+            elif request.state is WAITING or request.state is SWAPPED:
                 admits = self._admit(draft, request, now)
         while not draft.is_full and self._ready_left(draft):
             request = next((r for r in order if r.state is READY or r in draft.ahead), None)
@@ -248,7 +259,8 @@ class IterationScheduler:
         return min(num_ready, draft.seats - 1)
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
-        """Start a waiting request if it fits; whether others behind it may still be looked at."""
+        """Start a waiting or swapped request if it fits; whether others behind it may still be
+        looked at."""
         if request.is_suspect and draft.has_suspect:
             return True
         whole_batch = self.settings.admission is Admission.REQUEST
@@ -281,9 +293,8 @@ class IterationScheduler:
         faults = {iteration.requests[fault.entry]: fault for fault in result.faults}
         deliveries: list[Delivery] = []
         self.endings.num_committed += 1
-        if result.prompt_logprobs:
-            for request, told in zip(iteration.requests, result.prompt_logprobs, strict=True):
-                request.prompt_logprobs += told
+        if iteration.step.moves or result.prompt_logprobs:
+            self._settle(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
             if entry.draw is not None:
@@ -311,6 +322,14 @@ class IterationScheduler:
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
+    def _settle(self, iteration: Iteration, result: "StepResult", now: float) -> None:
+        """Count what few iterations bring: KV that moved, and log-probabilities of prompts."""
+        for rider in self.memory.tiers.settle(iteration):
+            self.endings.come_back(rider, now)
+        if result.prompt_logprobs:
+            for request, told in zip(iteration.requests, result.prompt_logprobs, strict=True):
+                request.prompt_logprobs += told
+
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.output.append(token)
         request.num_pending -= 1
@@ -328,6 +347,8 @@ class IterationScheduler:
         """An iteration raised: its batch is lost. The requests that ended."""
         self._observer.failed(iteration, now)
         self.endings.num_committed += 1
+        for rider in self.memory.tiers.void(iteration):
+            self.endings.come_back(rider, now)
         for request in iteration.requests:
             request.num_in_flight -= 1
             self.endings.fail(request, error, now)
@@ -339,7 +360,7 @@ class IterationScheduler:
         """Nobody will be served any more. The requests; see `Endings`."""
         return self.endings.fail_all(error, now)
 
-    def lose_device(self, in_flight: "Iterable[Iteration]", now: float) -> list[Request]:
+    def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
         """All KV is gone, and the iterations in flight will not return. The requests that ended;
         see `Endings`."""
         return self.endings.lose_device(in_flight, now)

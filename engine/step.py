@@ -114,12 +114,43 @@ class StepEntry(NamedTuple):
     prompt_logprobs: PromptTargets | None = None
 
 
+class Direction(StrEnum):
+    """Which way KV moves between the tiers."""
+
+    OUT = "out"  # device to host
+    IN = "in"  # host to device
+
+
+class BlockMove(NamedTuple):
+    """The order to copy blocks between device and host, index by index.
+
+    `device` and `host` are block numbers as little-endian int32, equally many. All moves of a step
+    begin after the steps before it, and have ended when its result comes back. One that
+    `is_awaited` has to end before the step computes: its entries read what comes in, or write
+    where something goes out. The others touch no block of any entry, so they may run beside.
+    """
+
+    direction: Direction
+    device: bytes
+    host: bytes
+    is_awaited: bool
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.device) // 4
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration over one batch; decodes come first, then prefills."""
+    """One iteration over one batch; decodes come first, then prefills.
+
+    `moves` swap KV out and in; within a step no two touch the same block, but one that is awaited
+    and goes out may leave its device blocks to one that comes in after it.
+    """
 
     step_id: StepId
     entries: tuple[StepEntry, ...]
+    moves: tuple[BlockMove, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -213,8 +244,8 @@ class WorkerSettings:
 
     `dtype`, `weights` (of linear layers), `device` and `attention` may be "auto". `kv_slots` 0
     means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker chooses from the
-    memory that is free. `threads` 0: a fair share of the cores. `max_model_len` 0: the
-    checkpoint's own limit.
+    memory that is free. `host_kv_bytes`, over all workers too, are for KV that is swapped out.
+    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit.
     """
 
     model: str
@@ -225,6 +256,7 @@ class WorkerSettings:
     block_size: int = 16
     kv_slots: int = 0
     kv_bytes: int = 0
+    host_kv_bytes: int = 0
     max_model_len: int = 0
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
@@ -252,3 +284,4 @@ class WorkerReport:
     bytes_per_block: int
     threads: int
     weights: str = "float32"
+    num_host_blocks: int = 0

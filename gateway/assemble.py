@@ -26,7 +26,7 @@ from engine.cost import LiveCost
 from engine.events import Audience
 from engine.kv import KVLedger
 from engine.loop import Engine
-from engine.memory import Admission
+from engine.memory import Admission, Swap
 from engine.policy import PolicySettings, build
 from engine.profiler import Bounds
 from engine.scheduler import IterationScheduler, SchedulerSettings
@@ -195,6 +195,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         block_size=settings.block_size,
         kv_slots=settings.kv_slots or 0,
         kv_bytes=int(settings.kv_memory or 0),
+        host_kv_bytes=int(settings.host_kv_memory),
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_size=settings.max_batch_size,
@@ -236,7 +237,7 @@ def _scheduler(
     settings: Settings, report: WorkerReport, observer: Audience, cost: LiveCost
 ) -> IterationScheduler:
     policy = build(settings.policy, cost, PolicySettings(seats=settings.max_batch_size))
-    ledger = KVLedger(report.num_blocks, report.block_size)
+    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
     bounds = SchedulerSettings(
         max_model_len=report.max_model_len,
         max_batch_size=settings.max_batch_size,
@@ -246,6 +247,7 @@ def _scheduler(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
         reuses_prefixes=settings.prefix_cache,
+        swap=Swap(settings.swap),
     )
     return IterationScheduler(bounds, ledger, policy, observer, cost)
 

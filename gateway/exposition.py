@@ -96,6 +96,14 @@ class Exposition(Collector):
             waiting,
         )
         yield from self._gauge(
+            Described(
+                "podway_requests_swapped",
+                "Requests whose KV is on the host, or on its way.",
+                "vllm:num_requests_swapped",
+            ),
+            sum(pool.count(state) for state in (State.SWAPPED, State.SWAPPING_OUT)),
+        )
+        yield from self._gauge(
             Described("podway_waiting_tokens", "Tokens that waiting requests need computed."),
             pool.waiting_tokens,
         )
@@ -105,18 +113,22 @@ class Exposition(Collector):
         slots = GaugeMetricFamily(
             "podway_kv_slots", "KV slots by tier and state.", labels=["tier", "state"]
         )
-        for state, num_blocks in (
-            ("free", ledger.num_free - ledger.num_cached),
-            ("held", ledger.num_held),
-            ("cached", ledger.num_cached),
+        for tier, state, num_blocks in (
+            ("device", "free", ledger.num_free - ledger.num_cached),
+            ("device", "held", ledger.num_held),
+            ("device", "cached", ledger.num_cached),
+            ("device", "moving", ledger.num_moving),
+            ("host", "free", ledger.host.num_free),
+            ("host", "held", ledger.host.num_held),
+            ("host", "moving", ledger.host.num_moving),
         ):
-            slots.add_metric(["device", state], num_blocks * ledger.block_size)
+            slots.add_metric([tier, state], num_blocks * ledger.block_size)
         yield slots
         yield from self._gauge(
             Described("podway_orphan_blocks", "KV blocks owned by no live request; always 0."),
             ledger.num_orphans(self._scheduler.pool),
         )
-        used = ledger.num_held / ledger.num_blocks
+        used = (ledger.num_held + ledger.num_moving) / ledger.num_blocks
         for alias in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield self._aliased(
                 GaugeMetricFamily, alias, "Share of KV blocks in use, 0 to 1.", used
@@ -137,7 +149,13 @@ class Exposition(Collector):
             "podway_preemptions_total",
             "Requests that gave their KV up.",
             "kind",
-            {"recompute": metrics.num_preemptions},
+            metrics.preemptions,
+        )
+        yield _labelled(
+            "podway_swapped_blocks_total",
+            "KV blocks moved between device and host.",
+            "direction",
+            {direction.value: count for direction, count in metrics.swapped_blocks.items()},
         )
         success = CounterMetricFamily(
             "vllm:request_success", "Finished requests.", labels=["model_name", "finished_reason"]
@@ -172,7 +190,7 @@ class Exposition(Collector):
             CounterMetricFamily,
             "vllm:num_preemptions",
             "Requests that gave their KV up.",
-            metrics.num_preemptions,
+            metrics.preemptions.total(),
         )
 
     def _prefixes(self) -> Iterator[Metric]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from engine.events import Silence
 from engine.request import Abort, FinishReason
+from engine.step import Direction
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.request import Request
-    from engine.step import StepId
+    from engine.step import BlockMove, StepId
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -64,7 +65,8 @@ class Metrics(Silence):
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # of those, found in the cache
         self.num_output_tokens = 0
-        self.num_preemptions = 0
+        self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
+        self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
         self.iteration_seconds = Tally(SECONDS)
         self.iteration_requests = Tally(SIZES)
@@ -109,7 +111,13 @@ class Metrics(Silence):
                 self.num_cached_tokens += request.num_cached
 
     def preempted(self, request: "Request", now: float) -> None:
-        self.num_preemptions += 1
+        self.preemptions["recompute"] += 1
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        """Count the blocks; who is swapped out is preempted."""
+        self.swapped_blocks[move.direction] += move.num_blocks
+        if move.direction is Direction.OUT:
+            self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
 
     def ended(self, request: "Request", now: float) -> None:
         """Count its outcome and how long it took."""

@@ -97,6 +97,14 @@ class Settings(BaseSettings):
     kv_memory: ByteSize | None = _option(
         None, "memory", "the same in bytes, for instance 2GiB; excludes --kv-slots", "SIZE", ge=1
     )
+    host_kv_memory: ByteSize = _option(
+        ByteSize(0), "memory", "room on the host for KV that is swapped out; 0: none", "SIZE", ge=0
+    )
+    swap: Literal["proactive", "reactive", "off"] = _option(
+        "proactive",
+        "memory",
+        "with --host-kv-memory: ahead of need where the policy preempts, when short, or never",
+    )
     block_size: int = _option(16, "memory", "slots in a block", "N", ge=1, le=4096)
 
     prefix_cache: bool = _option(
@@ -111,7 +119,7 @@ class Settings(BaseSettings):
     admission: Literal["grow", "reserve", "request"] = _option(
         "grow",
         "scheduling",
-        "grow: blocks as needed, recompute when short; reserve: prompt + max_tokens up front; "
+        "grow: blocks as needed, preempt when short; reserve: prompt + max_tokens up front; "
         "request: whole batches, one after the other (the baseline)",
     )
     max_batch_size: int = _option(64, "scheduling", "requests in an iteration", "N", ge=1, le=65536)

@@ -5,13 +5,13 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import Unavailable
-from engine.step import HELD_TOKEN, StepResult
+from engine.step import HELD_TOKEN, Direction, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine.cost import CostModel
-    from engine.step import RequestId, Step, StepEntry
+    from engine.step import BlockMove, RequestId, Step, StepEntry
 
 
 def letters(entry: "StepEntry") -> int:
@@ -29,6 +29,9 @@ class SimulatedExecutor:
 
     A step enters the pipeline when the first stage is free and leaves when every stage has
     worked on it, so with `depth` steps in flight one comes back each `cost / depth` seconds.
+    Each stage has a link to the host that takes `block_seconds` for its share of a block, in both
+    directions at once. It makes awaited moves before it computes, not waiting for the stage
+    before, and the others beside; it is free when all have ended.
     The answer comes after what the loop takes in between (`CostModel.idle`). Without `draw`
     every token is 0: fine where nobody looks at them, and faster. `lookahead` more steps may be in
     flight; one that goes on from tokens of a step before waits for them.
@@ -40,8 +43,10 @@ class SimulatedExecutor:
         depth: int = 1,
         draw: "Callable[[StepEntry], int] | None" = letters,
         lookahead: int = 0,
+        block_seconds: float = 0.0,
     ) -> None:
         self._cost = cost
+        self._block_seconds = block_seconds
         self._depth = depth
         self._draw = draw
         self._lookahead = lookahead
@@ -63,10 +68,13 @@ class SimulatedExecutor:
     def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
         seconds = self._cost.step(step)
-        at = max(loop.time(), self._held_until(step)) if self._lookahead else loop.time()
+        before, beside = self._link_seconds(step)
+        now = loop.time()
+        at = max(now, self._held_until(step)) if self._lookahead else now
         for stage in range(self._depth):
-            at = max(at, self._free_at[stage]) + seconds / self._depth
-            self._free_at[stage] = at
+            begins = max(now, self._free_at[stage])
+            at = max(at, begins + before) + seconds / self._depth
+            at = self._free_at[stage] = max(at, begins + beside)
         if self._lookahead:
             self._sampled.append(_Sampled(at, {entry.request_id for entry in step.entries}))
         at += self._cost.idle(len(step.entries))
@@ -76,7 +84,7 @@ class SimulatedExecutor:
         else:
             tokens = tuple([draw(entry) for entry in step.entries if entry.draw is not None])
         future: asyncio.Future[StepResult] = loop.create_future()
-        loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, seconds))
+        loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, before + seconds))
         return future
 
     def _held_until(self, step: "Step") -> float:
@@ -84,8 +92,24 @@ class SimulatedExecutor:
         held = {entry.request_id for entry in step.entries if entry.tokens == (HELD_TOKEN,)}
         return max((at for at, requests in self._sampled if requests & held), default=0.0)
 
+    def _link_seconds(self, step: "Step") -> tuple[float, float]:
+        """Seconds of a stage's awaited moves, and of all its moves."""
+        if not step.moves:
+            return 0.0, 0.0
+        awaited = [move for move in step.moves if move.is_awaited]
+        return (
+            self._block_seconds * _link_blocks(awaited),
+            self._block_seconds * _link_blocks(step.moves),
+        )
+
     async def restart(self) -> None:
         raise Unavailable("a simulated worker does not die")
+
+
+def _link_blocks(moves: "Sequence[BlockMove]") -> int:
+    """Blocks that the busier direction of the link carries."""
+    out = sum(move.num_blocks for move in moves if move.direction is Direction.OUT)
+    return max(out, sum(move.num_blocks for move in moves) - out)
 
 
 def _resolve(future: "asyncio.Future[StepResult]", result: StepResult) -> None:

@@ -6,6 +6,7 @@ Which request owns which block is known to the ledger, never here.
 
 import os
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,8 @@ def allocate(
     shape: ModelShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> KVTensors:
     """A zeroed cache; the system backs its pages with memory only when they are written."""
+    sizes = (num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
     item_bytes = torch.empty(0, dtype=dtype).element_size()
-    total = num_blocks * bytes_per_block(shape, num_layers, block_size, item_bytes)
-    whole = torch.from_numpy(np.zeros(total, dtype=np.uint8)).view(dtype)
-    cache = whole.view(num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    whole = torch.from_numpy(np.zeros(prod(sizes) * item_bytes, dtype=np.uint8))
+    cache = whole.view(dtype).view(sizes) if num_blocks else torch.empty(sizes, dtype=dtype)
     return KVTensors(keys=tuple(cache[:, 0]), values=tuple(cache[:, 1]))

@@ -5,12 +5,13 @@ One worker holds one stage (a run of layers). Everything but attention works on
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.step import Sampling
+from engine.step import BlockMove, Sampling
 
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
@@ -80,6 +81,19 @@ class MakesAttention(Protocol):
     """A class in the table of `adapters.attention`."""
 
     def __call__(self, spec: AttentionSpec, cache: "KVTensors", team: Team) -> AttentionBackend: ...
+
+
+class MovesBlocks(Protocol):
+    """Copies KV blocks between the device and a host pool, around the compute of a step.
+
+    On a GPU the pool is pinned and copies run on a stream of their own: moves that are awaited
+    are made first, one after the other, and the compute stream waits for them by an event; the
+    others run beside the compute. Moves of a step begin after the compute of the steps before it.
+    """
+
+    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[None]:
+        """What is computed inside sees the awaited moves done; on leaving, all of them are."""
+        ...
 
 
 class Linear(Protocol):

@@ -26,6 +26,7 @@ from engine.step import (
 )
 from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.held import HeldTokens
+from engine.worker.host_pool import HostPool, choose_num_host_blocks
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
 from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.native.build import compile_all
@@ -38,6 +39,7 @@ from engine.worker.ports import (
     AttentionSpec,
     MakesAttention,
     ModelShape,
+    MovesBlocks,
     Operators,
 )
 from engine.worker.reading import Reader, Reading
@@ -107,12 +109,22 @@ def _gathering(shard: Shard, plane: Plane | None) -> Callable[[Tensor], Tensor |
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
 
 
-def _num_blocks(settings: WorkerSettings, whole_bytes: int, own_bytes: int, context: int) -> int:
-    """How many blocks this worker has room for; `kv_bytes` are those of all workers together."""
-    if settings.kv_bytes:
-        own = max(1, settings.kv_bytes * own_bytes // whole_bytes)
-        settings = replace(settings, kv_bytes=own)
-    return choose_num_blocks(settings, own_bytes, context, available_bytes())
+def _num_blocks(settings: WorkerSettings, own_bytes: int, context: int) -> tuple[int, int]:
+    """How many blocks of `own_bytes` this worker has room for, on device and host."""
+    available = available_bytes()
+    num_blocks = choose_num_blocks(settings, own_bytes, context, available)
+    left = available - num_blocks * own_bytes
+    return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
+
+
+def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
+    """What this worker is to take of the bytes that are for all workers together."""
+    kv, host = settings.kv_bytes, settings.host_kv_bytes
+    return replace(
+        settings,
+        kv_bytes=max(1, kv * own_bytes // whole_bytes) if kv else 0,
+        host_kv_bytes=max(1, host * own_bytes // whole_bytes) if host else 0,
+    )
 
 
 class Prepared(NamedTuple):
@@ -129,6 +141,7 @@ class Worker:
         self,
         stage: Stage,
         sampler: Sampler,
+        mover: MovesBlocks,
         team: Team,
         limits: LayoutLimits,
         report: WorkerReport,
@@ -138,6 +151,7 @@ class Worker:
         self.report = report
         self._stage = stage
         self._reader = Reader(stage.head, sampler)
+        self._mover = mover
         self._team = team
         self._limits = limits
         self._held = HeldTokens(num_steps=1)
@@ -176,10 +190,13 @@ class Worker:
         size, local = settings.block_size, shard.local_shape
         block_bytes = bytes_per_block(local, local.num_layers, size, dtype.itemsize)
         whole_bytes = bytes_per_block(shape, shape.num_layers, size, dtype.itemsize)
-        num_blocks = _num_blocks(settings, whole_bytes, block_bytes, max_model_len)
+        share = _share(settings, whole_bytes, block_bytes)
+        num_blocks, num_host_blocks = _num_blocks(share, block_bytes, max_model_len)
         if plane is not None:
             num_blocks = plane.least("blocks", num_blocks)
+            num_host_blocks = plane.least("host blocks", num_host_blocks)
         cache = allocate(local, local.num_layers, num_blocks, size, dtype)
+        host = allocate(local, local.num_layers, num_host_blocks, size, dtype)
         spec = AttentionSpec(
             num_heads=local.num_heads,
             num_kv_heads=local.num_kv_heads,
@@ -190,6 +207,7 @@ class Worker:
         worker = cls(
             Stage(model, backend(spec, cache, team), _gathering(shard, plane)),
             Sampler(shape.vocab_size, operators),
+            HostPool(cache, host),
             team,
             LayoutLimits(shape.vocab_size, max_model_len, num_blocks, size),
             WorkerReport(
@@ -206,6 +224,7 @@ class Worker:
                 bytes_per_block=block_bytes,
                 threads=threads,
                 weights="int8" if settings.weights == "int8" else "float32",
+                num_host_blocks=num_host_blocks,
             ),
             shard,
             plane,
@@ -235,7 +254,7 @@ class Worker:
         self._held.open(step)
         prepared = prepared or self.prepare(step)
         step = self._held.complete(step, prepared.layout)
-        with torch.inference_mode(), self._team.awake():
+        with torch.inference_mode(), self._team.awake(), self._mover.moving(step.moves):
             hidden = self._compute(step, prepared, started)
             reading = Reading() if hidden is None else self._read(step, prepared.layout, hidden)
         self._held.keep(step, reading.tokens, reading.faults)

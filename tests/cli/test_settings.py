@@ -76,6 +76,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_queue_tokens": "6",
         "lookahead": "1",
         "max_restarts": "7",
+        "host_kv_memory": "3MiB",
+        "swap": "reactive",
         "max_step_seconds": "0.25",
         "cost_model": "none",
         "cache_dir": "cache",

@@ -54,8 +54,23 @@ def play(observer: Observer) -> None:
     scheduler.fail_all(Unavailable("closed"), next(now))
 
 
+def swap(observer: Observer) -> None:
+    """Two requests on a device that holds one, and a host that holds the other."""
+    settings = SchedulerSettings(64, max_batch_size=2, max_batch_tokens=8)
+    scheduler = IterationScheduler(settings, KVLedger(4, 4, 4), FirstComeFirstServed(), observer)
+    for _ in range(2):
+        scheduler.add(an_ask(4, 8), 0.0)
+    while scheduler.pool:
+        iteration = scheduler.plan(0.0)
+        assert iteration is not None
+        tokens = (1,) * len(iteration.requests)
+        scheduler.commit(iteration, StepResult(iteration.step.step_id, tokens, 0.5), 0.0)
+
+
 def test_everybody_in_an_audience_hears_everything() -> None:
     one, other = Notes(), Notes()
-    play(Audience(one, other))  # type: ignore[arg-type]
+    audience = Audience(one, other)  # type: ignore[arg-type]
+    play(audience)
+    swap(audience)
     assert one.told == other.told
     assert set(one.told) == set(CALLS)

@@ -24,7 +24,10 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     ledger = KVLedger(num_blocks=4, block_size=16)
     assert ledger.reserve(A, 48)
     assert not ledger.reserve(B, 17)
-    assert repr(ledger) == "KVLedger(free=1, held=3, cached=0, all=4, holders=1)"
+    assert repr(ledger) == (
+        "KVLedger(free=1, held=3, cached=0, moving=0, all=4, holders=1, "
+        "HostTier(free=0, held=0, moving=0, all=0))"
+    )
 
 
 def test_growing_keeps_the_blocks_that_are_held() -> None:

@@ -1,12 +1,12 @@
-"""The scheduler under any mix of policies, arrivals, cancels, failures and worker deaths.
+"""The scheduler under any mix of policies, tiers, arrivals, cancels, failures and worker deaths.
 
-Whatever happens: no slot is lost or owned twice, every request ends exactly once, nobody who is
-in flight is touched, preemptions are bounded, and when arrivals stop everybody gets served.
-PODWAY_EXAMPLES=10000 runs as many cases.
+Whatever happens: no slot is lost or owned twice in either tier, what is attended to is the KV of
+the tokens before, every request ends exactly once, nobody who is in flight is touched, preemptions
+and swaps are bounded, and when arrivals stop everybody gets served. PODWAY_EXAMPLES=10000 runs as
+many cases. (`test_scheduler_under_pressure` plays fewer kinds of events, and many more swaps.)
 """
 
 import os
-from array import array
 from collections import Counter, deque
 
 from hypothesis import settings
@@ -18,12 +18,13 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import Silence
 from engine.iteration import Iteration
 from engine.kv import KVLedger
-from engine.memory import Admission
+from engine.memory import Admission, Swap
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Ask, Request, State
 from engine.scheduler import IterationScheduler, SchedulerSettings
-from engine.step import HELD_TOKEN, Sampling, StepEntry, StepResult
+from engine.step import Sampling, StepResult
+from tests.device import RememberingDevice, check_moves
 from tests.turns import HAND
 
 NUM_SLOTS = 24
@@ -58,6 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch=st.integers(1, 4),
         budget=st.integers(0, 5),
         reuses_prefixes=st.booleans(),
+        swap=st.sampled_from(Swap),
+        host_slots=st.sampled_from([0, 8, 64]),
     )
     def start(
         self,
@@ -69,6 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch: int,
         budget: int,
         reuses_prefixes: bool,
+        swap: Swap,
+        host_slots: int,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -80,10 +85,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             admission=admission,
             max_step_overs=3,
             max_preemptions=2,
+            swap=swap,
+            max_swaps=3,
             scan_limit=2,
             reuses_prefixes=reuses_prefixes,
         )
-        ledger = KVLedger(NUM_SLOTS // block_size, block_size)
+        ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
         self.name = name
         self.cost = LiveCost(HAND)
         policy = self.make_policy()
@@ -91,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
-        self.device: dict[int, tuple[int, ...]] = {}  # by slot: the tokens that its KV is of
+        self.device = RememberingDevice(block_size)
 
     def make_policy(self) -> Policy:
         settings = PolicySettings(starvation_seconds=STARVATION_SECONDS, seats=2)
@@ -160,6 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         bounds = self.scheduler.settings
         assert 0 < len(iteration.requests) <= bounds.max_batch_size
         assert iteration.step.num_tokens <= bounds.max_batch_tokens
+        check_moves(iteration.step, self.in_flight, self.scheduler.ledger.block_size)
         in_flight = [request for other in self.in_flight for request in other.requests]
         suspects = [r for r in (*in_flight, *iteration.requests) if r.is_suspect]
         assert len(suspects) <= 1
@@ -175,23 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             table = self.scheduler.ledger.table(request.request_id)
             assert table.startswith(entry.blocks)
-            if request.state is State.RUNNING:
-                self.compute(entry, request)
-
-    def compute(self, entry: StepEntry, request: Request) -> None:
-        """Attend to all tokens before, whose KV must be there, and write the new ones."""
-        size = self.scheduler.ledger.block_size
-        table = array("i", entry.blocks)
-        stop = entry.start + len(entry.tokens)
-        slots = [table[i // size] * size + i % size for i in range(stop)]
-        known = request.tokens(0, request.num_tokens)
-        tokens = known[entry.start : stop]
-        assert entry.tokens == tokens or (entry.tokens == (HELD_TOKEN,) and stop == len(known))
-        for position, slot in enumerate(slots):
-            if position < entry.start:
-                assert self.device[slot] == known[: position + 1]
-            else:
-                self.device[slot] = known[: position + 1]
+        self.device.run(iteration)
 
     @precondition(lambda self: self.in_flight)
     @rule(tokens=st.lists(st.integers(0, 12), min_size=4, max_size=4))
@@ -214,8 +206,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_the_worker(self) -> None:
         self.scheduler.lose_device(self.in_flight, self.now)
         self.in_flight.clear()
-        self.device.clear()
-        assert self.scheduler.ledger.num_held == 0
+        self.device.forget()
+        ledger = self.scheduler.ledger
+        assert ledger.num_held == ledger.num_moving == ledger.host.num_held == 0
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 1 << 16))
@@ -234,6 +227,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (request.request_id in live) != request.state.is_terminal
             bound = self.scheduler.settings.max_preemptions
             assert request.ask.is_background or request.num_preemptions <= bound
+            swaps = self.scheduler.settings.max_swaps
+            assert request.ask.is_background or request.num_swaps <= swaps
         order = list(self.scheduler.policy.order(self.now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live
@@ -251,7 +246,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.in_flight, f"stuck: {self.scheduler!r}"
             self.commit([5] * 4)
         assert not self.scheduler.pool, f"starved: {self.scheduler!r}"
-        assert self.scheduler.ledger.num_held == 0
+        ledger = self.scheduler.ledger
+        assert ledger.num_held == ledger.num_moving == 0
+        assert ledger.host.num_free == ledger.host.num_blocks
         self.nothing_is_lost_or_doubled()
 
 

@@ -122,6 +122,7 @@ class Setting:
     texts: Sequence[str] = ("Hello!",)
     step: float = STEP
     num_blocks: int = 1000
+    num_host_blocks: int = 0
     admission: Admission = Admission.GROW
     policy: str = "fcfs"
     prefix_cache: bool = True
@@ -196,7 +197,7 @@ def build_rig(setting: Setting) -> Rig:
             admission=setting.admission,
             reuses_prefixes=setting.prefix_cache,
         ),
-        KVLedger(setting.num_blocks, 1),
+        KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
         Audience(metrics, ends, quotas),
         live,

@@ -6,8 +6,9 @@ import logging
 import pytest
 
 from engine.request import Abort
+from engine.step import Direction
 from gateway.metrics import Tally
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 
 def test_a_tally_counts_into_cumulative_buckets() -> None:
@@ -56,3 +57,31 @@ def test_one_line_is_logged_per_request(caplog: pytest.LogCaptureFixture) -> Non
     (record,) = [record for record in caplog.records if record.name == "gateway.access"]
     expected = "mine prompt_len=8 produced=7 ttft=0.250 jct=1.750 reason=stop"
     assert record.getMessage() == expected
+
+
+def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        async def ask() -> None:
+            async with rig.client.post(TEXT, text(max_tokens=12)) as exchange:
+                await exchange.json()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(ask())
+            for _ in range(20):
+                await asyncio.sleep(STEP)
+                pages.append(rig.service.exposition.render().decode())
+
+    texts = ("abcdefghijklmno",)
+    setting = Setting(texts, num_blocks=16, num_host_blocks=100, prefix_cache=False)
+    metrics = play(scene, setting).metrics
+    assert metrics.preemptions == {"recompute": 0, "reactive": 1, "proactive": 0}
+    assert metrics.swapped_blocks == {Direction.OUT: 8, Direction.IN: 8}
+    assert any('podway_kv_slots{state="moving",tier="host"} 8.0' in page for page in pages)
+    assert any('podway_kv_slots{state="held",tier="host"} 8.0' in page for page in pages)
+    assert any("podway_requests_swapped 1.0" in page for page in pages)
+    assert 'podway_kv_slots{state="free",tier="host"} 100.0' in pages[-1]
+    assert 'podway_swapped_blocks_total{direction="out"} 8.0' in pages[-1]
+    assert 'podway_preemptions_total{kind="reactive"} 1.0' in pages[-1]

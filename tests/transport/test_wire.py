@@ -5,6 +5,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.step import (
+    BlockMove,
+    Direction,
     Draw,
     Fault,
     Grammar,
@@ -75,7 +77,19 @@ entries = st.builds(
     draw=st.none() | draws,
     prompt_logprobs=st.none() | targets,
 )
-steps = st.builds(Step, step_id=ids, entries=st.lists(entries, max_size=5).map(tuple))
+moves = st.builds(
+    BlockMove,
+    direction=st.sampled_from(Direction),
+    device=st.binary(max_size=40),
+    host=st.binary(max_size=40),
+    is_awaited=st.booleans(),
+)
+steps = st.builds(
+    Step,
+    step_id=ids,
+    entries=st.lists(entries, max_size=5).map(tuple),
+    moves=st.lists(moves, max_size=3).map(tuple),
+)
 likely = st.builds(
     TokenLogprobs,
     logprob=floats,

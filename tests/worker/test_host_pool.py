@@ -1,0 +1,146 @@
+"""Blocks copied between the tiers: exactly these, both ways, and nothing out of range."""
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import RefusedToStart
+from engine.kv import KVLedger
+from engine.memory import Swap
+from engine.policy import build
+from engine.request import Ask, Request
+from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.step import BlockMove, Direction, Sampling, WorkerSettings
+from engine.worker.host_pool import HostPool, choose_num_host_blocks
+from engine.worker.kv_tensors import allocate
+from engine.worker.ports import ModelShape
+from engine.worker.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.worker.driving import GREEDY
+
+SHAPE = ModelShape(
+    num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,
+    max_positions=100, inner_size=1, layer_parameters=1,
+)  # fmt: skip
+
+
+def table(*blocks: int) -> bytes:
+    return struct.pack(f"<{len(blocks)}i", *blocks)
+
+
+def pool(num_blocks: int, num_host_blocks: int) -> tuple[HostPool, torch.Tensor]:
+    """A pool, and the keys of the last layer on the device; every block is full of its number."""
+    device = allocate(SHAPE, 2, num_blocks, 4, torch.float32)
+    for tensor in (*device.keys, *device.values):
+        tensor.copy_(torch.arange(num_blocks).view(-1, 1, 1, 1).expand_as(tensor))
+    host = allocate(SHAPE, 2, num_host_blocks, 4, torch.float32)
+    return HostPool(device, host), device.keys[1]
+
+
+def make(pool: HostPool, moves: list[BlockMove]) -> None:
+    with pool.moving(moves):
+        pass
+
+
+def first_slots(keys: torch.Tensor) -> list[int]:
+    return [int(number) for number in keys[:, 0, 0, 0]]
+
+
+def test_what_goes_out_comes_back_wherever_it_is_put() -> None:
+    moves, keys = pool(6, 3)
+    make(moves, [BlockMove(Direction.OUT, table(4, 1, 2), table(2, 0, 1), is_awaited=False)])
+    keys.fill_(9)
+    make(moves, [BlockMove(Direction.IN, table(5, 0, 3), table(2, 0, 1), is_awaited=True)])
+    assert first_slots(keys) == [1, 9, 9, 2, 9, 4]
+
+
+def test_moves_are_made_in_order() -> None:
+    moves, keys = pool(3, 2)
+    make(moves, [BlockMove(Direction.OUT, table(0), table(0), is_awaited=True)])
+    make(
+        moves,
+        [
+            BlockMove(Direction.OUT, table(1), table(1), is_awaited=True),
+            BlockMove(Direction.IN, table(1), table(0), is_awaited=True),
+        ],
+    )
+    assert first_slots(keys) == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "named"),
+    [
+        (table(6), table(0), "device block ids out of range"),
+        (table(-1), table(0), "device block ids out of range"),
+        (table(0), table(3), "host block ids out of range"),
+        (table(0, 1), table(0), "2 device and 1 host blocks"),
+    ],
+)
+def test_a_wrong_move_is_refused(device: bytes, host: bytes, named: str) -> None:
+    moves, keys = pool(6, 3)
+    with pytest.raises(ValueError, match=named):
+        make(moves, [BlockMove(Direction.IN, device, host, is_awaited=True)])
+    assert first_slots(keys) == list(range(6))
+
+
+def test_host_memory_that_cannot_be_had_is_refused() -> None:
+    def chosen(host_kv_bytes: int) -> int:
+        return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
+
+    assert (chosen(0), chosen(100), chosen(999)) == (0, 1, 9)
+    with pytest.raises(RefusedToStart, match=r"host_kv_bytes=99 is less than one block"):
+        chosen(99)
+    with pytest.raises(RefusedToStart, match=r"host_kv_bytes=1001 .* 1000 bytes"):
+        chosen(1001)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+def serve(checkpoint: Path, swap: Swap, kv_slots: int, asks: list[Ask]) -> list[Request]:
+    """All asks at once, on a real worker, to their last tokens."""
+    block_bytes = 2 * 3 * 4 * 2 * 8 * 4
+    settings = WorkerSettings(
+        str(checkpoint), block_size=4, kv_slots=kv_slots, host_kv_bytes=64 * block_bytes, threads=1
+    )
+    worker = Worker.load(settings, lambda *_: None)
+    report = worker.report
+    assert report.num_host_blocks == 64
+    bounds = SchedulerSettings(
+        max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
+    )
+    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
+    policy = build("mlfq", UNMEASURED)
+    scheduler = IterationScheduler(bounds, ledger, policy)
+    requests = [scheduler.add(ask, 0.0) for ask in asks]
+    now = 0.0
+    while scheduler.pool:
+        iteration = scheduler.plan(now)
+        assert iteration is not None
+        now += 0.01
+        scheduler.commit(iteration, worker.run(iteration.step), now)
+        ledger.check()
+    return requests
+
+
+@pytest.mark.parametrize("swap", [Swap.REACTIVE, Swap.PROACTIVE])
+def test_who_was_swapped_out_and_in_writes_the_same_text_bit_for_bit(
+    checkpoint: Path, swap: Swap
+) -> None:
+    asks = [
+        Ask(
+            prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),
+            max_tokens=20 + number,
+            sampling=Sampling(temperature=0.9, seed=number) if number % 2 else GREEDY,
+        )
+        for number in range(8)
+    ]
+    calm = serve(checkpoint, Swap.OFF, 1000, asks)
+    short = serve(checkpoint, swap, 60, asks)
+    assert sum(request.num_swaps for request in short) > 3
+    assert [request.num_preemptions for request in short] == [0] * len(asks)
+    assert [request.output for request in short] == [request.output for request in calm]
