@@ -64,6 +64,9 @@ class Words:
     def decoder(self) -> "Words":
         return self
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.feed(token_id)
+
     def feed(self, token_id: int) -> bytes:
         return b" " + LETTERS[token_id : token_id + 1] * 4
 

@@ -13,7 +13,7 @@ from engine.request import Abort, Ask
 from gateway.order import Order, asks
 from gateway.schema.frames import Usage
 from gateway.text import ShowingDecoder
-from gateway.voice import Voice
+from gateway.voice import Ear, Voice
 
 if TYPE_CHECKING:
     from engine.stream import TokenStream
@@ -61,11 +61,21 @@ class Choir:
             raise InvalidRequest(f"'{param}' is too much: {error}", param) from error
 
     def _voice(self, index: int, tokens: "TokenStream", reading: "Reading") -> Voice:
-        decoder = self._service.model.tokenizer.decoder()
-        if reading.shown:
-            decoder = ShowingDecoder(decoder, reading.shown)
-        parser = None if reading.parser is None else reading.parser()
-        return Voice(index, tokens, decoder, self._order.stops, parser)
+        order, tokenizer = self._order, self._service.model.tokenizer
+        decoder = tokenizer.decoder()
+        shown = reading.shown
+        if order.told.special_tokens:
+            shown = {i: text.encode() for text, i in tokenizer.special_tokens.items()}
+        ear = Ear(
+            decoder=ShowingDecoder(decoder, shown) if shown else decoder,
+            stops=order.stops,
+            parser=None if reading.parser is None else reading.parser(),
+            told=order.told,
+            own_ends=order.own_ends,
+            is_ranked=order.num_candidates > order.num_choices,
+            is_mute=order.is_mute,
+        )
+        return Voice(index, tokens, ear)
 
     def _lease(self, ask: Ask) -> "TokenStream":
         """Join the queue; a refusal names the field as the caller spelled it."""
@@ -99,10 +109,10 @@ class Choir:
     @property
     def usage(self) -> Usage:
         """Each prompt once, as its first choice found it, and the output of all choices so far."""
-        first_choices = self.voices[:: self._order.num_choices]
+        first_choices = self.voices[:: self._order.num_candidates]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=sum(voice.num_tokens for voice in self.voices),
+            completion_tokens=sum(voice.num_shown for voice in self.voices),
             cached_tokens=sum(voice.num_cached for voice in first_choices),
             reasoning_tokens=sum(voice.num_reasoning for voice in self.voices),
         )

@@ -14,7 +14,7 @@ from gateway.schema.frames import Frames
 from gateway.schema.scheduling import Wishes
 
 if TYPE_CHECKING:
-    from engine.step import Sampling
+    from engine.step import Grammar, Sampling
     from gateway.access import Caller
     from gateway.prompt import Prompt, Reading
     from gateway.service import Service
@@ -25,6 +25,23 @@ class Limits(NamedTuple):
 
     max_tokens: int | None
     min_tokens: int = 0
+
+
+class Told(NamedTuple):
+    """What is told besides the answer's text. `logprobs` and `prompt_logprobs` count the
+    likeliest tokens that come with each."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    echo: bool = False  # the prompt, before the answer
+    stop_string: bool = False
+    special_tokens: bool = False
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens are told one by one."""
+        return self.token_ids or self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,20 @@ class Order:
     num_choices: int
     param: str
     frames: Frames
+    own_ends: frozenset[int] = frozenset()  # of the `end_ids`, those that the caller named
+    told: Told = Told()  # noqa: RUF009 # frozen
+    grammar: "Grammar | None" = None
+    best_of: int | None = None  # so many are made for each prompt, and the likeliest told
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are made for each prompt."""
+        return self.best_of or self.num_choices
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether only the prompt is told; one token is made, since the engine makes no fewer."""
+        return self.limits.max_tokens == 0
 
 
 def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
@@ -54,7 +85,10 @@ def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
     if max(prompt) >= service.model.vocabulary.size:
         message = f"'{order.param}' has tokens that the model does not know."
         raise InvalidRequest(message, order.param)
-    max_tokens = _max_tokens(order, len(prompt), service)
+    max_tokens = max(1, _max_tokens(order, len(prompt), service))
+    told = order.told
+    is_ranked = order.num_candidates > order.num_choices
+    echoed = told.logprobs if told.echo else None
     wishes = _wishes(order)
     return [
         Ask(
@@ -63,12 +97,15 @@ def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
             sampling=replace(order.sampling, seed=derived_seed(order.sampling.seed, choice)),
             end_ids=order.end_ids,
             min_tokens=order.limits.min_tokens,
+            logprobs=0 if is_ranked and told.logprobs is None else told.logprobs,
+            prompt_logprobs=echoed if told.prompt_logprobs is None else told.prompt_logprobs,
+            grammar=order.grammar,
             label=order.caller.request_id,
             tenant=order.caller.tenant,
             weight=order.caller.weight,
             **wishes._asdict(),
         )
-        for choice in range(order.num_choices)
+        for choice in range(order.num_candidates)
     ]
 
 

@@ -130,6 +130,10 @@ class Tokenizer(Protocol):
         """Ids as Hugging Face gives them; `add_special_tokens` adds BOS or what the model wants."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of an id inside a text; a control token has its own text, no token none."""
+        ...
+
     def decoder(self) -> TokenDecoder:
         """A fresh decoder for one answer; special tokens yield no bytes."""
         ...

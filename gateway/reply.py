@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.request import Abort
 from gateway.answer import Choir
 from gateway.errors import error_body, error_headers, verdict
-from gateway.schema.frames import Finished, finished
+from gateway.schema.frames import Drawn, Finished, PromptTold, finished
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JSON = "application/json"
+_MANY_TOKENS = 500  # told one by one; more are rendered off the loop
 
 
 def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 200) -> Response:
@@ -62,15 +63,30 @@ async def compose(order: "Order", choir: Choir) -> bytes:
     """The body of the order's whole answer. The choir is new, and closed in the end."""
     with choir:
         await choir.gather()
-        choices = await choir.each(_to_the_end)
+        candidates = await choir.each(_to_the_end)
+        choices = _likeliest(order, choir, candidates)
+        if sum(choice.num_told for choice in choices) > _MANY_TOKENS:
+            return await asyncio.to_thread(order.frames.whole, choices, choir)
         return order.frames.whole(choices, choir)
 
 
 async def _to_the_end(voice: "Voice") -> Finished:
-    pieces: list[Piece] = []
+    said: list[Piece | Drawn | PromptTold] = []
     while voice.end is None:
-        pieces += await voice.next()
-    return finished(pieces, voice.end)
+        said += await voice.next()
+    return finished(said, voice.end)
+
+
+def _likeliest(order: "Order", choir: Choir, candidates: list[Finished]) -> list[Finished]:
+    """Of each prompt's candidates those with the best scores, the best first."""
+    size, num_told = order.num_candidates, order.num_choices
+    if size == num_told:
+        return candidates
+    told = []
+    for start in range(0, len(candidates), size):
+        places = sorted(range(start, start + size), key=lambda i: -choir.voices[i].score)
+        told += [candidates[i] for i in places[:num_told]]
+    return told
 
 
 async def unless_gone(

@@ -1,8 +1,8 @@
 """Token ids to text deltas: whole characters only, and nothing that may yet become a stop string.
 
 The joined deltas are the same however the tokens are cut into calls: the whole answer's bytes
-decoded with "replace", up to the stop string that is complete first. (Of several complete at
-the same character the longest counts.)
+decoded with "replace", up to the stop string that is complete first, or to its end where it is
+to be shown. (Of several complete at the same character the longest counts.)
 """
 
 from codecs import utf_8_decode
@@ -29,10 +29,18 @@ class ShowingDecoder:
 class TextStream:
     """The text of one answer. After a stop string it stays silent; `stopped` says which it was."""
 
-    __slots__ = ("_decoder", "_firsts", "_held", "_pending", "_searches", "stopped")
+    __slots__ = (
+        "_decoder", "_firsts", "_held", "_pending", "_searches", "_shows_stop", "stopped",
+    )  # fmt: skip
 
-    def __init__(self, decoder: "TokenDecoder", stops: Sequence[str] = ()) -> None:
-        """`decoder` is fresh and no one else's. `stops` are not empty strings."""
+    def __init__(
+        self, decoder: "TokenDecoder", stops: Sequence[str] = (), *, shows_stop: bool = False
+    ) -> None:
+        """`decoder` is fresh and no one else's. `stops` are not empty strings.
+
+        The stop string that is met is the end of the text if `shows_stop`, else no part of it.
+        """
+        self._shows_stop = shows_stop
         self.stopped: str | None = None
         self._decoder = decoder
         self._pending = b""  # the beginning of a character
@@ -44,6 +52,16 @@ class TextStream:
     def is_stopped(self) -> bool:
         """Whether a stop string was met."""
         return self.stopped is not None
+
+    @property
+    def num_held(self) -> int:
+        """Characters that are known and not shown yet."""
+        return len(self._held)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the tokens so far end in the middle of a character."""
+        return bool(self._pending)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add and that is certain to be shown."""
@@ -85,9 +103,9 @@ class TextStream:
             if (end := search.feed(text)) is not None
         ]
         if found:
-            _, start, self.stopped = min(found)
+            end, start, self.stopped = min(found)
             self._held = ""
-            return known[:start]
+            return known[: end if self._shows_stop else start]
         keep = len(known) - max((search.matched for search in self._searches), default=0)
         self._held = known[keep:]
         return known[:keep]

@@ -21,6 +21,7 @@ _FILE = Path(__file__).parent / "data" / "openai_answers.json.gz"
 _NULL: Json = {"type": "null"}
 _TEXT: Json = {"type": ["string", "null"]}
 _IDS: Json = {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}}
+_STOP: Json = {"type": ["string", "integer"]}
 _PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
 
 # Where: a component, then properties; `[]` is "each of them". vLLM's spelling, but for `Model`.
@@ -30,18 +31,19 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,
     },
-    "CreateChatCompletionResponse.choices[]": {"token_ids": _IDS},
+    "CreateChatCompletionResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionResponseMessage": {"reasoning_content": _TEXT, "reasoning": _TEXT},
     "CreateChatCompletionStreamResponse": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,
     },
-    "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS},
+    "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionStreamResponseDelta": {"reasoning_content": _TEXT, "reasoning": _TEXT},
     "CreateCompletionResponse.choices[]": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,
         "token_ids": _IDS,
+        "stop_reason": _STOP,
     },
 }
 

@@ -8,7 +8,7 @@ characters beside it, which a stream has already shown.
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from adapters.tokenizers.byte_level import TokenBytes
 from adapters.tokenizers.definition import Section, TokenizerDefinition
@@ -76,13 +76,20 @@ class FirstWordDecoder:
         return added
 
 
-def decoder_factory(definition: TokenizerDefinition) -> "Callable[[], TokenDecoder]":
-    """What makes a fresh decoder for one answer. Raises `RefusedToStart` for an unknown kind."""
+class Decoders(NamedTuple):
+    """What makes a fresh decoder for one answer, and each id's bytes in the middle of a text."""
+
+    make: "Callable[[], TokenDecoder]"
+    table: list[bytes]
+
+
+def decoders_of(definition: TokenizerDefinition) -> Decoders:
+    """The decoders of a file. Raises `RefusedToStart` for an unknown kind."""
     decoder = definition.decoder or {"type": None}
     match decoder:
         case {"type": "ByteLevel"}:
             table = bytes_of_ids(definition)
-            return lambda: TableDecoder(table)
+            return Decoders(lambda: TableDecoder(table), table)
         case {"type": "Metaspace", "replacement": str(mark)}:
             return _metaspace(definition, mark, decoder.get("prepend_scheme", "always"))
         case {"type": "Sequence", "decoders": [*steps]}:
@@ -113,28 +120,24 @@ def _table(definition: TokenizerDefinition, read: Callable[[str], bytes]) -> lis
     return table
 
 
-def _metaspace(
-    definition: TokenizerDefinition, mark: str, scheme: str
-) -> "Callable[[], TokenDecoder]":
+def _metaspace(definition: TokenizerDefinition, mark: str, scheme: str) -> Decoders:
     table = bytes_of_ids(definition)
     if scheme == "never":
-        return lambda: TableDecoder(table)
+        return Decoders(lambda: TableDecoder(table), table)
     first = _table(definition, lambda token: token.replace(mark, "").encode())
-    return lambda: FirstWordDecoder(table, first)
+    return Decoders(lambda: FirstWordDecoder(table, first), table)
 
 
-def _sentencepiece(
-    definition: TokenizerDefinition, steps: list[Section]
-) -> "Callable[[], TokenDecoder]":
+def _sentencepiece(definition: TokenizerDefinition, steps: list[Section]) -> Decoders:
     """Per-token steps, then Fuse, then Strip of the whole."""
     table = bytes_of_ids(definition)
     _, rest = _per_token(steps)
     match rest:
         case [{"type": "Fuse"}]:
-            return lambda: TableDecoder(table)
+            return Decoders(lambda: TableDecoder(table), table)
         case [{"type": "Fuse"}, {"type": "Strip", "content": str(content), "stop": 0} as strip]:
             taken, count = content.encode(), int(strip["start"])
-            return lambda: StrippingDecoder(table, taken, count)
+            return Decoders(lambda: StrippingDecoder(table, taken, count), table)
     kinds = [step.get("type") for step in steps]
     raise RefusedToStart(f"{definition.path}: decoder {kinds} is not supported")
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from adapters.tokenizers.decoding import decoder_factory
+from adapters.tokenizers.decoding import decoders_of
 from adapters.tokenizers.definition import TokenizerDefinition
 from engine.errors import RefusedToStart
 
@@ -22,10 +22,11 @@ class HuggingFaceTokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
-        self._decoders = decoder_factory(definition)
+        self._decoders = decoders_of(definition)
         self.vocab_size = definition.vocab_size
         self.special_ids = definition.special_ids
         self.special_tokens = definition.special_tokens
+        self._control_texts = {i: text.encode() for text, i in self.special_tokens.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
@@ -37,7 +38,15 @@ class HuggingFaceTokenizer:
         return batch[0].ids
 
     def decoder(self) -> "TokenDecoder":
-        return self._decoders()
+        return self._decoders.make()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of an id inside a text; a control token has its own text, no token none."""
+        control = self._control_texts.get(token_id)
+        if control is not None:
+            return control
+        table = self._decoders.table
+        return table[token_id] if token_id < len(table) else b""
 
 
 def open_tokenizer(definition: TokenizerDefinition) -> HuggingFaceTokenizer:

@@ -90,6 +90,9 @@ class TiktokenTokenizer:
     def decoder(self) -> "TokenDecoder":
         return self._exact.decoder()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._exact.token_bytes(token_id)
+
     def _is_plain(self, text: str) -> bool:
         """Whether tiktoken gives the exact ids of this text."""
         if _has_long_blank(text):

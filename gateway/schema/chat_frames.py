@@ -6,76 +6,127 @@ from typing import Any
 import orjson
 
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
-from gateway.schema.envelope import Envelope, UsageWish
-from gateway.schema.frames import Call, End, Finished, Header, Said, Tally
+from gateway.schema.envelope import Envelope, UsageWish, drawn_of, prompt_of, stop_reason
+from gateway.schema.frames import Call, Drawn, End, Finished, Header, PromptTold, Said, Tally
+from gateway.schema.logprobs import Spelling
 from gateway.schema.scheduling import DEFAULT_TIER
 
 _TEXT_END = b'},"logprobs":null,"finish_reason":null}]'
+_OLD_REASON = {"tool_calls": "function_call"}
 
 
 class ChatFrames(Envelope):
-    """The first chunk of a choice has its role, the last its finish reason."""
+    """The first chunk of a choice has its role, the last its finish reason.
+
+    `is_old`: calls are told as `function_call`, as to those who offered `functions`.
+    """
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
     def __init__(
-        self, header: Header, wish: UsageWish, *, service_tier: str = DEFAULT_TIER
+        self,
+        header: Header,
+        wish: UsageWish = UsageWish(),  # noqa: B008 # frozen
+        spelling: Spelling | None = None,
+        *,
+        service_tier: str = DEFAULT_TIER,
+        is_old: bool = False,
     ) -> None:
-        super().__init__(header, wish, service_tier=service_tier)
+        super().__init__(header, wish, spelling, service_tier=service_tier)
+        self._is_old = is_old
         self._begun: set[int] = set()
         self._plain_heads: dict[int, bytes] = {}  # of begun choices whose text needs no more
         self._tail = _TEXT_END + self._close
 
     def delta(self, index: int, said: Said, tally: Tally) -> bytes:
+        """One event for each piece; tokens are told with the last of them."""
         head = self._plain_heads.get(index)
         if head is not None and len(said) == 1 and isinstance(said[0], str):
             return head + orjson.dumps(said[0]) + self._tail
-        opening = self._opening(index, said, tally)
-        return opening + b"".join([self._event(index, _delta(piece), tally) for piece in said])
+        pieces = [piece for piece in said if not isinstance(piece, Drawn | PromptTold)]
+        events = [self._opening(index, said, tally)]
+        deltas = [_delta(piece, is_old=self._is_old) for piece in pieces] or [{}]
+        events += [self._event(index, delta, tally) for delta in deltas[:-1]]
+        events.append(self._event(index, deltas[-1], tally, drawn=drawn_of(said)))
+        return b"".join(events)
 
     def ending(self, index: int, end: End, tally: Tally) -> bytes:
-        opening = self._opening(index, (), tally)
-        return opening + self._event(index, {}, tally, end.reason)
+        """The finish reason."""
+        return self._opening(index, (), tally) + self._event(index, {}, tally, end=end)
 
-    def _opening(self, index: int, pieces: Sequence[Piece], tally: Tally) -> bytes:
+    def _opening(self, index: int, said: Said, tally: Tally) -> bytes:
         """The role, once. Content begins empty, or null where something else comes first."""
         if index in self._begun:
             return b""
         self._begun.add(index)
-        if not self._wish.continuous:
+        if self._is_plain:
             self._plain_heads[index] = self._open + b'{"index":%d,"delta":{"content":' % index
-        content = "" if not pieces or isinstance(pieces[0], str) else None
-        opening = {"role": "assistant", "content": content, "refusal": None}
-        return self._event(index, opening, tally)
+        is_content = not isinstance(next(iter(said), ""), Reasoning | CallBegin)
+        delta = {"role": "assistant", "content": "" if is_content else None, "refusal": None}
+        more = self._spelling.prompt_ids(prompt_of(said))
+        return self._chunk(self._choice_chunk(index, delta, (), None), tally, **more)
 
     def _event(
-        self, index: int, delta: dict[str, Any], tally: Tally, reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        tally: Tally,
+        *,
+        drawn: Sequence[Drawn] = (),
+        end: End | None = None,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return self._chunk(choice, tally)
+        return self._chunk(self._choice_chunk(index, delta, drawn, end), tally)
+
+    def _choice_chunk(
+        self, index: int, delta: dict[str, Any], drawn: Sequence[Drawn], end: End | None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._spelling.chat(drawn),
+            "finish_reason": None if end is None else self._reason(end),
+        }
+        if end is not None:
+            choice |= stop_reason(end)
+        if drawn:
+            choice |= self._spelling.ids(drawn)
+        return choice
 
     def whole(self, choices: Sequence[Finished], tally: Tally) -> bytes:
+        """The body; what is told of the prompt is told once."""
+        prompt = choices[0].prompt
         return self._whole(
-            [
-                {
-                    "index": index,
-                    "message": _message(choice),
-                    "logprobs": None,
-                    "finish_reason": choice.end.reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
+            [self._choice(index, choice) for index, choice in enumerate(choices)],
             tally,
+            **self._spelling.prompt_logprobs(prompt),
+            **self._spelling.prompt_ids(prompt),
         )
 
+    def _choice(self, index: int, choice: Finished) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": _message(choice, is_old=self._is_old),
+            "logprobs": self._spelling.chat(choice.drawn),
+            "finish_reason": self._reason(choice.end),
+            **stop_reason(choice.end),
+            **self._spelling.ids(choice.drawn),
+        }
 
-def _delta(piece: Piece) -> dict[str, Any]:
+    def _reason(self, end: End) -> str:
+        return _OLD_REASON.get(end.reason, end.reason) if self._is_old else end.reason
+
+
+def _delta(piece: Piece, *, is_old: bool) -> dict[str, Any]:
     match piece:
         case str():
             return {"content": piece}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
+        case CallBegin(_, _, name) if is_old:
+            return {"function_call": {"name": name, "arguments": ""}}
+        case CallArguments(_, text) if is_old:
+            return {"function_call": {"arguments": text}}
         case CallBegin(place, call_id, name):
             call = _call(Call(call_id, name, ""))
             return {"tool_calls": [{"index": place, **call}]}
@@ -83,7 +134,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
 
 
-def _message(choice: Finished) -> dict[str, Any]:
+def _message(choice: Finished, *, is_old: bool) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": choice.content,
@@ -92,7 +143,9 @@ def _message(choice: Finished) -> dict[str, Any]:
     }
     if choice.reasoning is not None:
         message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
-    if choice.calls:
+    if choice.calls and is_old:
+        message["function_call"] = _call(choice.calls[0])["function"]
+    elif choice.calls:
         message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
 

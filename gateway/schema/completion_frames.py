@@ -5,8 +5,9 @@ from typing import Any
 
 import orjson
 
-from gateway.schema.envelope import Envelope, UsageWish
-from gateway.schema.frames import End, Finished, Header, Said, Tally
+from gateway.schema.envelope import Envelope, UsageWish, drawn_of, prompt_of, stop_reason
+from gateway.schema.frames import Drawn, End, Finished, Header, Said, Tally
+from gateway.schema.logprobs import Spelling
 
 _TEXT_END = b',"logprobs":null,"finish_reason":null}]'
 
@@ -17,32 +18,55 @@ class CompletionFrames(Envelope):
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(self, header: Header, wish: UsageWish) -> None:
-        super().__init__(header, wish)
+    def __init__(
+        self,
+        header: Header,
+        wish: UsageWish = UsageWish(),  # noqa: B008 # frozen
+        spelling: Spelling | None = None,
+    ) -> None:
+        super().__init__(header, wish, spelling)
         self._plain_heads: dict[int, bytes] = {}  # of begun choices whose text needs no more
         self._tail = _TEXT_END + self._close
 
     def delta(self, index: int, said: Said, tally: Tally) -> bytes:
+        """One event, tokens told with the text."""
         head = self._plain_heads.get(index)
         if head is not None and len(said) == 1:
             return head + orjson.dumps(said[0]) + self._tail
-        if not self._wish.continuous:
+        if self._is_plain:
             self._plain_heads[index] = self._open + b'{"index":%d,"text":' % index
         text = "".join([piece for piece in said if isinstance(piece, str)])
-        return self._chunk(_choice(index, text, None), tally)
+        drawn = drawn_of(said)
+        choice = self._choice(index, text, None, drawn)
+        choice |= self._spelling.prompt_ids(prompt_of(said))
+        return self._chunk(choice | (self._spelling.ids(drawn) if drawn else {}), tally)
 
     def ending(self, index: int, end: End, tally: Tally) -> bytes:
-        return self._chunk(_choice(index, "", end.reason), tally)
+        """The finish reason."""
+        return self._chunk(self._choice(index, "", end, ()), tally)
 
     def whole(self, choices: Sequence[Finished], tally: Tally) -> bytes:
+        """The body; what is told of a prompt is told with each of its choices."""
         return self._whole(
             [
-                _choice(index, choice.content or "", choice.end.reason)
+                {
+                    **self._choice(index, choice.content or "", choice.end, choice.drawn),
+                    **self._spelling.ids(choice.drawn),
+                    **self._spelling.prompt_ids(choice.prompt),
+                    **self._spelling.prompt_logprobs(choice.prompt),
+                }
                 for index, choice in enumerate(choices)
             ],
             tally,
         )
 
-
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, index: int, text: str, end: End | None, drawn: Sequence[Drawn]
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._spelling.completion(drawn),
+            "finish_reason": None if end is None else end.reason,
+            **({} if end is None else stop_reason(end)),
+        }

@@ -4,19 +4,22 @@ Everything but the delta is known before the first token, so an event is a ready
 JSON-escaped text, and a ready suffix.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from gateway.errors import error_body
-from gateway.schema.frames import PING, Header, Tally
+from gateway.schema.frames import PING, Drawn, End, Header, PromptTold, Said, Tally
+from gateway.schema.logprobs import Spelling
 
 DONE = b"data: [DONE]\n\n"
 _NULL_USAGE = b',"usage":null'
+_NOTHING = Spelling(lambda token_id: b"")
 
 
 class UsageWish(NamedTuple):
-    """What `stream_options` asks for: counts in a chunk of their own, or in every chunk."""
+    """What `stream_options` asks for: counts in a chunk of their own, and in every chunk."""
 
     at_the_end: bool = False
     continuous: bool = False
@@ -29,10 +32,18 @@ class Envelope:
     whole_object: str
     ping = PING
 
-    def __init__(self, header: Header, wish: UsageWish, **extra: str) -> None:
+    def __init__(
+        self,
+        header: Header,
+        wish: UsageWish = UsageWish(),  # noqa: B008 # frozen
+        spelling: Spelling | None = None,
+        **extra: str,
+    ) -> None:
         self._header = header
         self._extra = extra
         self._wish = wish
+        self._spelling = spelling or _NOTHING
+        self._is_plain = spelling is None and not wish.continuous
         open_json = orjson.dumps(self._envelope(self.chunk_object))[:-1]
         self._open = b"data: " + open_json + b',"choices":['
         self._close = (_NULL_USAGE if wish.at_the_end else b"") + b"}\n\n"
@@ -48,11 +59,12 @@ class Envelope:
             **self._extra,
         }
 
-    def _chunk(self, choice: dict[str, Any], tally: Tally) -> bytes:
+    def _chunk(self, choice: dict[str, Any], tally: Tally, **more: Any) -> bytes:
+        rest = b"".join(b',"%s":%s' % (k.encode(), orjson.dumps(v)) for k, v in more.items())
         close = self._close
         if self._wish.continuous:
             close = b',"usage":' + orjson.dumps(tally.usage.as_json()) + b"}\n\n"
-        return self._open + orjson.dumps(choice) + b"]" + close
+        return self._open + orjson.dumps(choice) + b"]" + rest + close
 
     def closing(self, tally: Tally) -> bytes:
         """The chunk that `include_usage` asks for, and the end."""
@@ -65,6 +77,22 @@ class Envelope:
         """One event with the usual JSON error, and nothing after it."""
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _whole(self, choices: list[dict[str, Any]], tally: Tally) -> bytes:
+    def _whole(self, choices: list[dict[str, Any]], tally: Tally, **more: Any) -> bytes:
         envelope = self._envelope(self.whole_object)
-        return orjson.dumps({**envelope, "choices": choices, "usage": tally.usage.as_json()})
+        body = {**envelope, "choices": choices, "usage": tally.usage.as_json(), **more}
+        return orjson.dumps(body)
+
+
+def drawn_of(said: Said) -> Sequence[Drawn]:
+    """The tokens that are told."""
+    return [piece for piece in said if isinstance(piece, Drawn)]
+
+
+def prompt_of(said: Said) -> PromptTold | None:
+    """The prompt, if it is told here."""
+    return next((piece for piece in said if isinstance(piece, PromptTold)), None)
+
+
+def stop_reason(end: End) -> dict[str, str | int]:
+    """vLLM's `stop_reason`, where it was the caller's stop string or end token."""
+    return {} if end.stopped_by is None else {"stop_reason": end.stopped_by}

@@ -6,9 +6,12 @@ or gathers the answer knows none of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
+
+if TYPE_CHECKING:
+    from engine.step import TokenLogprobs
 
 PING = b": ping\n\n"
 
@@ -32,14 +35,33 @@ class Usage(NamedTuple):
         }
 
 
-Said = Sequence[Piece]  # what a choice adds to its message at one moment; may be empty
+class Drawn(NamedTuple):
+    """A token of a choice whose text was told just now, where tokens are told at all.
+
+    `offset` is the number of characters of the choice before it. An end token shows nothing.
+    """
+
+    token_id: int
+    offset: int
+    logprobs: "TokenLogprobs | None" = None
+    is_end: bool = False
+
+
+class PromptTold(NamedTuple):
+    """The prompt of a choice, where it is told; `logprobs` of all tokens or of none."""
+
+    token_ids: Sequence[int]
+    logprobs: "Sequence[TokenLogprobs | None]" = ()
+
+
+Said = Sequence[Piece | Drawn | PromptTold]  # what a choice adds at one moment; may be empty
 
 
 class End(NamedTuple):
-    """How a choice ended: OpenAI's reason, and the caller's stop string if it was that."""
+    """How a choice ended: OpenAI's reason, and the caller's stop string or end token if that."""
 
     reason: str
-    stop_string: str | None = None
+    stopped_by: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +80,22 @@ class Finished(NamedTuple):
     reasoning: str | None
     calls: tuple[Call, ...]
     end: End
+    drawn: tuple[Drawn, ...] = ()
+    prompt: PromptTold | None = None
+
+    @property
+    def num_told(self) -> int:
+        """Tokens that are told one by one."""
+        return len(self.drawn) + len(self.prompt.logprobs if self.prompt else ())
 
 
-def finished(pieces: Sequence[Piece], end: End) -> Finished:
+def finished(said: Said, end: End) -> Finished:
     """The whole message. Content is None only where reasoning or calls stand in its place."""
     content: list[str] = []
     reasoning: list[str] = []
     begun: list[CallBegin] = []
     arguments: list[list[str]] = []
-    for piece in pieces:
+    for piece in said:
         match piece:
             case str():
                 content.append(piece)
@@ -77,6 +106,8 @@ def finished(pieces: Sequence[Piece], end: End) -> Finished:
                 arguments.append([])
             case CallArguments(place, text):
                 arguments[place].append(text)
+            case _:
+                pass
     is_silent = not content and bool(reasoning or begun)
     return Finished(
         content=None if is_silent else "".join(content),
@@ -86,6 +117,8 @@ def finished(pieces: Sequence[Piece], end: End) -> Finished:
             for call, texts in zip(begun, arguments, strict=True)
         ),
         end=end,
+        drawn=tuple(piece for piece in said if isinstance(piece, Drawn)),
+        prompt=next((piece for piece in said if isinstance(piece, PromptTold)), None),
     )
 
 

@@ -70,6 +70,9 @@ class ByteTokenizer:
     def decoder(self) -> ByteDecoder:
         return ByteDecoder()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < END else b"<end>"
+
 
 def byte_grammars() -> GrammarCompiler:
     """Grammars over the bytes; their end token is `END`."""

@@ -29,6 +29,9 @@ class Letters:
     def decoder(self) -> Any:
         raise NotImplementedError
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
     @property
     def stayed_on_the_loop(self) -> bool:
         return self.threads == {threading.current_thread()}

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 from gateway.schema.chat_frames import ChatFrames
 from gateway.schema.envelope import UsageWish
 from gateway.schema.frames import Header, Said, Usage, finished
-from gateway.voice import Voice
+from gateway.voice import Ear, Voice
 from tests.gateway.assembling import assembled, payloads
 from tests.gateway.rig import END, ByteDecoder
 
@@ -59,6 +60,8 @@ class Brackets:
 
 class Chunks:
     """A lease whose tokens come in the given chunks; `closed` says why it was given back."""
+
+    ask = SimpleNamespace(prompt=(1, 2))
 
     def __init__(self, chunks: Sequence[TokenChunk]) -> None:
         self._chunks = iter(chunks)
@@ -104,7 +107,7 @@ def heard(voice: Voice) -> list[Said]:
 
 def a_voice(text: bytes, sizes: Sequence[int], stops: Sequence[str], finish: FinishReason) -> Voice:
     lease: Any = Chunks(chunked(text, sizes, finish))
-    return Voice(0, lease, ByteDecoder(), stops, Brackets())
+    return Voice(0, lease, Ear(ByteDecoder(), stops, Brackets()))
 
 
 def told(voice: Voice) -> tuple[dict[str, Any], dict[str, Any], Usage]:
@@ -164,7 +167,7 @@ def test_an_empty_answer_is_an_empty_text_and_its_role_comes_first() -> None:
 
 def test_a_stop_string_gives_the_lease_back_and_is_named() -> None:
     lease: Any = Chunks([TokenChunk(tuple(b"abcd"), None)])
-    voice = Voice(0, lease, ByteDecoder(), ("c",))
+    voice = Voice(0, lease, Ear(ByteDecoder(), ("c",)))
     assert heard(voice) == [["a", "b"]]
     assert voice.end == ("stop", "c")
     assert lease.closed is Abort.STOP_STRING
