@@ -97,10 +97,10 @@ async def write_prompt(model: Literate, conversation: Conversation) -> Written:
         )
     write = partial(_write, model, model.template, conversation)
     messages = conversation.messages
-    if fits_on_loop([], len(messages)) and not conversation.tools:
+    if fits_on_loop([], len(messages)) and conversation.own_template is None:
         seen = [message.as_mapping() for message in messages]
-        is_short = fits_on_loop((message["content"] for message in seen), len(seen))
-        if is_short and conversation.own_template is None:
+        texts = [orjson.dumps(tool) for tool in conversation.tools]
+        if fits_on_loop([*texts, *(message["content"] for message in seen)], len(seen)):
             return write(seen)
     return await asyncio.to_thread(lambda: write(message.as_mapping() for message in messages))
 

@@ -51,7 +51,7 @@ async def text_prompts(tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[
     return Reading(read() if fits_on_loop(texts, len(texts)) else await asyncio.to_thread(read))
 
 
-def fits_on_loop(texts: Iterable[str | None], num_parts: int) -> bool:
+def fits_on_loop(texts: Iterable[str | bytes | None], num_parts: int) -> bool:
     """Whether so much may be read on the loop."""
     num_chars = sum(len(text) for text in texts if text)
     return num_chars + _CHARS_PER_PART * num_parts <= _MAX_CHARS_ON_LOOP
