@@ -3,6 +3,7 @@
 Handlers raise; the door and the tables of `gateway.errors` make of it what the client sees.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -15,18 +16,37 @@ from engine.errors import EngineError
 from gateway.door import Door
 from gateway.errors import MethodNotAllowed, PathNotFound
 from gateway.reply import error_response
-from gateway.routes import admin, chat, completions, health, models, requests
+from gateway.routes import admin, batches, chat, completions, files, health, models, requests
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
+Endpoint = Callable[["HttpRequest"], Awaitable["ASGIApp"]]
+
+
+def _route(path: str, **endpoints: Endpoint) -> Route:
+    """A path that has another endpoint for each method."""
+
+    async def choose(http: "HttpRequest") -> "ASGIApp":
+        method = "GET" if http.method == "HEAD" else http.method
+        return await endpoints[method](http)
+
+    return Route(path, choose, methods=[*endpoints])
+
+
 ROUTES = (
     Route("/v1/chat/completions", chat.create_chat_completion, methods=["POST"]),
     Route("/v1/completions", completions.create_completion, methods=["POST"]),
     Route("/v1/models", models.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", models.retrieve_model, methods=["GET"]),
+    _route("/v1/files", GET=files.list_files, POST=files.create_file),
+    _route("/v1/files/{file_id}", GET=files.retrieve_file, DELETE=files.delete_file),
+    _route("/v1/files/{file_id}/content", GET=files.retrieve_content),
+    _route("/v1/batches", GET=batches.list_batches, POST=batches.create_batch),
+    _route("/v1/batches/{batch_id}", GET=batches.retrieve_batch),
+    _route("/v1/batches/{batch_id}/cancel", POST=batches.cancel_batch),
     Route("/v1/requests/{request_id:path}/cancel", requests.cancel, methods=["POST"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),

@@ -19,6 +19,7 @@ from importlib.resources import files
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import uvloop
 
@@ -34,6 +35,8 @@ from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
+from gateway.batch.lines import LineLimits
+from gateway.batch.runner import Runner
 from gateway.calibration import Calibration, CostFile, calibrate, facts_about
 from gateway.connection import ConnectionBounds
 from gateway.exposition import Exposition
@@ -42,10 +45,13 @@ from gateway.grammar import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.quotas import Quotas
+from gateway.routes.batches import ENDPOINTS
 from gateway.schema.sampling import Vocabulary
 from gateway.server import Server, Signals, bind, raise_file_limit, unless_told
 from gateway.service import Pace, ServedModel, Service
-from gateway.settings import BUILTIN_MODEL, Settings
+from gateway.settings import BUILTIN_MODEL, IN_MEMORY, Settings, state_directory
+from gateway.store.files import FileLimits
+from gateway.store.store import Store, open_named, open_or_forget, open_store
 
 if TYPE_CHECKING:
     from engine.grammar import GrammarCompiler
@@ -107,8 +113,10 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             loaded = await unless_told(loading, signals)
             if loaded is not None:
                 port = listener.getsockname()[1]
+                store = _store(settings, loaded.name)
+                stack.callback(store.close)
                 cost = LiveCost(loaded.calibration.model)
-                server = build_server(settings, loaded, cost, gate)
+                server = build_server(settings, loaded, cost, gate, store)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if loaded.calibration.file is not None:
                     loaded.calibration.file.save(cost.model)
@@ -203,7 +211,19 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     )
 
 
-def build_server(settings: Settings, loaded: Loaded, cost: LiveCost, gate: Gate) -> Server:
+def _store(settings: Settings, model: str) -> Store:
+    """What is kept has a file for each model, unless another is named, or none."""
+    limits = FileLimits(file_bytes=int(settings.max_file_bytes))
+    if settings.store == IN_MEMORY:
+        return open_store(None, limits)
+    if settings.store is not None:
+        return open_named(Path(settings.store).expanduser(), limits)
+    return open_or_forget(state_directory() / f"{quote(model, safe='')}.sqlite", limits)
+
+
+def build_server(
+    settings: Settings, loaded: Loaded, cost: LiveCost, gate: Gate, store: Store
+) -> Server:
     """The control plane and the gateway over a loaded model; `cost` will follow the machine."""
     metrics, quotas = Metrics(), Quotas()
     observer = Audience(metrics, RequestLog(), quotas)
@@ -224,13 +244,17 @@ def build_server(settings: Settings, loaded: Loaded, cost: LiveCost, gate: Gate)
         pace=Pace(stall=settings.stall_seconds),
         quotas=quotas,
         cors_origins=settings.cors_origin,
+        store=store,
     )
     bounds = ConnectionBounds(
         settings.max_connections or raise_file_limit(),
         settings.body_seconds,
         settings.stall_seconds,
     )
-    return Server(build_app(service), engine, watch, settings.drain_seconds, bounds, gate.tls)
+    limits = LineLimits(line_bytes=int(settings.max_body_bytes))
+    runner = Runner(service, ENDPOINTS, settings.max_batch_size, limits)
+    app = build_app(service)
+    return Server(app, engine, watch, runner, settings.drain_seconds, bounds, gate.tls)
 
 
 def _scheduler(

@@ -68,6 +68,35 @@ class RequestNotFound(InvalidRequest):
         super().__init__(f"No running request of yours has the id {request_id[:128]!r}.")
 
 
+class FileNotFound(InvalidRequest):
+    """The caller has no such file."""
+
+    def __init__(self, file_id: str, param: str | None = None) -> None:
+        super().__init__(f"No file of yours has the id {file_id[:128]!r}.", param)
+
+
+class BatchNotFound(InvalidRequest):
+    """The caller has no such batch."""
+
+    def __init__(self, batch_id: str, param: str | None = None) -> None:
+        super().__init__(f"No batch of yours has the id {batch_id[:128]!r}.", param)
+
+
+class StoreFull(InvalidRequest):
+    """Everything that is kept takes all the room there is."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"All files together may have {limit} bytes here, and with this one they would have "
+            "more. Delete some first.",
+            "file",
+        )
+
+
+class StoreFailed(EngineError):
+    """The database that keeps files, batches and responses does not work."""
+
+
 class WrongMediaType(InvalidRequest):
     """The body is not plain `application/json`."""
 
@@ -125,9 +154,12 @@ TABLE: dict[type[EngineError], Verdict] = {
     ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
     PathNotFound: Verdict(404, _INVALID, "not_found"),
     RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
+    FileNotFound: Verdict(404, _INVALID, "file_not_found"),
+    BatchNotFound: Verdict(404, _INVALID, "batch_not_found"),
     MethodNotAllowed: Verdict(405, _INVALID, "method_not_allowed"),
     BodyTooSlow: Verdict(408, _INVALID, "request_timeout"),
     BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
+    StoreFull: Verdict(413, _INVALID, "storage_full"),
     WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
     RequestCancelled: Verdict(499, _INVALID, "request_cancelled"),
     NothingAllowed: Verdict(400, _INVALID, "nothing_allowed"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from engine.loop import Engine
+    from gateway.batch.runner import Runner
     from gateway.pacing import LoopWatch
 
 T = TypeVar("T")
@@ -128,11 +129,12 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An app, its engine, and the watch over their loop."""
+    """An app, its engine, the runner of batches, and the watch over their loop."""
 
     app: "ASGIApp"
     engine: "Engine"
     watch: "LoopWatch"
+    runner: "Runner"
     drain_seconds: float
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     tls: "ssl.SSLContext | None" = None
@@ -145,11 +147,14 @@ class Server:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.engine.run())
             watching = group.create_task(self.watch.run())
+            batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([listener]))
             await server.listens.wait()
             calm_collector()
             on_ready()
             await signals.told.wait()
+            batching.cancel()  # what is not answered yet is left to the next start
+            await asyncio.wait((batching,))
             await self._drain(signals)
             server.should_exit = True
             await serving

@@ -16,6 +16,7 @@ from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.quotas import Quotas
 from gateway.schema.frames import Header
 from gateway.schema.sampling import Vocabulary
+from gateway.store.store import Store
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -54,7 +55,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Everything behind the routes. `unix_now` is wall time in seconds, for `created` only."""
+    """Everything behind the routes. `unix_now` is wall time in seconds, for dates only."""
 
     engine: Engine
     model: ServedModel
@@ -67,17 +68,22 @@ class Service:
     keys: Keys
     limits: BodyLimits
     pace: Pace
+    store: Store
     quotas: Quotas = field(default_factory=Quotas)
     cors_origins: Sequence[str] = ()
 
     def header(self, prefix: str) -> Header:
         """The identity of a new response, `prefix-` and 24 hex digits."""
         return Header(
-            response_id=f"{prefix}-{self.random.getrandbits(96):024x}",
+            response_id=self.new_id(f"{prefix}-"),
             created=self.unix_now(),
             model=self.model.name,
             fingerprint=self.model.fingerprint,
         )
+
+    def new_id(self, prefix: str) -> str:
+        """A name that nothing else has."""
+        return f"{prefix}{self.random.getrandbits(96):024x}"
 
     def seed(self) -> int:
         """A seed for a request that brought none."""

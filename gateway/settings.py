@@ -34,6 +34,7 @@ from gateway.options import option as _option
 
 BUILTIN_MODEL = "builtin"
 LOCAL_FILE = Path("podway.toml")
+IN_MEMORY = "memory"  # instead of the store's file
 
 
 def _split(value: object) -> object:
@@ -208,6 +209,16 @@ class Settings(BaseSettings):
     stall_seconds: float = _option(
         600.0, "server", "how long a client may leave its answer unread", "SECONDS", gt=0
     )
+    store: str | None = _option(
+        None,
+        "server",
+        "where files, batches and responses are kept; 'memory' forgets them at the end; by default "
+        "a file for each model in the user's state directory",
+        "FILE",
+    )
+    max_file_bytes: ByteSize = _option(
+        ByteSize(200 << 20), "server", "largest file that can be uploaded", "SIZE", ge=1
+    )
     drain_seconds: float = _option(
         30.0, "server", "how long running answers may take after SIGTERM", "SECONDS", ge=0
     )
@@ -249,6 +260,13 @@ class Settings(BaseSettings):
 def options() -> tuple[Option, ...]:
     """All settings in the order of the help."""
     return tuple(as_option(name, info) for name, info in Settings.model_fields.items())
+
+
+def state_directory() -> Path:
+    """Where this user's programs keep what should outlive them (XDG base directories)."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
+    return base / "podway"
 
 
 def load(flags: Mapping[str, str | bool]) -> Settings:

@@ -157,6 +157,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> Exchange:
         """Any request, its body in pieces."""
+        path, _, query = path.partition("?")
         named = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
         scope = {
             "type": "http",
@@ -166,7 +167,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": named,
             "client": ("test", 1),

@@ -5,12 +5,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 
 import uvloop
 
 from gateway.server import Server, Signals, bind
+from gateway.store.database import OneThread
 from tests.gateway.rig import Rig, Setting, build_rig
 from tests.witness import Witnessed
 
@@ -45,13 +46,16 @@ def listening(
     witnessed: list[Witnessed] = []
 
     async def main() -> None:
-        rig, signals = build_rig(setting), Signals()
+        rig, signals = build_rig(replace(setting, aside=OneThread)), Signals()
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))
             witnessed.append(Witnessed(rig.app))
-            server = Server(witnessed[0], rig.engine, rig.service.watch, drain_seconds, tls=tls)
-            await server.serve(listener, signals, ready.set)
+            server = Server(
+                witnessed[0], rig.engine, rig.service.watch, rig.runner, drain_seconds, tls=tls
+            )
+            with closing(rig.service.store):
+                await server.serve(listener, signals, ready.set)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

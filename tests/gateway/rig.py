@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -30,6 +30,8 @@ from engine.simulated.loop import run_virtual
 from engine.step import StepEntry
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
+from gateway.batch.lines import LineLimits
+from gateway.batch.runner import Runner
 from gateway.exposition import Exposition
 from gateway.grammar import GrammarCheck
 from gateway.keys import Allowance, Keys
@@ -37,11 +39,17 @@ from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect
 from gateway.quotas import Quotas
+from gateway.routes.batches import ENDPOINTS
 from gateway.schema.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
+from gateway.store.database import Aside
+from gateway.store.files import FileLimits
+from gateway.store.store import open_store
 from tests.asgi import Client
 
+T = TypeVar("T")
 STEP = 0.25
+EPOCH = 1_700_000_001
 END = 256
 MODEL = "org/tiny-bytes"
 CONTEXT = 200
@@ -118,6 +126,16 @@ class Speaker:
         return text[min(position - start, len(text) - 1)]
 
 
+class AtOnce:
+    """The store's `Aside` where there are no threads."""
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def close(self) -> None:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a test may change."""
@@ -139,6 +157,11 @@ class Setting:
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
+    seed: int = 1
+    store: Path | None = None
+    aside: Callable[[], Aside] = AtOnce
+    files: FileLimits = field(default_factory=FileLimits)
+    lines: LineLimits = field(default_factory=LineLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +173,7 @@ class Rig:
     service: Service
     metrics: Metrics
     ended: list[Request]
+    runner: Runner
 
     @property
     def engine(self) -> Engine:
@@ -174,9 +198,12 @@ def play(scene: Callable[[Rig], Awaitable[None]], setting: Setting | None = None
         rig = build_rig(setting or Setting())
         async with asyncio.TaskGroup() as group:
             running = group.create_task(rig.engine.run())
+            batching = group.create_task(rig.runner.run())
             await scene(rig)
+            batching.cancel()
             await asyncio.sleep(2 * STEP)
             running.cancel()
+        rig.service.store.close()
         scheduler = rig.engine.scheduler
         assert not scheduler.pool, scheduler
         assert scheduler.ledger.num_held == 0, scheduler
@@ -189,6 +216,7 @@ def build_rig(setting: Setting) -> Rig:
     """The parts, put together as the doorway does it."""
     clock = asyncio.get_running_loop().time
     metrics, ends, quotas = Metrics(), Ends(), Quotas()
+    born_at = clock()
     cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     live = LiveCost(UNMEASURED)
     scheduler = IterationScheduler(
@@ -221,16 +249,18 @@ def build_rig(setting: Setting) -> Rig:
         exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,
-        unix_now=lambda: 1_700_000_001,
-        random=random.Random(1),
+        unix_now=lambda: EPOCH + int(clock() - born_at),
+        random=random.Random(setting.seed),
         keys=Keys(setting.keys, setting.key_file, setting.allowance),
         quotas=quotas,
         cors_origins=setting.cors_origins,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
+        store=open_store(setting.store, setting.files, setting.aside()),
     )
+    runner = Runner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)
-    return Rig(app, Client(app), service, metrics, ends.requests)
+    return Rig(app, Client(app), service, metrics, ends.requests, runner)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

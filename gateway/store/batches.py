@@ -1,0 +1,361 @@
+"""Batches and their lines. A line is answered at most once, whatever dies in between.
+
+    validating ──▶ in_progress ──▶ finalizing ──▶ completed
+        └──▶ failed      ├──▶ cancelling ──▶ cancelled
+                         └──▶ expired
+
+Every change of a batch is one transaction over its record and its lines, so the record never
+says more or less than what is there.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.errors import BatchNotFound
+from gateway.store.database import Database
+from gateway.store.files import FileRecord, read_piece, write_file
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+    "cancelled",
+]  # fmt: skip
+ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
+MAX_TOLD = 100  # errors of an input file that a batch lists
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """What is wrong with an input file; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What the answered lines have used."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        return Tokens(
+            self.input + other.input,
+            self.cached + other.cached,
+            self.output + other.output,
+            self.reasoning + other.reasoning,
+        )
+
+
+class BatchRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that is known of a batch but its lines; moments are Unix seconds, None until then."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    metadata: dict[str, str] | None = None
+    model: str | None = None
+    output_seconds: int | None = None  # how long the output files are kept
+    errors: tuple[LineError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    tokens: Tokens = Tokens()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+class Line(NamedTuple):
+    """One request of a batch; `number` counts from 1."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+class Answer(NamedTuple):
+    """What the output says of a line; `is_error`: in the error file."""
+
+    number: int
+    text: bytes
+    is_error: bool
+    tokens: Tokens = Tokens()
+
+
+class Batches:
+    """The batches of all tenants; nobody sees another's."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, record: BatchRecord, forget_before: int) -> None:
+        """Keep a new batch, and forget those that ended and were made before that moment."""
+
+        def write(db: sqlite3.Connection) -> None:
+            old = "DELETE FROM batch WHERE is_live = 0 AND created_at < ?"
+            db.execute(old, (forget_before,))
+            db.execute(
+                "INSERT INTO batch (id, tenant, created_at, is_live, record)"
+                " VALUES (?, ?, ?, 1, ?)",
+                (record.id, record.tenant, record.created_at, msgspec.json.encode(record)),
+            )
+
+        await self._database.do(write)
+
+    async def find(self, batch_id: str, tenant: str) -> BatchRecord:
+        """Raises `BatchNotFound` for one that is not there or is another's."""
+        return await self._database.do(partial(_find, batch_id=batch_id, tenant=tenant))
+
+    async def listed(self, tenant: str, after: str | None, limit: int) -> list[BatchRecord]:
+        """The newest first, from behind `after`. Raises `BatchNotFound` if that is unknown."""
+
+        def read(db: sqlite3.Connection) -> list[BatchRecord]:
+            before = 1 << 62
+            if after is not None:
+                query = "SELECT seq FROM batch WHERE id = ? AND tenant = ?"
+                row = db.execute(query, (after, tenant)).fetchone()
+                if row is None:
+                    raise BatchNotFound(after, "after")
+                (before,) = row
+            rows = db.execute(
+                "SELECT record FROM batch WHERE tenant = ? AND seq < ? ORDER BY seq DESC LIMIT ?",
+                (tenant, before, limit),
+            )
+            return [_DECODER.decode(record) for (record,) in rows]
+
+        return await self._database.do(read)
+
+    async def live(self) -> list[BatchRecord]:
+        """All that have not ended, the oldest first."""
+
+        def read(db: sqlite3.Connection) -> list[BatchRecord]:
+            rows = db.execute("SELECT record FROM batch WHERE is_live = 1 ORDER BY seq")
+            return [_DECODER.decode(record) for (record,) in rows]
+
+        return await self._database.do(read)
+
+    async def fail(self, batch_id: str, now: int, errors: tuple[LineError, ...]) -> BatchRecord:
+        """Its input file cannot be run."""
+
+        def write(db: sqlite3.Connection) -> BatchRecord:
+            _drop_lines(db, batch_id)
+            return _change(db, batch_id, status="failed", failed_at=now, errors=errors)
+
+        return await self._database.do(write)
+
+    async def begin(
+        self, batch_id: str, now: int, num_lines: int, model: str | None
+    ) -> BatchRecord:
+        """Its lines are there."""
+
+        def write(db: sqlite3.Connection) -> BatchRecord:
+            found = {"num_lines": num_lines, "model": model}
+            if _load(db, batch_id).status != "validating":
+                return _change(db, batch_id, **found)
+            return _change(db, batch_id, status="in_progress", in_progress_at=now, **found)
+
+        return await self._database.do(write)
+
+    async def wind_up(self, batch_id: str, now: int, *, is_late: bool) -> BatchRecord:
+        """No more lines will be answered: all are, or the time is over, or it was cancelled."""
+
+        def write(db: sqlite3.Connection) -> BatchRecord:
+            record = _load(db, batch_id)
+            if record.status != "in_progress":
+                return record
+            expired_at = now if is_late else None
+            return _change(
+                db, batch_id, status="finalizing", finalizing_at=now, expired_at=expired_at
+            )
+
+        return await self._database.do(write)
+
+    async def cancel(self, batch_id: str, tenant: str, now: int) -> BatchRecord:
+        """Ask for its end, if it still has something to do. Raises `BatchNotFound`."""
+
+        def write(db: sqlite3.Connection) -> BatchRecord:
+            record = _find(db, batch_id, tenant)
+            if record.status not in ("validating", "in_progress"):
+                return record
+            return _change(db, batch_id, status="cancelling", cancelling_at=now)
+
+        return await self._database.do(write)
+
+    async def piece(self, file_id: str, number: int) -> bytes | None:
+        """The content of an input file; None after the last piece."""
+        return await self._database.do(partial(read_piece, file_id=file_id, number=number))
+
+    async def forget_lines(self, batch_id: str) -> None:
+        """Begin with its lines anew."""
+        await self._database.do(partial(_drop_lines, batch_id=batch_id))
+
+    async def add_lines(self, batch_id: str, read: Callable[[], Iterable[Line]]) -> list[Line]:
+        """Add what `read` gives; those that were left out, because their custom_id is not new.
+        The reading, too, happens off the loop."""
+
+        def write(db: sqlite3.Connection) -> list[Line]:
+            insert = (
+                "INSERT OR IGNORE INTO batch_line (batch_id, number, custom_id, body)"
+                " VALUES (?, ?, ?, ?)"
+            )
+            return [line for line in read() if not db.execute(insert, (batch_id, *line)).rowcount]
+
+        return await self._database.do(write)
+
+    async def unanswered(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """Lines with a number above `after` that have no answer, in order."""
+
+        def read(db: sqlite3.Connection) -> list[Line]:
+            rows = db.execute(
+                "SELECT number, custom_id, body FROM batch_line"
+                " WHERE batch_id = ? AND number > ? AND answer IS NULL ORDER BY number LIMIT ?",
+                (batch_id, after, limit),
+            )
+            return [Line(number, custom_id, bytes(body)) for number, custom_id, body in rows]
+
+        return await self._database.do(read)
+
+    async def answer(self, batch_id: str, answer: Answer) -> None:
+        """Keep a line's answer; a second one, or one for a batch that has ended, is not kept."""
+
+        await self._database.do(partial(_answer, batch_id=batch_id, answer=answer))
+
+    async def finish(
+        self,
+        batch_id: str,
+        now: int,
+        files: tuple[FileRecord, FileRecord],
+        late: Callable[[Line], bytes],
+    ) -> BatchRecord:
+        """Write the output and the error file, those that are not empty, and forget the lines.
+        Where the time was over, `late` is the answer of what was not answered."""
+
+        def write(db: sqlite3.Connection) -> BatchRecord:
+            record = _load(db, batch_id)
+            if record.expired_at is not None:
+                _answer_rest(db, record, late)
+            output, errors = files
+            ended = replace(
+                _load(db, batch_id),
+                output_file_id=_write_answers(db, batch_id, output, is_error=False),
+                error_file_id=_write_answers(db, batch_id, errors, is_error=True),
+                **_end_of(record, now),
+            )
+            _save(db, ended)
+            _drop_lines(db, batch_id)
+            return ended
+
+        return await self._database.do(write)
+
+
+def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
+    """How a batch ends that is wound up."""
+    if record.status == "cancelling":
+        return {"status": "cancelled", "cancelled_at": now}
+    if record.expired_at is not None:
+        return {"status": "expired"}
+    return {"status": "completed", "completed_at": now}
+
+
+def _answer(db: sqlite3.Connection, batch_id: str, answer: Answer) -> None:
+    """Once only: a second answer changes nothing."""
+    updated = db.execute(
+        "UPDATE batch_line SET answer = ?, is_error = ?, body = ''"
+        " WHERE batch_id = ? AND number = ? AND answer IS NULL",
+        (answer.text, answer.is_error, batch_id, answer.number),
+    )
+    if updated.rowcount:
+        record = _load(db, batch_id)
+        _change(
+            db,
+            batch_id,
+            num_completed=record.num_completed + (not answer.is_error),
+            num_failed=record.num_failed + answer.is_error,
+            tokens=record.tokens + answer.tokens,
+        )
+
+
+def _answer_rest(
+    db: sqlite3.Connection, record: BatchRecord, late: Callable[[Line], bytes]
+) -> None:
+    query = (
+        "SELECT number, custom_id FROM batch_line"
+        " WHERE batch_id = ? AND answer IS NULL ORDER BY number"
+    )
+    for number, custom_id in db.execute(query, (record.id,)).fetchall():
+        text = late(Line(number, custom_id, b""))
+        _answer(db, record.id, Answer(number, text, is_error=True))
+
+
+def _load(db: sqlite3.Connection, batch_id: str) -> BatchRecord:
+    (record,) = db.execute("SELECT record FROM batch WHERE id = ?", (batch_id,)).fetchone()
+    return _DECODER.decode(record)
+
+
+def _save(db: sqlite3.Connection, record: BatchRecord) -> None:
+    db.execute(
+        "UPDATE batch SET record = ?, is_live = ? WHERE id = ?",
+        (msgspec.json.encode(record), not record.has_ended, record.id),
+    )
+
+
+def _find(db: sqlite3.Connection, batch_id: str, tenant: str) -> BatchRecord:
+    query = "SELECT record FROM batch WHERE id = ? AND tenant = ?"
+    row = db.execute(query, (batch_id, tenant)).fetchone()
+    if row is None:
+        raise BatchNotFound(batch_id)
+    return _DECODER.decode(row[0])
+
+
+def _change(db: sqlite3.Connection, batch_id: str, **fields: object) -> BatchRecord:
+    record = replace(_load(db, batch_id), **fields)
+    _save(db, record)
+    return record
+
+
+def _drop_lines(db: sqlite3.Connection, batch_id: str) -> None:
+    db.execute("DELETE FROM batch_line WHERE batch_id = ?", (batch_id,))
+
+
+def _write_answers(
+    db: sqlite3.Connection, batch_id: str, file: FileRecord, *, is_error: bool
+) -> str | None:
+    """The id of the file that has the answers of this kind, in the order of the lines."""
+
+    def answers() -> Iterator[bytes]:
+        rows = db.execute(
+            "SELECT answer FROM batch_line WHERE batch_id = ? AND is_error = ? ORDER BY number",
+            (batch_id, is_error),
+        )
+        return (answer + b"\n" for (answer,) in rows)
+
+    if next(answers(), None) is None:
+        return None
+    write_file(db, file, answers())
+    return file.id
+
+
+_DECODER = msgspec.json.Decoder(BatchRecord)

@@ -1,0 +1,149 @@
+"""Database: one SQLite file, or one in memory, and whoever may touch it.
+
+The loop never waits for a disk: every piece of work is a plain function over the connection that
+runs as one transaction in a thread of the database's own, one after the other. Whoever opens the
+file owns it; a second process is refused.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gateway.errors import StoreFailed
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_TABLES = """
+CREATE TABLE file (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    expires_at INTEGER,
+    record BLOB NOT NULL
+);
+CREATE TABLE file_piece (
+    file_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    content BLOB NOT NULL,
+    PRIMARY KEY (file_id, number)
+);
+CREATE TABLE batch (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    is_live INTEGER NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE TABLE batch_line (
+    batch_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    custom_id TEXT NOT NULL,
+    body BLOB NOT NULL,
+    answer BLOB,
+    is_error INTEGER,
+    PRIMARY KEY (batch_id, number)
+);
+CREATE UNIQUE INDEX batch_line_by_custom_id ON batch_line (batch_id, custom_id);
+CREATE TABLE response (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    used_at INTEGER NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE INDEX response_by_use ON response (used_at);
+"""
+
+
+class Aside(Protocol):
+    """Runs work where it holds nobody up, one piece at a time, in the order of the calls."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
+
+    def close(self) -> None:
+        """Wait for what was begun; nothing comes after."""
+        ...
+
+
+class OneThread:
+    """The `Aside` of a server."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "store")
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class Database:
+    """The open database. Raises `StoreFailed` where SQLite complains."""
+
+    def __init__(self, path: Path | None, aside: Aside | None = None) -> None:
+        """Open or make the file; without one everything is kept in memory, and lost at the end."""
+        self.path = path
+        self._aside = aside or OneThread()
+        try:
+            self._connection = _opened(path)
+        except (OSError, sqlite3.Error) as error:
+            self._aside.close()
+            raise StoreFailed(f"cannot open the store {path}: {_reason(error)}") from error
+
+    async def do(self, work: Work[T]) -> T:
+        """The result of `work`; all that it writes is kept, or nothing if it raises."""
+        return await self._aside(lambda: self._transact(work))
+
+    def close(self) -> None:
+        """Finish what was begun and let the file go."""
+        self._aside.close()
+        self._connection.close()
+
+    def _transact(self, work: Work[T]) -> T:
+        try:
+            with self._connection as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                return work(connection)
+        except sqlite3.Error as error:
+            logger.error("store: %s", error)
+            raise StoreFailed(f"the store failed: {error}") from error
+
+
+def _opened(path: Path | None) -> sqlite3.Connection:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(
+        path or ":memory:", timeout=0.0, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
+        elif version != VERSION:
+            raise sqlite3.DatabaseError(f"it has version {version}, this server reads {VERSION}")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return "another server has it open"
+    return str(error.strerror if isinstance(error, OSError) else error)

@@ -1,0 +1,49 @@
+"""Store: all that outlives a request, over one database."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import RefusedToStart
+from gateway.errors import StoreFailed
+from gateway.store.batches import Batches
+from gateway.store.database import Aside, Database
+from gateway.store.desk import Desk
+from gateway.store.files import FileLimits, Files
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What the routes and the runner of batches share; whoever opened it closes it."""
+
+    database: Database
+    files: Files
+    desk: Desk
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def open_store(path: Path | None, limits: FileLimits, aside: Aside | None = None) -> Store:
+    """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
+    database = Database(path, aside)
+    return Store(database, Files(database, limits), Desk(Batches(database)))
+
+
+def open_named(path: Path, limits: FileLimits) -> Store:
+    """The store in the file that somebody asked for, or `RefusedToStart`."""
+    try:
+        return open_store(path, limits)
+    except StoreFailed as error:
+        raise RefusedToStart(str(error)) from error
+
+
+def open_or_forget(path: Path, limits: FileLimits) -> Store:
+    """The store in that file if it can be; otherwise in memory, and a warning says why."""
+    try:
+        return open_store(path, limits)
+    except StoreFailed as error:
+        logger.warning("%s; files, batches and responses are kept in memory", error)
+        return open_store(None, limits)

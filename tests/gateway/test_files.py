@@ -1,0 +1,295 @@
+"""Files: uploaded as forms, kept for the key that sent them, read back byte for byte."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.store.files import PIECE_BYTES, FileLimits
+from tests.gateway.forms import BOUNDARY, FORM, a_form, upload, uploaded
+from tests.gateway.rig import EPOCH, Rig, Setting, play
+
+SMALL = FileLimits(file_bytes=3 * PIECE_BYTES, total_bytes=5 * PIECE_BYTES)
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def listed(rig: Rig, query: str = "", headers: dict[str, str] | None = None) -> Any:
+    async with rig.client.get(f"/v1/files{query}", headers) as exchange:
+        return await exchange.json()
+
+
+def test_a_file_is_kept_and_read_back_in_pieces() -> None:
+    content = bytes(range(256)) * (9 * PIECE_BYTES // 1024)
+
+    async def scene(rig: Rig) -> None:
+        async with upload(rig.client, a_form(content, name="mine.jsonl")) as exchange:
+            told = await exchange.json()
+        assert told | {"id": ""} == {
+            "id": "",
+            "object": "file",
+            "bytes": len(content),
+            "created_at": EPOCH,
+            "filename": "mine.jsonl",
+            "purpose": "batch",
+            "status": "processed",
+        }
+        async with rig.client.get(f"/v1/files/{told['id']}") as exchange:
+            assert await exchange.json() == told
+        async with rig.client.get(f"/v1/files/{told['id']}/content") as exchange:
+            pieces = [piece async for piece in exchange.chunks()]
+        assert len(pieces) == 3
+        assert b"".join(pieces) == content
+        assert exchange.headers["content-length"] == str(len(content))
+
+    play(scene)
+
+
+def test_an_empty_file_is_a_file() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, b"")
+        async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
+            assert await exchange.read() == b""
+
+    play(scene)
+
+
+def test_files_are_listed_in_pages() -> None:
+    async def scene(rig: Rig) -> None:
+        assert await listed(rig) == {
+            "object": "list",
+            "data": [],
+            "first_id": "",
+            "last_id": "",
+            "has_more": False,
+        }
+        ids = [await uploaded(rig, b"x") for _ in range(5)]
+        assert [f["id"] for f in (await listed(rig))["data"]] == ids[::-1]
+        page = await listed(rig, f"?limit=2&order=asc&after={ids[0]}")
+        assert [f["id"] for f in page["data"]] == ids[1:3]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (*ids[1:3], True)
+        rest = await listed(rig, f"?limit=2&order=asc&after={ids[2]}&purpose=batch")
+        assert [f["id"] for f in rest["data"]] == ids[3:]
+        assert not rest["has_more"]
+        assert (await listed(rig, "?purpose=batch_output"))["data"] == []
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("?limit=0", "limit"),
+        ("?limit=x", "limit"),
+        ("?limit=10001", "limit"),
+        ("?order=up", "order"),
+        ("?purpose=evals", "purpose"),
+        ("?after=file-none", "after"),
+    ],
+)
+def test_a_wrong_query_is_refused_by_name(query: str, param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        assert (await listed(rig, query))["error"]["param"] == param
+
+    play(scene)
+
+
+def test_a_deleted_file_is_gone() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, b"x" * 10)
+        async with rig.client.send("DELETE", f"/v1/files/{file_id}") as exchange:
+            told = await exchange.json()
+            assert told == {"id": file_id, "object": "file", "deleted": True}
+        for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
+            async with rig.client.send(method, f"/v1/files/{file_id}{path}") as exchange:
+                error = (await exchange.json())["error"]
+            assert (exchange.status, error["code"]) == (404, "file_not_found")
+
+    play(scene)
+
+
+def test_an_expired_file_is_gone() -> None:
+    fields = {
+        "purpose": "batch",
+        "expires_after[anchor]": "created_at",
+        "expires_after[seconds]": "3600",
+    }
+
+    async def scene(rig: Rig) -> None:
+        async with upload(rig.client, a_form(b"x", fields)) as exchange:
+            told = await exchange.json()
+        assert told["expires_at"] == EPOCH + 3600
+        await asyncio.sleep(3599)
+        assert len((await listed(rig))["data"]) == 1
+        await asyncio.sleep(1)
+        assert (await listed(rig))["data"] == []
+
+    play(scene)
+
+
+def test_another_key_sees_nothing_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, b"x", key("a"))
+        for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
+            path = f"/v1/files/{file_id}{path}"
+            async with rig.client.send(method, path, headers=key("b")) as exchange:
+                assert await exchange.start() == 404
+        assert (await listed(rig, headers=key("b")))["data"] == []
+        assert len((await listed(rig, headers=key("a")))["data"]) == 1
+
+    play(scene, Setting(keys=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "purpose"),
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": "batch", "extra": "x"}, "extra"),
+        ({"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after"),
+        (
+            {
+                "purpose": "batch",
+                "expires_after[anchor]": "then",
+                "expires_after[seconds]": "3600",
+            },
+            "expires_after.anchor",
+        ),
+        (
+            {
+                "purpose": "batch",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "9",
+            },
+            "expires_after.seconds",
+        ),
+        (
+            {
+                "purpose": "batch",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "soon",
+            },
+            "expires_after.seconds",
+        ),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, str], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with upload(rig.client, a_form(b"x", fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, param)
+        assert (await listed(rig))["data"] == []
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("form", "headers", "status"),
+    [
+        (a_form(None), FORM, 400),
+        (a_form(None, {"purpose": "batch", "file": "text"}), FORM, 400),
+        (b"no form at all", FORM, 400),
+        (a_form(b"x"), {"content-type": "multipart/form-data"}, 400),
+        (a_form(b"x", {f"field{i}": "x" for i in range(50)}), FORM, 400),
+        (a_form(b"x", {"purpose": "p" * 100_000}), FORM, 400),
+        (b"{}", {"content-type": "application/json"}, 415),
+    ],
+)
+def test_what_is_no_form_with_a_file_is_refused(
+    form: bytes, headers: dict[str, str], status: int
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post("/v1/files", form, headers) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["type"]) == (status, "invalid_request_error"), error
+
+    play(scene)
+
+
+def test_two_files_in_one_form_are_refused() -> None:
+    form = a_form(b"x").replace(f"--{BOUNDARY}--\r\n".encode(), b"") + a_form(b"y", {})
+
+    async def scene(rig: Rig) -> None:
+        async with upload(rig.client, form) as exchange:
+            assert await exchange.start() == 400
+
+    play(scene)
+
+
+def test_a_file_that_is_too_large_is_refused_while_it_comes() -> None:
+    form = a_form(b"x" * (4 * PIECE_BYTES))
+    pieces = [form[i : i + 65536] for i in range(0, len(form), 65536)]
+
+    async def scene(rig: Rig) -> None:
+        exchange = rig.client.send("POST", "/v1/files", pieces, FORM)
+        exchange.hold_back(2)
+        async with exchange:
+            assert await exchange.start() == 413
+
+    play(scene, Setting(files=SMALL))
+
+
+def test_all_files_together_are_bounded() -> None:
+    async def scene(rig: Rig) -> None:
+        first = await uploaded(rig, b"x" * 2 * PIECE_BYTES)
+        await uploaded(rig, b"x" * 2 * PIECE_BYTES)
+        async with upload(rig.client, a_form(b"x" * 2 * PIECE_BYTES)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["code"], error["param"]) == (413, "storage_full", "file")
+        async with rig.client.send("DELETE", f"/v1/files/{first}") as exchange:
+            await exchange.read()
+        await uploaded(rig, b"x" * 2 * PIECE_BYTES)
+
+    play(scene, Setting(files=SMALL))
+
+
+def test_an_upload_that_stops_half_way_leaves_nothing() -> None:
+    form = a_form(b"x" * (2 * PIECE_BYTES))
+
+    async def scene(rig: Rig) -> None:
+        exchange = rig.client.send("POST", "/v1/files", [form[:100_000], form[100_000:]], FORM)
+        exchange.hold_back(1)
+        async with exchange:
+            await asyncio.sleep(1)
+        assert (await listed(rig))["data"] == []
+
+    play(scene)
+
+
+def test_a_form_that_does_not_come_is_given_up() -> None:
+    async def scene(rig: Rig) -> None:
+        exchange = rig.client.send("POST", "/v1/files", [b"--", b"x"], FORM)
+        exchange.hold_back(1)
+        async with exchange:
+            assert await exchange.start() == 408
+
+    play(scene)
+
+
+def test_a_reader_that_leaves_half_way_is_let_go() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, b"x" * 3 * PIECE_BYTES)
+        async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
+            await exchange.start()
+            exchange.pause()
+            exchange.leave()
+
+    play(scene)
+
+
+def test_files_outlive_the_server(tmp_path: Path) -> None:
+    setting = Setting(store=tmp_path / "deep" / "store.sqlite")
+    ids: list[str] = []
+
+    async def first(rig: Rig) -> None:
+        ids.append(await uploaded(rig, b"to be kept"))
+
+    async def second(rig: Rig) -> None:
+        async with rig.client.get(f"/v1/files/{ids[0]}/content") as exchange:
+            assert await exchange.read() == b"to be kept"
+
+    play(first, setting)
+    play(second, setting)
