@@ -32,6 +32,7 @@ class Server(subprocess.Popen[str]):
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
         command += ["--cache-dir", str(directory / "cache"), *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
+        environ["XDG_STATE_HOME"] = str(directory / "state")
         self.log = directory / "stderr.log"
         with self.log.open("w") as stderr:
             super().__init__(

@@ -130,13 +130,13 @@ def _opened(path: Path | None) -> sqlite3.Connection:
     )
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"it has version {version}, this server reads {VERSION}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
-        elif version != VERSION:
-            raise sqlite3.DatabaseError(f"it has version {version}, this server reads {VERSION}")
     except sqlite3.Error:
         connection.close()
         raise

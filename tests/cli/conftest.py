@@ -11,5 +11,6 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The empty current directory of the test; no PODWAY_* variable is set."""
     for name in [name for name in os.environ if name.startswith("PODWAY_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     return tmp_path

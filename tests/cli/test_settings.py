@@ -96,6 +96,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "body_seconds": "7.5",
         "stall_seconds": "70",
         "max_body_bytes": "2MiB",
+        "store": "memory",
+        "max_file_bytes": "3MiB",
         "drain_seconds": "1.5",
         "log_level": "debug",
     }

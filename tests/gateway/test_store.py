@@ -1,0 +1,75 @@
+"""The store: one owner, one thread, all or nothing."""
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RefusedToStart
+from gateway.errors import StoreFailed
+from gateway.store.database import Database
+from gateway.store.files import FileLimits
+from gateway.store.store import open_named, open_or_forget
+
+LIMITS = FileLimits()
+
+
+def test_a_file_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    first = open_named(path, LIMITS)
+    with pytest.raises(RefusedToStart, match="another server has it open"):
+        open_named(path, LIMITS)
+    first.close()
+    open_named(path, LIMITS).close()
+
+
+def test_a_file_that_was_not_named_gives_way_to_memory(tmp_path: Path) -> None:
+    path = tmp_path / "no directory" / "store.sqlite"
+    path.parent.write_text("but a file")
+    store = open_or_forget(path, LIMITS)
+    assert store.database.path is None
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 100, None])
+def test_what_is_no_store_of_ours_is_refused_and_left_alone(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "store.sqlite"
+    if content is None:
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA user_version = 99")
+        connection.close()
+        content = path.read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(RefusedToStart, match="cannot open the store"):
+        open_named(path, LIMITS)
+    assert path.read_bytes() == content
+
+
+async def test_the_loop_never_touches_the_file() -> None:
+    database, threads = Database(None), set()
+
+    def work(db: sqlite3.Connection) -> None:
+        threads.add(threading.current_thread())
+
+    await asyncio.gather(*(database.do(work) for _ in range(20)))
+    database.close()
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+async def test_work_that_raises_changes_nothing() -> None:
+    database = Database(None)
+
+    def half(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO file_piece VALUES ('f', 0, 'x')")
+        db.execute("INSERT INTO file_piece VALUES ('f', 0, 'x')")
+
+    with pytest.raises(StoreFailed, match="UNIQUE"):
+        await database.do(half)
+    count = "SELECT count(*) FROM file_piece"
+    assert await database.do(lambda db: db.execute(count).fetchone()) == (0,)
+    database.close()
