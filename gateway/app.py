@@ -16,7 +16,7 @@ from engine.errors import EngineError
 from gateway.door import Door
 from gateway.errors import MethodNotAllowed, PathNotFound
 from gateway.reply import error_response
-from gateway.routes import admin, batches, chat, completions, files, health, models, requests
+from gateway.routes import admin, batches, chat, completions, docs, files, health, models, requests
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ ROUTES = (
     Route("/health", health.health, methods=["GET"]),
     Route("/ready", health.ready, methods=["GET"]),
     Route("/metrics", health.metrics, methods=["GET"]),
+    Route("/openapi.json", docs.openapi, methods=["GET"]),
+    Route("/docs", docs.docs, methods=["GET"]),
 )
 CLOSED_REQUEST = 499  # nobody reads it; nginx's word for a client that left
 

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
 from gateway.access import Caller, sane_request_id
-from gateway.errors import Superseded
+from gateway.errors import InvalidApiKey, Superseded
 from gateway.reply import error_response
 from gateway.tries import Tries
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gateway.tries import Try
 
 UNGUARDED = frozenset({"/health"})
+PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
 METERED = "/v1/"  # POSTs there count against the limits of their key,
 UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
 EXPOSED = (
@@ -91,7 +92,10 @@ class Guard:
             if is_metered:
                 caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
         except EngineError as error:
-            await error_response(error, caller, service.clock)(scope, receive, send)
+            response = error_response(error, caller, service.clock)
+            if isinstance(error, InvalidApiKey) and scope["path"] in PAGES:
+                response.headers["www-authenticate"] = 'Basic realm="an API key as the password"'
+            await response(scope, receive, send)
             return
         scope["podway.caller"] = caller
         if not is_metered:

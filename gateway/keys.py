@@ -13,6 +13,7 @@ Keys come from `--api-key` and from `--api-key-file`, a TOML file with a table p
 What a table leaves out, the settings say; 0 is no limit.
 """
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -104,12 +105,14 @@ class Keys:
     def key_of(self, authorization: str | None, x_api_key: str | None = None) -> Key:
         """The owner of the key in either header: `Authorization: Bearer …` or `x-api-key`.
 
+        Browsers send what a person typed as `Basic`; its password is the key.
+
         Raises `InvalidApiKey` unless it is one of ours. The time that takes does not depend on
         which key was shown.
         """
         if not self._keys:
             return self._open
-        shown = [key for key in (_bearer(authorization), (x_api_key or "").strip()) if key]
+        shown = [key for key in (_authorized(authorization), (x_api_key or "").strip()) if key]
         if not shown:
             raise InvalidApiKey(
                 "You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY' or "
@@ -136,9 +139,16 @@ class Keys:
         return tuple(keys)
 
 
-def _bearer(authorization: str | None) -> str:
-    scheme, _, key = (authorization or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _authorized(authorization: str | None) -> str:
+    scheme, _, rest = (authorization or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(rest, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def _digest(key: str) -> bytes:

@@ -43,6 +43,8 @@ def test_without_keys_everybody_may_come_in() -> None:
         (None, "k1"),
         ("Bearer wrong", "k1"),
         ("Basic abc", "k1"),
+        ("Basic OmsxIA==", "k1"),
+        ("Basic bWU6azE=", None),
     ],
 )
 def test_a_key_may_be_shown_in_either_header(
