@@ -23,6 +23,7 @@ class Draft:
         self.passed: list[Request] = []  # wanted to be admitted and did not fit
         self.num_skipped = 0  # ready, looked at and not taken
         self.has_suspect = False
+        self.least_crashes = 0  # that a suspect may have seen to be let in
         self.is_cut = False  # a prompt's piece was made short for the others' sake
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []
@@ -35,6 +36,10 @@ class Draft:
     def is_late(self) -> bool:
         """Whether there is no time for another prompt."""
         return self.is_cut and bool(self._prefills)
+
+    def keeps_apart(self, suspect: "Request") -> bool:
+        """Whether a suspect has to wait for another one."""
+        return self.has_suspect or suspect.num_crashes > self.least_crashes
 
     def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
         """Take the next `num_tokens` tokens of a request whose slots are reserved."""

@@ -3,7 +3,7 @@
 Who is in no iteration ends at once. Who is in flight, or whose KV moves, is LEAVING until its
 last iteration has come back, since the workers may touch its KV until then. A worker that dies
 ends nobody, but those in flight are suspect: each runs with no other suspect until it has
-produced a token, and who saw too many deaths in a row is failed.
+produced a token, who saw more deaths after who saw fewer, and who saw too many is failed.
 """
 
 from typing import TYPE_CHECKING
@@ -46,6 +46,13 @@ class Endings:
     def has_suspect_in_flight(self) -> bool:
         """Whether a second one has to wait, so that a death says which of them it was."""
         return any(suspect.num_in_flight for suspect in self._suspects)
+
+    @property
+    def least_crashes(self) -> int:
+        """Of all suspects who wait for an answer; who has more lets them go first, and so is not
+        blamed again for what another one, or nobody, did."""
+        suspects = [r.num_crashes for r in self._suspects if not r.ask.is_background]
+        return min(suspects, default=self._max_crashes)
 
     def clear(self, request: Request) -> None:
         """A suspect has produced a token."""

@@ -169,6 +169,7 @@ class IterationScheduler:
         ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
         draft = Draft(self.settings.max_batch_size, self.settings.max_batch_tokens, ahead)
         draft.has_suspect = self.endings.has_suspect_in_flight
+        draft.least_crashes = self.endings.least_crashes
         self.memory.begin()
         self._fill(draft, now)
         swaps = self.memory.tiers.collect()
@@ -221,7 +222,7 @@ class IterationScheduler:
 
     def _num_tokens_now(self, draft: Draft, request: Request) -> int:
         """Tokens that the draft has left for a ready request; 0 if it has to wait."""
-        if draft.has_suspect and request.is_suspect:
+        if request.is_suspect and draft.keeps_apart(request):
             return 0
         num_tokens = request.unplanned
         if num_tokens > 1:
@@ -261,7 +262,7 @@ class IterationScheduler:
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
         """Start a waiting or swapped request if it fits; whether others behind it may still be
         looked at."""
-        if request.is_suspect and draft.has_suspect:
+        if request.is_suspect and draft.keeps_apart(request):
             return True
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:

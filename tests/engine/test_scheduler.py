@@ -292,6 +292,18 @@ def test_suspects_run_apart_and_the_one_that_kills_is_quarantined() -> None:
     assert [request.state for request in others] == [State.FINISHED] * 3
 
 
+def test_a_suspect_that_saw_more_deaths_lets_the_others_go_first() -> None:
+    scheduler = make(max_crashes=9)
+    early, late = scheduler.add(ask(1, 3), 0.0), scheduler.add(ask(1, 3), 0.0)
+    blamed = []
+    for _ in range(5):
+        iteration = scheduler.plan(0.0)
+        assert iteration is not None
+        blamed.append(iteration.requests)
+        scheduler.lose_device([iteration], 0.0)
+    assert blamed == [(early, late), (early,), (late,), (early,), (late,)]
+
+
 def test_the_next_turn_of_a_chat_computes_only_what_is_new() -> None:
     scheduler = make(block_size=2, reuses_prefixes=True)
     first = scheduler.add(ask(4, 5), 0.0)

@@ -1,0 +1,258 @@
+"""Worker processes that die at every moment: streams go on, and say what they would have said."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from engine.cost import LiveCost
+from engine.errors import EngineError, Unavailable, WorkerLost
+from engine.events import Observer, Silence
+from engine.iteration import Iteration
+from engine.kv import KVLedger
+from engine.loop import Engine
+from engine.policy import PolicySettings, build
+from engine.request import Ask
+from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.step import Sampling, WorkerSettings
+from engine.stream import TokenStream
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from tests.survival.workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, Poison
+
+WORKER = MultiprocessSettings(worker="tests.survival.workers:DigestWorker", close_seconds=1.0)
+NUM_STREAMS = 12
+OnTokens = Callable[[int, int], object]  # stream, tokens so far
+
+
+@dataclass
+class Served:
+    """An engine over a worker process, and what was said so far."""
+
+    engine: Engine
+    executor: MultiprocessExecutor
+
+    @property
+    def num_restarts(self) -> int:
+        return self.executor.num_restarts
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send the worker a signal, if there is one."""
+        if self.executor.pid is not None:
+            os.kill(self.executor.pid, number)
+
+
+class FirstPlan(Silence):
+    """Does something when the first iteration has been handed over."""
+
+    then: Callable[[], object] | None = None
+
+    def planned(self, iteration: Iteration, now: float) -> None:
+        if self.then is not None:
+            asyncio.get_running_loop().call_soon(self.then)
+            self.then = None
+
+
+@asynccontextmanager
+async def served(
+    directory: Path,
+    lookahead: int,
+    settings: MultiprocessSettings = WORKER,
+    policy: str = "fcfs",
+    observer: Observer | None = None,
+) -> AsyncIterator[Served]:
+    """Afterwards nobody holds anything."""
+    settings = replace(settings, depth=1 + lookahead)
+    executor = MultiprocessExecutor(WorkerSettings(model=str(directory)), settings)
+    await executor.start(lambda what, done, total: None)
+    bounds = SchedulerSettings(max_model_len=MAX_MODEL_LEN, max_batch_size=8, max_batch_tokens=24)
+    cost = LiveCost(UNMEASURED)
+    scheduler = IterationScheduler(
+        bounds,
+        KVLedger(NUM_BLOCKS, BLOCK_SIZE),
+        build(policy, cost, PolicySettings(seats=8)),
+        observer,
+        cost,
+    )
+    clock = asyncio.get_running_loop().time
+    engine = Engine(scheduler, executor, clock, lookahead=lookahead)
+    running = asyncio.create_task(engine.run())
+    try:
+        yield Served(engine, executor)
+        await engine.drain(30)
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await executor.close()
+    scheduler.ledger.check()
+    assert not scheduler.pool
+    assert scheduler.ledger.num_held == 0
+
+
+def an_ask(number: int) -> Ask:
+    """Prompts of 1 to 60 tokens that share beginnings, answers of 5 to 60."""
+    prompt = (*[100 + at % 7 for at in range(1 + 11 * number % 60)], number)
+    penalty = 0.5 if number % 3 == 0 else 0.0
+    sampling = Sampling(seed=number, presence_penalty=penalty)
+    return Ask(prompt, 5 + 17 * number % 56, sampling)
+
+
+async def read(stream: TokenStream, told: Callable[[int], object]) -> list[int]:
+    """All tokens; `told` hears how many there are by now."""
+    tokens: list[int] = []
+    while True:
+        chunk = await stream.next()
+        tokens += chunk.tokens
+        told(len(tokens))
+        if chunk.finish is not None:
+            return tokens
+
+
+async def all_texts(
+    served: Served, on_tokens: OnTokens = lambda stream, count: None
+) -> list[list[int]]:
+    """What every stream says, all of them at the same time."""
+
+    async def one(number: int) -> list[int]:
+        with served.engine.stream(an_ask(number)) as stream:
+            return await read(stream, lambda count: on_tokens(number, count))
+
+    return await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
+
+
+@pytest.fixture(scope="module", name="undisturbed")
+def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        async with served(tmp_path_factory.mktemp("quiet"), lookahead=0) as quiet:
+            return await all_texts(quiet)
+
+    texts = asyncio.run(main())
+    assert [len(text) for text in texts] == [an_ask(n).max_tokens for n in range(NUM_STREAMS)]
+    return texts
+
+
+LOOKAHEAD = pytest.mark.parametrize("lookahead", [0, 1])
+
+
+@LOOKAHEAD
+@pytest.mark.parametrize("policy", ["fcfs", "mlfq"])
+async def test_without_a_death_texts_do_not_depend_on_lookahead_or_policy(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int, policy: str
+) -> None:
+    async with served(tmp_path, lookahead, policy=policy) as quiet:
+        assert await all_texts(quiet) == undisturbed
+
+
+@LOOKAHEAD
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_streams_go_on_when_their_worker_dies_in_decodes(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int, how: str
+) -> None:
+    """Killed outright, or stopped until the watchdog loses its patience; three times."""
+    settings = replace(WORKER, step_seconds=0.5)
+    async with served(tmp_path, lookahead, settings) as lively:
+        deaths = {(3, 2), (5, 9), (6, 30)}
+
+        def on_tokens(stream: int, count: int) -> None:
+            if any(stream == who and count >= at for who, at in deaths):
+                deaths.difference_update({(who, at) for who, at in deaths if who == stream})
+                lively.kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+        assert await all_texts(lively, on_tokens) == undisturbed
+        assert not deaths
+        assert 1 <= lively.num_restarts <= 3
+
+
+@LOOKAHEAD
+async def test_streams_go_on_when_their_worker_dies_in_the_first_prefill(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+) -> None:
+    async with served(tmp_path, lookahead, observer=(plans := FirstPlan())) as lively:
+        plans.then = lively.kill
+        assert await all_texts(lively) == undisturbed
+        assert lively.num_restarts == 1
+
+
+@LOOKAHEAD
+async def test_streams_go_on_when_the_next_worker_dies_while_it_loads(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+) -> None:
+    async with served(tmp_path, lookahead) as lively:
+
+        def on_tokens(stream: int, count: int) -> None:
+            if stream == 4 and count == 3:
+                (tmp_path / "die").touch()
+                lively.kill()
+
+        assert await all_texts(lively, on_tokens) == undisturbed
+        assert lively.num_restarts == 2
+
+
+@LOOKAHEAD
+async def test_a_drain_is_not_cut_short_by_a_death(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+) -> None:
+    async with served(tmp_path, lookahead) as lively:
+        drains: list[asyncio.Task[None]] = []
+
+        def on_tokens(stream: int, count: int) -> None:
+            if stream == 4 and count == 3 and not drains:
+                drains.append(asyncio.create_task(lively.engine.drain(30)))
+                lively.kill()
+
+        assert await all_texts(lively, on_tokens) == undisturbed
+        await drains[0]
+        assert lively.num_restarts == 1
+
+
+async def in_company(
+    served: Served, poison: Poison, undisturbed: list[list[int]]
+) -> EngineError | None:
+    """How the request that computes a poison ends among the others, who must all be served."""
+
+    async def poisoned() -> EngineError | None:
+        try:
+            with served.engine.stream(replace(an_ask(0), prompt=(1, 2, poison))) as stream:
+                await read(stream, lambda count: None)
+        except EngineError as error:
+            return error
+        return None
+
+    ended = asyncio.create_task(poisoned())
+    assert await all_texts(served) == undisturbed
+    return await ended
+
+
+@LOOKAHEAD
+@pytest.mark.parametrize("poison", Poison)
+async def test_a_request_that_ends_workers_is_isolated_within_three_restarts(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int, poison: Poison
+) -> None:
+    settings = replace(WORKER, step_seconds=0.5)
+    async with served(tmp_path, lookahead, settings) as lively:
+        error = await in_company(lively, poison, undisturbed)
+        assert isinstance(error, WorkerLost)
+        assert "each time a worker died" in str(error)
+        assert lively.num_restarts <= 3
+        assert lively.engine.is_ready
+
+
+async def test_past_the_bound_every_stream_is_told_and_new_ones_are_refused(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, 1, replace(WORKER, max_restarts=1)) as lively:
+        (tmp_path / "refuse").touch()
+
+        def on_tokens(stream: int, count: int) -> None:
+            if stream == 4 and count == 3:
+                lively.kill()
+
+        with pytest.raises(Unavailable, match="has no worker: the worker was started again 1 ti"):
+            await all_texts(lively, on_tokens)
+        assert not lively.engine.is_ready
+        with pytest.raises(Unavailable, match="has no worker"):
+            lively.engine.stream(an_ask(1)).__enter__()

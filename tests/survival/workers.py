@@ -1,0 +1,104 @@
+"""A worker without a model that forgets nothing and forgives nothing.
+
+Its KV cache holds the token of each slot, and each token it draws is a digest of all that it finds
+there up to that position: whatever is lost, doubled or overwritten changes the text. It dies, or
+hangs, when it computes the tokens that say so, and once while loading if its model's name says so.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from enum import IntEnum
+from hashlib import blake2b
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from engine.errors import RefusedToStart, WorkerLost
+from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
+from engine.worker.held import HeldTokens
+from engine.worker.layout import LayoutLimits, build_layout
+
+VOCAB = 1000
+NUM_BLOCKS = 96
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 200
+
+REPORT = WorkerReport(
+    architecture="Digest",
+    num_parameters=0,
+    dtype="float32",
+    device="cpu",
+    attention="none",
+    vocab_size=VOCAB,
+    max_model_len=MAX_MODEL_LEN,
+    eos_token_ids=(),
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK_SIZE,
+    bytes_per_block=1,
+    threads=1,
+)
+
+
+class Poison(IntEnum):
+    """Tokens that end the worker that computes them; it never draws one."""
+
+    KILLS = 990  # as the system's out-of-memory killer does
+    EXITS = 991  # as a crash in native code does
+    LOSES = 992  # as an unusable device does
+    HANGS = 993
+
+
+class DigestWorker:
+    """Runs steps in memory; see above."""
+
+    def __init__(self) -> None:
+        self.report = REPORT
+        self._slots: dict[int, int] = {}
+        self._held = HeldTokens(num_steps=1)
+
+    @classmethod
+    def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
+        """`model` names a directory; a file `die` in it is taken away, and this process with it.
+        `refuse` in it makes every load a refusal."""
+        directory = Path(settings.model)
+        if (directory / "refuse").exists():
+            raise RefusedToStart("there is no memory for the weights")
+        if (directory / "die").exists():
+            (directory / "die").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cls()
+
+    def run(self, step: Step) -> StepResult:
+        self._held.open(step)
+        layout = build_layout(step, LayoutLimits(VOCAB, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE))
+        step = self._held.complete(step, layout)
+        for token in layout.token_ids.tolist():
+            _swallow(token)
+        self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
+        tokens = tuple([self._draw(entry) for entry in step.entries if entry.draw is not None])
+        self._held.keep(step, tokens, ())
+        return StepResult(step.step_id, tokens, seconds=1e-4)
+
+    def _draw(self, entry: StepEntry) -> int:
+        assert entry.draw is not None, "asked for"
+        blocks = np.frombuffer(entry.blocks, dtype="<i4").tolist()
+        context = [
+            self._slots[blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+            for position in range(entry.start + len(entry.tokens))
+        ]
+        told = f"{entry.draw.sampling.seed} {context} {entry.draw.output}"
+        return int.from_bytes(blake2b(told.encode(), digest_size=4).digest(), "big") % 900
+
+
+def _swallow(token: int) -> None:
+    match token:
+        case Poison.KILLS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Poison.EXITS:
+            os._exit(1)
+        case Poison.LOSES:
+            raise WorkerLost("the device is beyond use")
+        case Poison.HANGS:
+            signal.pause()
