@@ -16,7 +16,18 @@ from engine.errors import EngineError
 from gateway.door import Door
 from gateway.errors import MethodNotAllowed, PathNotFound
 from gateway.reply import error_response
-from gateway.routes import admin, batches, chat, completions, docs, files, health, models, requests
+from gateway.routes import (
+    admin,
+    batches,
+    chat,
+    completions,
+    docs,
+    files,
+    health,
+    models,
+    requests,
+    tokens,
+)
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -41,6 +52,9 @@ ROUTES = (
     Route("/v1/completions", completions.create_completion, methods=["POST"]),
     Route("/v1/models", models.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", models.retrieve_model, methods=["GET"]),
+    Route("/v1/chat/completions/render", chat.render_chat, methods=["POST"]),
+    Route("/tokenize", tokens.tokenize, methods=["POST"]),
+    Route("/detokenize", tokens.detokenize, methods=["POST"]),
     _route("/v1/files", GET=files.list_files, POST=files.create_file),
     _route("/v1/files/{file_id}", GET=files.retrieve_file, DELETE=files.delete_file),
     _route("/v1/files/{file_id}/content", GET=files.retrieve_content),

@@ -15,6 +15,7 @@ from gateway.schema.batches import BatchRequest
 from gateway.schema.chat import ChatRequest
 from gateway.schema.completions import CompletionRequest
 from gateway.schema.sampling import LEAST, RANGES
+from gateway.schema.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -48,6 +49,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
         "text", "What follows a text.", CompletionRequest, (JSON, EVENTS)
     ),
+    ("POST", "/v1/chat/completions/render"): Operation(
+        "text", "The prompt that a conversation becomes, as text and ids.", ChatRequest
+    ),
+    ("POST", "/tokenize"): Operation("text", "The ids of a text.", TokenizeRequest),
+    ("POST", "/detokenize"): Operation("text", "The text of ids.", DetokenizeRequest),
     ("GET", "/v1/models"): Operation("models", "The models of this server."),
     ("GET", "/v1/models/{model}"): Operation("models", "One model."),
     ("POST", "/v1/files"): Operation("batches", "Keep a file.", form=("purpose", "file")),

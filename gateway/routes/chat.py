@@ -3,16 +3,20 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+import orjson
+
 from gateway.access import read_body
-from gateway.conversation import Conversation, chat_prompt
+from gateway.conversation import Conversation, chat_prompt, write_prompt
+from gateway.reply import json_response
 from gateway.routes.generation import Ordered, Surface, ordered, respond, usage_wish
 from gateway.routes.models import check_model
-from gateway.schema.chat import decode_chat
+from gateway.schema.chat import ChatRequest, decode_chat
 from gateway.schema.chat_frames import ChatFrames
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
     from starlette.types import ASGIApp
 
     from gateway.access import Caller
@@ -30,7 +34,29 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
     """What the body asks for; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
     check_model(request.model, service)
-    conversation = Conversation(request.messages)
+    conversation = conversation_of(request, service)
     read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
     frames = ChatFrames(service.header("chatcmpl"), usage_wish(request), service_tier=request.tier)
     return ordered(request, Surface(read, frames, "messages"), caller, service)
+
+
+def conversation_of(request: ChatRequest, service: "Service") -> Conversation:
+    """What the prompt of a checked request is made of."""
+    return Conversation(request.messages)
+
+
+async def render_chat(http: "HttpRequest") -> "Response":
+    """The prompt that a chat request becomes, as text and ids; nothing is generated."""
+    service = service_of(http)
+    request = decode_chat(await read_body(http, service.limits))
+    check_model(request.model, service)
+    text, ids = await write_prompt(service.model, conversation_of(request, service))
+    told = {
+        "object": "chat.completion.prompt",
+        "model": request.model,
+        "prompt": text,
+        "token_ids": ids,
+        "count": len(ids),
+        "max_model_len": service.engine.scheduler.settings.max_model_len,
+    }
+    return json_response(orjson.dumps(told), caller_of(http), service.clock)

@@ -1,0 +1,109 @@
+"""Text to ids and back, and the prompt that a chat becomes."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import CHAT, CONTEXT, END, MODEL, USER, Rig, chat, play
+
+RENDER = f"{CHAT}/render"
+
+
+async def posted(rig: Rig, path: str, body: object) -> Any:
+    async with rig.client.post(path, body) as exchange:
+        return await exchange.json()
+
+
+def test_a_prompt_becomes_ids() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await posted(rig, "/tokenize", {"model": MODEL, "prompt": "aä"})
+        ids = list("aä".encode())
+        assert told == {
+            "count": 3,
+            "max_model_len": CONTEXT,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        plain = await posted(rig, "/tokenize", {"prompt": "aä", "add_special_tokens": False})
+        assert plain["tokens"] == ids
+
+    play(scene)
+
+
+def test_each_token_can_be_shown() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await posted(rig, "/tokenize", {"prompt": "aä", "return_token_strs": True})
+        assert told["token_strs"] == ["a", "\ufffd", "\ufffd"]
+
+    play(scene)
+
+
+def test_a_conversation_becomes_the_ids_of_its_prompt() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await posted(rig, "/tokenize", {"messages": USER})
+        assert bytes(told["tokens"]) == b"user:hi\n"
+        rendered = await posted(rig, RENDER, chat(max_tokens=5))
+        assert rendered["token_ids"] == told["tokens"]
+        assert rendered["prompt"] == "user:hi\n"
+        assert rendered["count"] == told["count"] == 8
+
+    rig = play(scene)
+    assert not rig.ended
+
+
+def test_what_is_rendered_is_what_is_computed() -> None:
+    async def scene(rig: Rig) -> None:
+        rendered = await posted(rig, RENDER, chat())
+        await posted(rig, CHAT, chat())
+        assert rig.ended[0].ask.prompt == tuple(rendered["token_ids"])
+
+    play(scene)
+
+
+def test_ids_become_text_again_control_tokens_too() -> None:
+    async def scene(rig: Rig) -> None:
+        ids = [*"aä".encode(), END, *b"b"]
+        told = await posted(rig, "/detokenize", {"model": MODEL, "tokens": ids})
+        special = rig.service.model.tokenizer.token_bytes(END).decode()
+        assert told == {"prompt": f"aä{special}b"}
+        assert await posted(rig, "/detokenize", {"tokens": []}) == {"prompt": ""}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/tokenize", {"prompt": "a", "extra": 7}, "extra"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, "model"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/detokenize", {"tokens": [1, END + 1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+        (RENDER, {"model": MODEL}, "messages"),
+        (RENDER, {"model": "x", "messages": USER}, "model"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(path: str, body: object, param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        error = (await posted(rig, path, body))["error"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+    play(scene)
+
+
+def test_half_a_surrogate_is_refused_by_name() -> None:
+    async def scene(rig: Rig) -> None:
+        for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
+            error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]
+            assert error["type"] == "invalid_request_error"
+
+    play(scene)
