@@ -95,6 +95,7 @@ def _draw(request: "Request") -> Draw:
         logprobs=ask.logprobs,
         grammar=ask.grammar,
         ends=tuple(sorted(ask.end_ids)) if is_constrained else (),
+        may_be_late=request.awaits_grammar,
     )
 
 

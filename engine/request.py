@@ -263,6 +263,12 @@ class Request:
         assert self.error is not None, f"request {self.request_id} has no reason to end"
         return Move.FAIL
 
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether the worker may still have to compile its grammar: since it was last given KV it
+        has produced nothing."""
+        return self.ask.grammar is not None and self.produced == self.produced_at_start
+
     def land(self, num_computed: int) -> None:
         """It is in no iteration, and so many of its tokens are on the device."""
         self.num_computed = self.num_planned = num_computed

@@ -287,11 +287,12 @@ class IterationScheduler:
     def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
         """Count what an iteration computed; the tokens for requests that still want them.
 
-        Who has a fault fails, and is among them without a token.
+        Who has a fault fails, and is among them without a token. Who is late computes the last
+        of its tokens again.
         """
         tokens = iter(result.tokens)
         logprobs = iter(result.logprobs or repeat(None))
-        faults = {iteration.requests[fault.entry]: fault for fault in result.faults}
+        strays = _strays(iteration, result)
         deliveries: list[Delivery] = []
         self.endings.num_committed += 1
         if iteration.step.moves or result.prompt_logprobs:
@@ -304,14 +305,16 @@ class IterationScheduler:
             if request.state is LEAVING:
                 self.endings.come_back(request, now)
                 continue
-            if faults and request in faults:
-                self.endings.fail(request, _error_of(faults[request]), now)
+            if strays and (fault := strays.get(request)):
+                self.endings.fail(request, _error_of(fault), now)
                 deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
             request.num_computed = entry.start + num_tokens
             self.policy.ran(request, num_tokens, result.seconds, now)
-            if token is not None:
+            if strays and request in strays:
+                request.land(request.num_computed - 1)
+            elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
             self.memory.publish(request, entry.start)
@@ -378,7 +381,16 @@ class IterationScheduler:
 def _may_go_ahead(request: Request) -> bool:
     """Whether one that is in flight will be there for another iteration, as far as is known."""
     is_once = request.state is State.RUNNING and request.num_in_flight == 1
+    if request.num_pending and request.awaits_grammar:
+        return False
     return is_once and request.produced + request.num_pending < request.ask.max_tokens
+
+
+def _strays(iteration: Iteration, result: "StepResult") -> "dict[Request, Fault | None]":
+    """Who has no result, and why; None for who is late."""
+    strays: dict[Request, Fault | None] = {iteration.requests[at]: None for at in result.late}
+    strays.update((iteration.requests[fault.entry], fault) for fault in result.faults)
+    return strays
 
 
 def _error_of(fault: "Fault") -> EngineError:

@@ -67,9 +67,11 @@ class Draw(NamedTuple):
     `prompt` and `output` are filled only where a penalty or the grammar reads them; `banned` are
     ids that may not be drawn now (end tokens before `min_tokens`). With `logprobs` the result
     tells the token's log-probability and that many likeliest tokens. Under a `grammar` the ids in
-    `ends` may be drawn exactly when it accepts the output, and are, though banned, when it allows
-    nothing else. Where the entry's token is `HELD_TOKEN`, `output` lacks that token, and the
-    worker completes it.
+    `ends` may be drawn when it accepts the output, and are, though banned, when it allows
+    nothing else; with `may_be_late` the answer may be that the grammar is not ready yet.
+
+    Where the entry's token is `HELD_TOKEN`, `output` lacks that token, and the worker completes
+    it.
     """
 
     sampling: Sampling
@@ -79,6 +81,7 @@ class Draw(NamedTuple):
     logprobs: int | None = None
     grammar: Grammar | None = None
     ends: tuple[int, ...] = ()
+    may_be_late: bool = False
 
     @property
     def reads_output(self) -> bool:
@@ -186,7 +189,8 @@ class StepResult:
     """The answer to a `Step`: one token per entry with a `draw`, in the order of the entries.
 
     `logprobs` are per token, None where not asked for; `prompt_logprobs` per entry, one for each
-    id of its targets. Both are empty where no entry asks. The tokens of `faults` mean nothing.
+    id of its targets. Both are empty where no entry asks. The tokens of `faults` mean nothing, and
+    neither do those of the entries numbered in `late`, which are to be drawn again.
     """
 
     step_id: StepId
@@ -195,6 +199,7 @@ class StepResult:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.grammar import GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
 
 # Blanks between the parts of a JSON text: enough to indent, not enough to fill an answer with.
-JSON_BLANKS = r"[\x20\x0A\x0D\x09]{0,40}"
+JSON_BLANKS = r"\x20|\n[\x20\t]{0,32}"
 MAX_GRAMMAR_SYMBOLS = 100_000
 MAX_LINE_LEN = 300
 

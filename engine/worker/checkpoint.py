@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from engine.errors import RefusedToStart
+from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.operators import TorchOperators
 from engine.worker.ports import ModelFamily, ReadsFamily
 from engine.worker.shard import Shard
@@ -75,3 +76,14 @@ class Checkpoint:
         self.family.build(own, shard, TorchOperators())
         weights.expect(len(own.taken))
         return whole.num_parameters
+
+    def open_grammars(self) -> GrammarCompiler:
+        """Constrained decoding over its vocabulary; reading a large one takes seconds."""
+        load_token_table = cast(
+            Callable[[Path], TokenTable], load_by_name("adapters.tokenizers:load_token_table")
+        )
+        open_compiler = cast(
+            Callable[[TokenTable, int], GrammarCompiler],
+            load_by_name("adapters.grammar:open_compiler"),
+        )
+        return open_compiler(load_token_table(self.directory), self.family.shape.vocab_size)

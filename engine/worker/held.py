@@ -7,6 +7,7 @@ whatever comes of it; a stand-in keeps batch mates from harm.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.step import HELD_TOKEN, Fault, RequestId, Step, StepEntry
 from engine.worker.layout import RaggedLayout
@@ -40,7 +41,7 @@ class HeldTokens:
             for entry, asked in zip(entries, step.entries, strict=True)
             if entry is not asked
         ]
-        return Step(step.step_id, entries)
+        return replace(step, entries=entries)
 
     def keep(self, step: Step, tokens: Sequence[int], faults: Sequence[Fault]) -> None:
         """The step has run; `tokens` are one per draw, and those of `faults` mean nothing."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.step import Fault, Step, TokenLogprobs
+from engine.worker.constraints import Constraints, Wanted
 from engine.worker.layout import RaggedLayout
 from engine.worker.logprobs import log_probabilities
 from engine.worker.sampler import Drawn, RowFault, Sampler
@@ -25,6 +26,7 @@ class Reading(NamedTuple):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +35,26 @@ class Reader:
 
     head: Callable[[Tensor], Tensor | None]
     sampler: Sampler
+    constraints: Constraints
 
-    def read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Reading:
+    def begin(self, step: Step) -> Wanted:
+        """Start on what `read` will need besides hidden states."""
+        return self.constraints.begin(step)
+
+    def read(self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: Wanted) -> Reading:
         """`hidden` are those of the layout's sampled rows, then of its scored rows."""
         num_draws = len(layout.sampled_rows)
-        drawn = self._draw(step, layout, hidden[:num_draws])
+        drawn, late_rows = self._draw(step, layout, hidden[:num_draws], wanted)
         entries = [at for at, entry in enumerate(step.entries) if entry.draw is not None]
         faults = [_fault(entries[row], fault) for row, fault in drawn.faults]
+        late = tuple(entries[row] for row in late_rows)
         if not len(layout.scored_rows):
-            return Reading(drawn.tokens, drawn.logprobs, (), tuple(faults))
+            return Reading(drawn.tokens, drawn.logprobs, (), tuple(faults), late)
         told = self._score(step, hidden[num_draws:])
         line = "the model computed NaN or infinite logits in its prompt"
         faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
         scores = tuple(tuple(one for one in found if one is not None) for found in told)
-        return Reading(drawn.tokens, drawn.logprobs, scores, tuple(faults))
+        return Reading(drawn.tokens, drawn.logprobs, scores, tuple(faults), late)
 
     def follow(self, layout: RaggedLayout, hidden: Tensor) -> None:
         """Be there, on another rank, for each time that `read` asks for logits on rank 0."""
@@ -56,12 +64,17 @@ class Reader:
         for part in self._slices(len(layout.scored_rows)):
             self.head(hidden[num_draws:][part])
 
-    def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Drawn:
+    def _draw(
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: Wanted
+    ) -> tuple[Drawn, frozenset[int]]:
+        """What was drawn, and the rows that have to be drawn again."""
         if not len(hidden):
-            return Drawn(())
+            return Drawn(()), frozenset()
         draws = [entry.draw for entry in step.entries if entry.draw is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
-        return self.sampler.draw(self._logits(hidden), draws, positions)
+        logits = self._logits(hidden)
+        masks = self.constraints.collect(wanted)
+        return self.sampler.draw(logits, draws, positions, masks), masks.late
 
     def _score(self, step: Step, hidden: Tensor) -> list[list[TokenLogprobs | None]]:
         """Log-probabilities of each entry's targets, none for who does not ask."""

@@ -1,19 +1,21 @@
 """Logits to tokens on the last stage, in vLLM's order of processors.
 
-Logit bias, banned ids, penalties (repetition over prompt and output, presence and frequency over
-output); then greedy, or temperature, min-p, top-k, top-p and one draw. Each row is worked on by
-itself in an order fixed by its ids, and its one uniform number is a function of (seed,
-position), so batch mates never change a row's token. What is wrong with one row is its fault and
-nobody else's.
+What a grammar allows comes first. Then logit bias, banned ids, penalties (repetition over prompt
+and output, presence and frequency over output); then greedy, or temperature, min-p, top-k, top-p
+and one draw. Each row is worked on by itself in an order fixed by its ids, and its one uniform
+number is a function of (seed, position), so batch mates never change a row's token. What is wrong
+with one row is its fault and nobody else's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from engine.grammar import Mask
 from engine.step import Draw, TokenLogprobs
 from engine.worker.filters import Floats
 from engine.worker.logprobs import log_probabilities
@@ -30,6 +32,17 @@ class RowFault(Exception):
     def __init__(self, line: str, *, is_asked_for: bool = False) -> None:
         super().__init__(line)
         self.is_asked_for = is_asked_for
+
+
+class Masks(NamedTuple):
+    """What grammars allow in constrained rows; `late` rows have no mask, and draw nothing."""
+
+    allowed: Mapping[int, Mask] = MappingProxyType({})
+    faults: Mapping[int, RowFault] = MappingProxyType({})
+    late: frozenset[int] = frozenset()
+
+
+NO_MASKS = Masks()
 
 
 class Drawn(NamedTuple):
@@ -57,11 +70,31 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _is_plain(draw: Draw) -> bool:
-    return not (draw.banned or draw.sampling.logit_bias or draw.sampling.reads_output)
+    return not (draw.banned or draw.sampling.logit_bias or draw.reads_output)
 
 
 def _is_greedy(draw: Draw) -> bool:
     return draw.sampling.temperature < _COLDEST
+
+
+def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
+    """Leave what the grammar allows of one row, in place; the draw, less bans that would end it.
+
+    End tokens are allowed when the grammar accepts the output. (One that is text to the grammar
+    is allowed as text, and ends the answer all the same.) Raises `RowFault`.
+    """
+    bits = np.frombuffer(mask.bits, dtype=np.uint8)
+    allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(bool)
+    ends = list(draw.ends)
+    allowed[ends] |= mask.accepts
+    logits[~allowed] = -np.inf
+    if not allowed.any():
+        raise RowFault("its grammar allows no token here", is_asked_for=True)
+    if draw.banned and mask.accepts:
+        allowed[list(draw.banned)] = False
+        if not allowed.any():
+            return draw._replace(banned=tuple(set(draw.banned) - set(ends)))
+    return draw
 
 
 def process(logits: Floats, draw: Draw) -> None:
@@ -91,7 +124,13 @@ class Sampler:
     vocab_size: int
     operators: Operators
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Drawn:
+    def draw(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        positions: Sequence[int],
+        masks: Masks = NO_MASKS,
+    ) -> Drawn:
         """One id per row of `[rows, vocab]` float32; may overwrite `logits`.
 
         `positions[i]` is where row i's new token will stand.
@@ -100,16 +139,15 @@ class Sampler:
         untouched = logits[asking] if asking else None
         largest = self.operators.largest(logits)
         tokens: list[int] = largest.ids.tolist()
-        faults = _blemishes(largest.values)
+        faults = {**_blemishes(largest.values), **masks.faults}
         for row, draw in enumerate(draws):
-            if row not in faults and not _is_plain(draw):
+            if not (_is_plain(draw) or row in faults or row in masks.late):
                 try:
-                    tokens[row] = self._process(logits[row], draw)
+                    tokens[row] = self._process(logits[row], draw, masks.allowed.get(row))
                 except RowFault as fault:
                     faults[row] = fault
-        drawn = [
-            row for row, draw in enumerate(draws) if not _is_greedy(draw) and row not in faults
-        ]
+        idle = masks.late.union(faults)
+        drawn = [row for row, draw in enumerate(draws) if not (_is_greedy(draw) or row in idle)]
         if drawn:
             samplings = [draws[row].sampling for row in drawn]
             points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
@@ -119,10 +157,12 @@ class Sampler:
         logprobs = () if untouched is None else _tell(untouched, draws, tokens)
         return Drawn(tuple(tokens), logprobs, tuple(faults.items()))
 
-    def _process(self, logits: Tensor, draw: Draw) -> int:
+    def _process(self, logits: Tensor, draw: Draw, mask: Mask | None) -> int:
         """Process a row in place; its largest id. Raises `RowFault`."""
         self._check(draw)
         values: Floats = logits.numpy(force=True)
+        if mask is not None:
+            draw = constrain(values, mask, draw)
         process(values, draw)
         token = int(values.argmax())
         if not np.isfinite(values[token]):
@@ -137,6 +177,7 @@ class Sampler:
             ("banned", draw.banned),
             ("prompt", draw.prompt),
             ("output", draw.output),
+            ("ends", draw.ends),
         ):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 line = f"{name} holds an id outside the vocabulary of {self.vocab_size}"

@@ -25,6 +25,7 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.checkpoint import Checkpoint, load_from_table
+from engine.worker.constraints import Constraints, Wanted
 from engine.worker.held import HeldTokens
 from engine.worker.host_pool import HostPool, choose_num_host_blocks
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
@@ -141,6 +142,7 @@ class Worker:
         self,
         stage: Stage,
         sampler: Sampler,
+        constraints: Constraints,
         mover: MovesBlocks,
         team: Team,
         limits: LayoutLimits,
@@ -150,7 +152,7 @@ class Worker:
     ) -> None:
         self.report = report
         self._stage = stage
-        self._reader = Reader(stage.head, sampler)
+        self._reader = Reader(stage.head, sampler, constraints)
         self._mover = mover
         self._team = team
         self._limits = limits
@@ -207,6 +209,7 @@ class Worker:
         worker = cls(
             Stage(model, backend(spec, cache, team), _gathering(shard, plane)),
             Sampler(shape.vocab_size, operators),
+            Constraints(checkpoint.open_grammars),
             HostPool(cache, host),
             team,
             LayoutLimits(shape.vocab_size, max_model_len, num_blocks, size),
@@ -255,8 +258,11 @@ class Worker:
         prepared = prepared or self.prepare(step)
         step = self._held.complete(step, prepared.layout)
         with torch.inference_mode(), self._team.awake(), self._mover.moving(step.moves):
+            wanted = self._reader.begin(step) if self._draws else Wanted()
             hidden = self._compute(step, prepared, started)
-            reading = Reading() if hidden is None else self._read(step, prepared.layout, hidden)
+            reading = Reading()
+            if hidden is not None:
+                reading = self._read(step, prepared.layout, hidden, wanted)
         self._held.keep(step, reading.tokens, reading.faults)
         return StepResult(
             step_id=step.step_id, seconds=_seconds(prepared, started), **reading._asdict()
@@ -304,11 +310,16 @@ class Worker:
         self._is_amid = False
         return hidden
 
-    def _read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> Reading:
+    @property
+    def _draws(self) -> bool:
+        """Whether tokens come from this worker."""
+        return self._shard.is_last and self._shard.rank == 0
+
+    def _read(self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: Wanted) -> Reading:
         """What rank 0 of the last stage answers; the others help with the logits."""
         if self._shard.rank == 0:
             self._is_amid = len(layout.scored_rows) > 0  # then others wait for more than one head
-            reading = self._reader.read(step, layout, hidden)
+            reading = self._reader.read(step, layout, hidden, wanted)
             self._is_amid = False
             return reading
         self._reader.follow(layout, hidden)

@@ -1,0 +1,176 @@
+"""Outputs that are held to a grammar, through the whole engine and over the built-in vocabulary.
+
+They match, and are the same whoever shares the batch and whatever is computed twice.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import adapters
+from adapters.tokenizers import load_token_table
+from engine.errors import NothingAllowed
+from engine.grammar import TokenTable
+from engine.request import Ask, FinishReason
+from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
+from engine.worker.worker import Worker
+from tests.inline import Heard, play
+
+BUILTIN = Path(adapters.__file__).parent / "builtin"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+PATTERN = r"[a-z]{3,6}@(home|work)\.org"
+MATCHES = Grammar(GrammarKind.REGEX, PATTERN)
+LONG = Grammar(GrammarKind.REGEX, "[a-z]{300,320}")
+
+
+@pytest.fixture(scope="module")
+def worker() -> Worker:
+    settings = WorkerSettings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1)
+    return Worker.load(settings, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def table() -> TokenTable:
+    return load_token_table(BUILTIN)
+
+
+def an_ask(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> Ask:
+    ends = frozenset({table.special["<|im_end|>"], table.special["<|endoftext|>"]})
+    fields: dict[str, Any] = {"end_ids": ends, "max_tokens": 80} | changes
+    prompt = tuple(table.encode(f"Write number {seed}, please."))
+    return Ask(prompt, sampling=Sampling(seed=seed), grammar=grammar, **fields)
+
+
+def text_of(table: TokenTable, heard: Heard) -> str:
+    return b"".join(table.tokens[token] for token in heard.tokens).decode()
+
+
+def test_what_finishes_matches(worker: Worker, table: TokenTable) -> None:
+    asks = [an_ask(table, (JSON, MATCHES)[seed % 2], seed) for seed in range(16)]
+    heard = play(worker, asks)
+    assert [one.error for one in heard] == [None] * 16
+    assert sum(one.finish is FinishReason.STOP for one in heard) >= 14
+    for ask, one in zip(asks, heard, strict=True):
+        if one.finish is FinishReason.STOP:
+            text = text_of(table, one)
+            if ask.grammar is JSON:
+                jsonschema.validate(json.loads(text), SCHEMA)
+            else:
+                assert re.fullmatch(PATTERN, text)
+    assert len({tuple(one.tokens) for one in heard}) == 16
+
+
+def mixed(table: TokenTable) -> list[Ask]:
+    free = replace(an_ask(table, JSON, 90, max_tokens=30), grammar=None)
+    greedy = replace(an_ask(table, JSON, 91), sampling=Sampling(temperature=0.0))
+    late_end = an_ask(table, MATCHES, 92, min_tokens=3)
+    long = [an_ask(table, LONG, seed) for seed in (93, 94)]
+    return [an_ask(table, JSON, 1), free, an_ask(table, MATCHES, 2), greedy, late_end, *long]
+
+
+def test_batch_mates_pieces_preemption_and_death_change_nothing(
+    worker: Worker, table: TokenTable
+) -> None:
+    asks = mixed(table)
+    alone = [play(worker, [ask])[0].tokens for ask in asks]
+    assert [one.tokens for one in play(worker, asks)] == alone
+    assert [one.tokens for one in play(worker, asks, max_batch_tokens=7, max_batch_size=7)] == alone
+    heard = play(worker, asks, num_blocks=25, max_batch_tokens=16, max_batch_size=7)
+    assert sum(one.request.num_preemptions for one in heard if one.request) > 0
+    assert [one.tokens for one in heard] == alone
+    assert [one.tokens for one in play(worker, asks, dies_in=(4, 9, 20))] == alone
+
+
+def test_another_worker_goes_on_where_one_stopped(worker: Worker, table: TokenTable) -> None:
+    ask = an_ask(table, JSON, 5)
+    (whole,) = play(worker, [ask])
+    fresh = Worker.load(
+        WorkerSettings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1), lambda *_: None
+    )
+    (first,) = play(fresh, [ask], dies_in=(7,))
+    assert first.tokens == whole.tokens
+
+
+def test_a_complete_grammar_ends_though_it_is_told_not_to(
+    worker: Worker, table: TokenTable
+) -> None:
+    once = Grammar(GrammarKind.CHOICE, '["yes"]')
+    ends = an_ask(table, once, 1).end_ids
+    eager = an_ask(table, once, 1, min_tokens=50)
+    ignoring = an_ask(table, once, 1, avoided_ids=ends)
+    for one in play(worker, [eager, ignoring]):
+        assert (one.finish, text_of(table, one)) == (FinishReason.STOP, "yes")
+
+
+def test_end_tokens_that_are_avoided_wait_for_the_end_of_the_grammar(
+    worker: Worker, table: TokenTable
+) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a{0,40}")
+    willing = an_ask(table, grammar, 1)
+    (short,) = play(worker, [willing])
+    (long,) = play(worker, [replace(willing, avoided_ids=willing.end_ids)])
+    assert text_of(table, long) == "a" * 40
+    assert len(text_of(table, short)) < 40
+
+
+def test_a_stop_token_of_the_caller_comes_when_the_output_is_complete(
+    worker: Worker, table: TokenTable
+) -> None:
+    (mark,) = table.encode("!")
+    for one in play(
+        worker, [an_ask(table, MATCHES, n, end_ids=frozenset({mark})) for n in range(4)]
+    ):
+        assert one.finish is FinishReason.STOP
+        assert one.tokens[-1] == mark
+        assert re.fullmatch(PATTERN, text_of(table, one)[:-1])
+
+
+def test_penalties_and_bias_act_within_the_grammar(worker: Worker, table: TokenTable) -> None:
+    (comma,) = table.encode(",")
+    sampling = Sampling(
+        temperature=1.2, top_p=0.9, presence_penalty=1.0, logit_bias=((comma, 100.0),), seed=4
+    )
+    (one,) = play(worker, [replace(an_ask(table, JSON, 4), sampling=sampling)])
+    if one.finish is FinishReason.STOP:
+        jsonschema.validate(json.loads(text_of(table, one)), SCHEMA)
+    assert text_of(table, one).startswith("{")
+
+
+def test_log_probabilities_are_not_those_of_the_mask(worker: Worker, table: TokenTable) -> None:
+    ask = an_ask(table, Grammar(GrammarKind.CHOICE, '["zebra"]'), 1, logprobs=3)
+    (one,) = play(worker, [ask])
+    assert len(one.logprobs) == len(one.tokens)
+    assert one.logprobs[0].rank > 1
+    assert one.logprobs[0].logprob < one.logprobs[0].top[0][1]
+
+
+def test_a_grammar_that_the_worker_cannot_use_fails_its_request_only(
+    worker: Worker, table: TokenTable
+) -> None:
+    asks = [an_ask(table, Grammar(GrammarKind.REGEX, "("), 1), an_ask(table, MATCHES, 2)]
+    failed, good = play(worker, asks)
+    assert isinstance(failed.error, NothingAllowed)
+    assert "its grammar" in str(failed.error)
+    assert good.tokens == play(worker, asks[1:])[0].tokens
+
+
+def test_a_model_without_end_tokens_is_told_at_the_end(worker: Worker, table: TokenTable) -> None:
+    ask = an_ask(table, Grammar(GrammarKind.CHOICE, '["yes"]'), 1, end_ids=frozenset())
+    (one,) = play(worker, [ask])
+    assert isinstance(one.error, NothingAllowed)
+    assert text_of(table, one) == "yes"
