@@ -31,15 +31,16 @@ class Heard:
 class Mortal:
     """An inline executor whose worker dies in the steps with these numbers, and comes back."""
 
-    def __init__(self, worker: Worker, dies_in: Sequence[int] = ()) -> None:
+    def __init__(self, worker: Worker, dies_in: Sequence[int], depth: int) -> None:
         self.steps: list[Step] = []
         self._worker = worker
         self._dies_in = set(dies_in)
-        self._inner = InlineExecutor(self)
+        self._depth = depth
+        self._inner = InlineExecutor(self, depth)
 
     @property
     def depth(self) -> int:
-        return self._inner.depth
+        return self._depth
 
     @property
     def is_alive(self) -> bool:
@@ -52,7 +53,7 @@ class Mortal:
         return self._inner.submit(step)
 
     async def restart(self) -> None:
-        self._inner = InlineExecutor(self)
+        self._inner = InlineExecutor(self, self._depth)
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
@@ -67,6 +68,7 @@ def play(
     *,
     num_blocks: int = 0,
     dies_in: Sequence[int] = (),
+    lookahead: int = 0,
     **bounds: object,
 ) -> list[Heard]:
     """Serve all asks at once, to their end; `num_blocks` less than the worker's: preemptions."""
@@ -74,7 +76,8 @@ def play(
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(num_blocks or report.num_blocks, report.block_size)
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
-    engine = Engine(scheduler, Mortal(worker, dies_in), time.perf_counter)
+    executor = Mortal(worker, dies_in, 1 + lookahead)
+    engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
     heard = asyncio.run(_serve(engine, asks))
     scheduler.ledger.check()
     assert scheduler.ledger.num_held == 0
@@ -85,6 +88,7 @@ async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Heard]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         heard = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
+        await engine.drain(60.0)  # of the last of a surplus
         running.cancel()
     return heard
 

@@ -94,6 +94,8 @@ def test_batch_mates_pieces_preemption_and_death_change_nothing(
     assert sum(one.request.num_preemptions for one in heard if one.request) > 0
     assert [one.tokens for one in heard] == alone
     assert [one.tokens for one in play(worker, asks, dies_in=(4, 9, 20))] == alone
+    ahead = play(worker, asks, num_blocks=25, dies_in=(6, 15), lookahead=1, max_batch_size=7)
+    assert [one.tokens for one in ahead] == alone
 
 
 def test_another_worker_goes_on_where_one_stopped(worker: Worker, table: TokenTable) -> None:

@@ -118,6 +118,14 @@ def test_the_death_of_a_worker_tells_nothing_twice(pair: Pair, dies_in: tuple[in
         assert_told(pair, ask, one)
 
 
+def test_looking_ahead_tells_nothing_twice(pair: Pair) -> None:
+    asks = [an_ask(20, seed, HOT, max_tokens=24) for seed in range(4)]
+    heard = play(pair.worker, asks, num_blocks=20, lookahead=1, max_batch_tokens=8,
+                 max_batch_size=4, dies_in=(9,))  # fmt: skip
+    for ask, one in zip(asks, heard, strict=True):
+        assert_told(pair, ask, one)
+
+
 def test_nobody_else_pays_or_is_told(pair: Pair) -> None:
     asking = an_ask(20, 1)
     plain = Ask(asking.prompt, 8, GREEDY)
