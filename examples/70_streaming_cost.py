@@ -26,6 +26,7 @@ import uvicorn
 import uvloop
 
 from engine.events import Audience
+from engine.grammar import GrammarCompiler
 from engine.kv import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -34,12 +35,15 @@ from engine.step import Step, StepEntry, StepResult
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.exposition import Exposition
+from gateway.grammar import GrammarCheck
 from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.schema.sampling import Vocabulary
 from gateway.server import calm_collector
 from gateway.service import Pace, ServedModel, Service
+from gateway.store.files import FileLimits
+from gateway.store.store import open_store
 
 MODEL = "mock"
 LETTERS = b" abcdefghijklmnopqrstuvwxyz"
@@ -124,6 +128,10 @@ class Cost:
     busy: float
 
 
+def _no_grammars() -> GrammarCompiler:
+    raise NotImplementedError("the load asks for none")
+
+
 def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
     """A service over the mock executor, with everything that is on in production."""
     metrics = Metrics()
@@ -139,6 +147,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
+        grammars=GrammarCheck(_no_grammars),
         exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
@@ -147,6 +156,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         keys=Keys(()),
         limits=BodyLimits(),
         pace=Pace(),
+        store=open_store(None, FileLimits()),
     )
     return service, metrics
 
