@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint fmt
+.PHONY: serve test lint fmt clients
 
 serve: $(STAMP)
 	@$(BIN)/python -m gateway serve $(ARGS) || test $$? -eq 130
@@ -24,6 +24,15 @@ lint: $(STAMP)
 fmt: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# Clients of other people that the tests run; they want an environment of their own.
+CLIENTS ?= .venv-clients
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
+	touch $@
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

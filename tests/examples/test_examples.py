@@ -1,5 +1,6 @@
 """Every example runs and shows what it promises."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -47,20 +48,36 @@ def test_20_the_official_python_client_works_in_all_its_ways(server_url: str) ->
     assert "tokens)" in shown
 
 
-def test_21_the_official_npm_client_works_in_all_its_ways(server_url: str, tmp_path: Path) -> None:
+def run_node(script: str, url: str, packages: Path) -> str:
+    """What an .mjs example shows, with the packages of `examples/package.json`."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node and npm are not installed")
     directory = EXAMPLES
-    if not (EXAMPLES / "node_modules" / "openai").is_dir():
-        directory = tmp_path
-        for name in ("21_openai_npm.mjs", "package.json"):
-            shutil.copy(EXAMPLES / name, tmp_path)
+    if not (EXAMPLES / "node_modules" / "ai").is_dir():
+        directory = packages
+        for name in (script, "package.json"):
+            shutil.copy(EXAMPLES / name, packages)
         install = ["npm", "install", "--no-audit", "--no-fund"]
-        installed = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True)
+        installed = subprocess.run(install, cwd=packages, capture_output=True, text=True)
         if installed.returncode != 0:
-            pytest.skip(f"npm cannot install openai: {installed.stderr.splitlines()[-1:]}")
-    shown = run("node", "21_openai_npm.mjs", server_url, cwd=directory)
+            pytest.skip(f"npm cannot install: {installed.stderr.splitlines()[-1:]}")
+    return run("node", script, url, cwd=directory)
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("npm")
+
+
+def test_21_the_official_npm_client_works_in_all_its_ways(server_url: str, packages: Path) -> None:
+    shown = run_node("21_openai_npm.mjs", server_url, packages)
     assert [line.split(":")[0] for line in shown.splitlines()] == ["whole", "stream", "helper"]
+
+
+def test_22_the_ai_sdk_answers_whole_and_streaming(server_url: str, packages: Path) -> None:
+    whole, stream = run_node("22_ai_sdk.mjs", server_url, packages).splitlines()
+    for line in (whole, stream):
+        assert re.search(r"\S+ +\(stop, \d+ tokens\)$", line), line
 
 
 def test_30_nothing_is_left_behind_by_a_client_that_leaves(server_url: str) -> None:

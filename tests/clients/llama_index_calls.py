@@ -1,0 +1,36 @@
+"""LlamaIndex against a server, in the environment of `make clients`: prints one JSON object.
+
+python llama_index_calls.py URL
+"""
+
+import asyncio
+import json
+import sys
+
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+URL = sys.argv[1] + "/v1"
+
+
+def main() -> None:
+    chat = OpenAILike(
+        model="builtin", api_base=URL, api_key="any", is_chat_model=True, temperature=0.0
+    )
+    text = OpenAILike(
+        model="builtin", api_base=URL, api_key="any", is_chat_model=False, temperature=0.0,
+        max_tokens=5,
+    )  # fmt: skip
+    messages = [ChatMessage(role="user", content="Hello!")]
+    told = {
+        "whole": chat.chat(messages).message.content,
+        "stream": "".join(part.delta or "" for part in chat.stream_chat(messages)),
+        "async": asyncio.run(chat.achat(messages)).message.content,
+        "text": text.complete("Once upon a time").text,
+        "text_stream": "".join(part.delta for part in text.stream_complete("Once upon a time")),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""LangChain's OpenAI chat model against a real server."""
+
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
+
+
+@pytest.fixture
+def chat(server_url: str) -> ChatOpenAI:
+    return ChatOpenAI(
+        model="builtin",
+        base_url=f"{server_url}/v1",
+        api_key=SecretStr("any"),
+        temperature=0,
+        max_retries=0,
+    )
+
+
+def test_a_message_is_answered(chat: ChatOpenAI) -> None:
+    message = chat.invoke("Hello!")
+    assert message.content
+    assert message.response_metadata["finish_reason"] == "stop"
+    assert message.usage_metadata is not None
+    assert message.usage_metadata["output_tokens"] > 0
+
+
+def test_a_stream_adds_up_to_the_whole_message(chat: ChatOpenAI) -> None:
+    parts = [str(part.content) for part in chat.stream("Hello!")]
+    assert len(parts) > 2
+    assert "".join(parts) == chat.invoke("Hello!").content
+
+
+async def test_many_are_answered_at_once(chat: ChatOpenAI) -> None:
+    first, *others = await chat.abatch(["Hello!"] * 3)
+    assert [other.content for other in others] == [first.content] * 2

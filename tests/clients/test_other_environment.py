@@ -1,0 +1,41 @@
+"""Clients that want another openai than the tests have, in the environment of `make clients`."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients")) / "bin" / "python"
+
+
+def told(script: str, url: str) -> dict[str, Any]:
+    """What a script of this folder prints."""
+    if not PYTHON.exists():
+        pytest.skip("the clients are not installed: make clients")
+    command: list[Path | str] = [PYTHON, HERE / script, url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def test_litellm_gets_whole_and_streamed_answers_and_its_own_errors(server_url: str) -> None:
+    answers = told("litellm_calls.py", server_url)
+    assert answers["whole"]
+    assert answers["stream"] == answers["whole"]
+    assert answers["async"] == [answers["whole"]] * 3
+    assert answers["finish_reason"] == "stop"
+    assert answers["stream_tokens"] == answers["completion_tokens"] > 0
+    assert "temperature" in answers["error"]
+
+
+def test_llama_index_chats_and_completes(server_url: str) -> None:
+    answers = told("llama_index_calls.py", server_url)
+    assert answers["whole"]
+    assert answers["stream"] == answers["async"] == answers["whole"]
+    assert answers["text"]
+    assert answers["text_stream"] == answers["text"]
