@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
     from engine.ports import Policy
 
-READY, SWAPPED = State.READY, State.SWAPPED  # bound once, for the hot path (see pool)
+READY, SWAPPED, SWAPPING_IN = State.READY, State.SWAPPED, State.SWAPPING_IN  # bound once (see pool)
 
 
 class Admission(Enum):
@@ -142,6 +142,8 @@ class Memory:
             request.land(len(prefix) * self._ledger.block_size)
         request.num_step_overs = 0
         request.produced_at_start = request.produced
+        if request.state is SWAPPING_IN:  # ahead of its turn, so it holds nobody else up
+            request.produced_at_start -= self._terms.min_run
         if request.admitted_at is None:
             request.admitted_at = now
             request.num_cached = request.num_computed

@@ -1,6 +1,6 @@
 """What the control plane asks of the outside: a clock, an executor, a policy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -90,4 +90,9 @@ class Policy(Protocol):
 
     def order(self, now: float) -> "Iterator[Request]":
         """Live requests, most urgent first. The last is the first to give up its KV."""
+        ...
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        """How soon each of these live requests is expected to run next (FastServe's ENST), on a
+        scale of the policy's own; only compared with each other."""
         ...

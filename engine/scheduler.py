@@ -29,6 +29,7 @@ from engine.memory import Admission, Memory, Swap, Terms
 from engine.pool import RequestPool
 from engine.request import Abort, Ask, FinishReason, Move, Request, State
 from engine.step import RequestId, StepId
+from engine.swap import SwapPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -92,6 +93,7 @@ class IterationScheduler:
             settings.max_swaps,
         )
         self.memory = Memory(terms, ledger, self.pool, policy, self._observer)
+        self.swap = SwapPlanner(terms, ledger, self.pool, self.memory, settings.max_batch_size)
         self.endings = Endings(ledger, self.pool, self.memory, self._observer, settings.max_crashes)
         self._next_request_id = 0
         self._next_step_id = 0
@@ -137,6 +139,7 @@ class IterationScheduler:
         self._next_request_id += 1
         self.pool.add(request)
         self.policy.arrive(request, now)
+        self.swap.arrive(request)
         self._observer.arrived(request, now)
         return request
 
@@ -172,6 +175,8 @@ class IterationScheduler:
         draft.least_crashes = self.endings.least_crashes
         self.memory.begin()
         self._fill(draft, now)
+        if not draft.is_empty:
+            self.swap.look_ahead(now)
         swaps = self.memory.tiers.collect()
         if draft.is_empty:
             assert not swaps.moves, "KV moves for somebody, and nobody runs"

@@ -25,7 +25,9 @@ def a_request(number: int, prompt_len: int, max_tokens: int, **fields: object) -
     return Request(RequestId(number), an_ask(prompt_len, max_tokens, **fields), arrived_at=0.0)
 
 
-def a_scheduler(policy: Policy, num_slots: int = 1000, **bounds: object) -> IterationScheduler:
+def a_scheduler(
+    policy: Policy, num_slots: int = 1000, num_host_slots: int = 0, **bounds: object
+) -> IterationScheduler:
     """One seat and eight tokens an iteration, unless `bounds` says otherwise."""
     values: dict[str, object] = {
         "max_model_len": 500,
@@ -34,7 +36,9 @@ def a_scheduler(policy: Policy, num_slots: int = 1000, **bounds: object) -> Iter
         "reuses_prefixes": False,
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    return IterationScheduler(settings, KVLedger(num_slots, 1), policy, cost=LiveCost(HAND))
+    return IterationScheduler(
+        settings, KVLedger(num_slots, 1, num_host_slots), policy, cost=LiveCost(HAND)
+    )
 
 
 def turn(scheduler: IterationScheduler, now: float) -> float:

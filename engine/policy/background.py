@@ -7,10 +7,11 @@ that is what their caller asked for.
 """
 
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Policy
     from engine.request import Ask, Request
@@ -51,3 +52,8 @@ class BackgroundLast:
     def order(self, now: float) -> "Iterator[Request]":
         order = self.inner.order(now)
         return chain(order, self._background) if self._background else order
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        others = [request for request in requests if not request.ask.is_background]
+        turns = iter(self.inner.next_turns(others, now))
+        return [inf if request.ask.is_background else next(turns) for request in requests]

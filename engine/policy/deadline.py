@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy.forecast import Forecast
 from engine.policy.settings import PolicySettings
+from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
     from engine.request import Ask, Request
@@ -91,6 +92,9 @@ class EarliestFeasibleFirst:
                 heappush(late, self._places[request])
         while late:
             yield heappop(late).request
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return by_place(self.order(now), requests)
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
         """The earliest moment that the request is to meet; None if there is none."""

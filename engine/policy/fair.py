@@ -10,9 +10,10 @@ from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
 from engine.policy.settings import PolicySettings
+from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
     from engine.request import Ask, Request
@@ -89,6 +90,9 @@ class VirtualTokenCounter:
             heapreplace(heap, (counter + charge, index, queue))
         if heap:
             yield from heap[0][2]
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return by_place(self.order(now), requests)
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens that count for a tenant with live requests."""

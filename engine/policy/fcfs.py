@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from engine.policy.turns import by_place
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.policy.settings import PolicySettings
     from engine.ports import Cost
@@ -37,3 +39,6 @@ class FirstComeFirstServed:
 
     def order(self, now: float) -> "Iterator[Request]":
         return iter(self._live)
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return by_place(self.order(now), requests)

@@ -13,7 +13,7 @@ from engine.policy.patience import Patience
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
     from engine.request import Ask, Request
@@ -71,6 +71,20 @@ class SkipJoinMLFQ:
             job = self._join(request, 0)
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        """Seconds until each is promoted for starving, or those above it have sunk to its queue,
+        whichever is sooner (FastServe, section 4.3). Order within a queue is left to the caller.
+        """
+        ahead, num_above, seconds = [], 0, 0.0
+        for level, queue in enumerate(self._levels):
+            ahead.append(seconds)
+            num_above += len(queue)
+            seconds += num_above * self._quantum(level) / self._settings.seats
+        return [
+            min(self._patience.left(request, now), ahead[self._jobs[request].level])
+            for request in requests
+        ]
 
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""

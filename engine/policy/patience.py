@@ -27,6 +27,10 @@ class Patience:
         """It no longer waits, or its waiting is no longer of interest."""
         self._since.pop(request, None)
 
+    def left(self, request: "Request", now: float) -> float:
+        """Seconds until a watched request has waited for the limit."""
+        return self._since[request] + self._seconds - now
+
     def starving(self, now: float) -> "list[Request]":
         """Who has waited for the limit or longer; each is told once, then its wait begins anew."""
         found: list[Request] = []

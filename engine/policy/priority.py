@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from engine.policy.patience import Patience
 from engine.policy.settings import PolicySettings
+from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
     from engine.request import Ask, Request
@@ -58,6 +59,9 @@ class LowestPriorityFirst:
             self._rescued[request] = None
         classes = [self._classes[priority] for priority in self._priorities]
         return chain(self._rescued, chain.from_iterable(classes))
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return by_place(self.order(now), requests)
 
     def _remove(self, request: "Request") -> None:
         priority = request.ask.priority

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.policy.patience import Patience
 from engine.policy.settings import PolicySettings
+from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
     from engine.request import Ask, Request
@@ -62,6 +63,9 @@ class ShortestRemainingFirst:
             self._withdraw(request)
             self._file(request, -inf)
         return (place.request for place in self._queue)
+
+    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return by_place(self.order(now), requests)
 
     def _left(self, request: "Request") -> float:
         """Seconds that it would take alone, up to the last token of its answer."""

@@ -1,6 +1,7 @@
 """Named devices (data sheets) and model shapes (papers, model cards), for simulation.
 
-Link and network are bytes a second in one direction: half of what NVLink's sheets add up to.
+Links are in bytes a second in one direction: half of what NVLink's sheets add up to; the host is
+at the end of sixteen lanes of PCIe 4 or 5.
 """
 
 from dataclasses import fields
@@ -19,12 +20,12 @@ _GIB = 2.0**30
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        # name, dense fp16 FLOP/s, bytes/s, bytes, link, network
-        Device("a100-40gb", 312e12, 1555e9, 40 * _GIB, 300e9, 25e9),
-        Device("a100-80gb", 312e12, 2039e9, 80 * _GIB, 300e9, 25e9),
-        Device("h100", 989e12, 3350e9, 80 * _GIB, 450e9, 50e9),
-        Device("h200", 989e12, 4800e9, 131 * _GIB, 450e9, 50e9),
-        Device("l4", 121e12, 300e9, 24 * _GIB, 32e9, 12.5e9),
+        # name, dense fp16 FLOP/s, bytes/s, bytes, link, network, host
+        Device("a100-40gb", 312e12, 1555e9, 40 * _GIB, 300e9, 25e9, 32e9),
+        Device("a100-80gb", 312e12, 2039e9, 80 * _GIB, 300e9, 25e9, 32e9),
+        Device("h100", 989e12, 3350e9, 80 * _GIB, 450e9, 50e9, 64e9),
+        Device("h200", 989e12, 4800e9, 131 * _GIB, 450e9, 50e9, 64e9),
+        Device("l4", 121e12, 300e9, 24 * _GIB, 32e9, 12.5e9, 32e9),
     )
 }
 

@@ -98,7 +98,10 @@ class Figures:
     cached_tokens: int  # of prompts, found in the KV cache
     num_iterations: int
     busy_seconds: float
-    num_preempted: int
+    num_preempted: int  # times that KV was given up or swapped out
+    num_swapped: int  # times that it was swapped out
+    num_ahead: int  # of those, ahead of need
+    swapped_slots: int  # that crossed the link to the host, in both directions
     num_good: int  # finished within the SLO
     spreads: dict[str, Spread | None]
     moments: "list[Moment]"
@@ -162,7 +165,10 @@ def summarise(label: str, played: "Played", recorder: "Recorder", slo: SLO) -> F
         cached_tokens=sum(one.num_cached for one in fared),
         num_iterations=recorder.num_iterations,
         busy_seconds=recorder.busy_seconds,
-        num_preempted=recorder.num_preempted,
+        num_preempted=recorder.num_recomputed + recorder.num_swapped,
+        num_swapped=recorder.num_swapped,
+        num_ahead=recorder.num_ahead,
+        swapped_slots=recorder.swapped_blocks * recorder.block_size,
         num_good=sum(slo.is_met(one) for one in fared),
         spreads={
             "ttft": Spread.of([one.ttft for one in fared]),

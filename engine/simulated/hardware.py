@@ -16,7 +16,8 @@ _FAR = 1 << 20  # tokens; the cost is a straight line from the ridge of the roof
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator: dense FLOP/s at the model's dtype, bytes/s and bytes of its memory, and
-    bytes/s in one direction to its neighbours in the machine (`link`) and outside (`network`)."""
+    bytes/s in one direction to its neighbours in the machine (`link`), outside (`network`) and to
+    the memory of the host (`host`)."""
 
     name: str
     flops: float
@@ -24,6 +25,7 @@ class Device:
     memory: float
     link: float
     network: float
+    host: float = 32e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ class Deployment:
                 f"{shape.name} does not fit on {self.stages * self.ranks} × {self.device.name}"
             )
         return slots
+
+    @property
+    def slot_seconds(self) -> float:
+        """Seconds to move the KV of a token between device and host, all devices at once."""
+        wire = self.stages * self.ranks * self.device.host * self.efficiency.link
+        return self.shape.kv_bytes / wire
 
     def cost(self) -> CostModel:
         """Seconds of a whole step through all stages, one after the other."""

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import Silence
 from engine.request import State
+from engine.step import Direction
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.request import Request
     from engine.scheduler import IterationScheduler
-    from engine.step import RequestId
+    from engine.step import BlockMove, RequestId
 
 
 class Moment(NamedTuple):
@@ -20,7 +21,8 @@ class Moment(NamedTuple):
     waiting: int  # requests without KV
     admitted: int  # requests with KV
     held_slots: int
-    preempted: int
+    preempted: int  # swapped out or to be computed again
+    host_slots: int = 0  # held on the host, or moving
 
 
 class Recorder(Silence):
@@ -29,7 +31,11 @@ class Recorder(Silence):
     def __init__(self, period: float) -> None:
         self.gaps = array("d")  # seconds between two tokens of one request (ITL), all requests
         self.moments: list[Moment] = []
-        self.num_preempted = 0
+        self.num_recomputed = 0  # preemptions, by what becomes of the KV
+        self.num_swapped = 0
+        self.num_ahead = 0  # of the latter: ahead of need
+        self.swapped_blocks = 0  # in both directions
+        self.block_size = 1
         self.num_iterations = 0
         self.busy_seconds = 0.0
         self._period = period
@@ -39,6 +45,7 @@ class Recorder(Silence):
 
     def watch(self, scheduler: "IterationScheduler") -> None:
         self._scheduler = scheduler
+        self.block_size = scheduler.ledger.block_size
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         self.num_iterations += 1
@@ -55,11 +62,19 @@ class Recorder(Silence):
             self._sample(now)
 
     def preempted(self, request: "Request", now: float) -> None:
-        self.num_preempted += 1
+        self.num_recomputed += 1
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        self.swapped_blocks += move.num_blocks
+        if move.direction is Direction.OUT:
+            self.num_swapped += 1
+            self.num_ahead += not move.is_awaited
 
     def _sample(self, now: float) -> None:
         assert self._scheduler is not None, "a recorder watches from the start"
         pool, ledger = self._scheduler.pool, self._scheduler.ledger
         held = ledger.num_held * ledger.block_size
         waiting = pool.count(State.WAITING)
-        self.moments.append(Moment(now, waiting, pool.num_admitted, held, self.num_preempted))
+        preempted = self.num_recomputed + self.num_swapped
+        host = (ledger.host.num_blocks - ledger.host.num_free) * ledger.block_size
+        self.moments.append(Moment(now, waiting, pool.num_admitted, held, preempted, host))

@@ -36,6 +36,8 @@ class Setup:
     block_size: int = 16
     stages: int = 1
     slo: SLO = NO_SLO
+    num_host_slots: int = 0
+    slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
 
 
 class _KnownCost(LiveCost):
@@ -52,8 +54,12 @@ def simulate(setup: Setup, arrivals: "Sequence[Arrival]") -> Figures:
     """Play the arrivals, which are by time, to the last token of the last request."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
     cost = _KnownCost(setup.cost)
-    ledger = KVLedger(max(1, setup.num_slots // setup.block_size), setup.block_size)
+    size = setup.block_size
+    ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
+    executor = SimulatedExecutor(
+        setup.cost, setup.stages, draw=None, block_seconds=setup.slot_seconds * size
+    )
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), recorder, cost)
     recorder.watch(scheduler)
-    played = play_all(scheduler, SimulatedExecutor(setup.cost, setup.stages, draw=None), arrivals)
+    played = play_all(scheduler, executor, arrivals)
     return summarise(setup.label, played, recorder, setup.slo)

@@ -18,7 +18,10 @@ _LATENCIES = (  # measure, title, unit
     ("jct", "JCT\ns", 1.0),
 )
 _WIDE = 120  # characters; a narrower screen shows two points of each measure
-_COUNTS = ("offered\n/s", "done\n/s", "good\n%", "out\ntok/s", "pre-\nempted", "queue\nmost")
+_COUNTS = (
+    "offered\n/s", "done\n/s", "good\n%", "out\ntok/s", "pre-\nempted", "swapped\nout",
+    "kslots\nmoved", "queue\nmost",
+)  # fmt: skip
 
 
 def show(runs: Sequence[Figures], console: Console) -> None:
@@ -52,6 +55,8 @@ def _counts(run: Figures) -> tuple[str, ...]:
         f"{100 * run.attainment:.1f}",
         f"{run.output_rate:,.0f}",
         str(run.num_preempted),
+        str(run.num_swapped),
+        f"{run.swapped_slots / 1e3:,.0f}",
         str(run.peak_waiting),
     )
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from engine.cost import CostModel
 from engine.errors import EngineError, InvalidRequest
-from engine.memory import Admission
+from engine.memory import Admission, Swap
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Cost, Policy
 from engine.scheduler import SchedulerSettings
@@ -98,6 +98,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add("--slowdown", type=above_zero, default=1.0, metavar="X", help="stretch every second")
     add("--cost", type=Path, metavar="FILE", help="measured, as serve saves it")
     add("--kv-slots", type=positive, metavar="N", help="by default what fits beside the weights")
+    add("--host-kv-slots", type=natural, default=0, metavar="N", help="room for what is swapped")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +119,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=positive, metavar="N", help="by default the model's")
     add("--max-queue", type=positive, default=_UNBOUNDED, metavar="N", help="requests that wait")
     add("--max-preemptions", type=natural, default=3, metavar="N", help="of one request")
+    swaps = [swap.value for swap in Swap]
+    add(
+        "--swap",
+        nargs="+",
+        choices=swaps,
+        default=["proactive"],
+        metavar="S",
+        help=", ".join(swaps) + "; with --host-kv-slots",
+    )
+    add("--max-swaps", type=natural, default=16, metavar="N", help="of one request")
     add("--block-size", type=positive, default=16, metavar="N", help="slots of a KV block")
     add("--no-prefix-reuse", action="store_true", help="compute every prompt in full")
     add("--base-quantum", type=above_zero, metavar="S", help="mlfq: of the highest queue")
@@ -216,16 +227,18 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     )
     return [
         Setup(
-            label=f"{name} {admission}",
-            settings=_settings(args, Admission(admission), shape.context),
+            label=f"{name} {admission}" + (f" {swap}" if len(args.swap) > 1 else ""),
+            settings=_settings(args, Admission(admission), Swap(swap), shape.context),
             policy=partial(_policy, name, policies),
             cost=cost,
             num_slots=args.kv_slots or hardware.num_slots,
             block_size=args.block_size,
             stages=args.stages,
             slo=args.slo,
+            num_host_slots=args.host_kv_slots,
+            slot_seconds=hardware.slot_seconds,
         )
-        for name, admission in product(args.policy, args.admission)
+        for name, admission, swap in product(args.policy, args.admission, args.swap)
     ]
 
 
@@ -233,7 +246,9 @@ def _policy(name: str, settings: PolicySettings, cost: Cost) -> Policy:
     return build(name, cost, settings, serves=False)
 
 
-def _settings(args: argparse.Namespace, admission: Admission, context: int) -> SchedulerSettings:
+def _settings(
+    args: argparse.Namespace, admission: Admission, swap: Swap, context: int
+) -> SchedulerSettings:
     if args.max_batch_tokens < args.max_batch_size:
         raise InvalidRequest("--max-batch-tokens must be at least --max-batch-size")
     return SchedulerSettings(
@@ -244,6 +259,8 @@ def _settings(args: argparse.Namespace, admission: Admission, context: int) -> S
         max_queue_requests=args.max_queue,
         max_queue_tokens=_UNBOUNDED,
         max_preemptions=args.max_preemptions,
+        swap=swap,
+        max_swaps=args.max_swaps,
         reuses_prefixes=not args.no_prefix_reuse,
     )
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from engine.memory import Admission
+from engine.memory import Admission, Swap
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Ask, Request, State
@@ -59,6 +59,8 @@ def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy)
         order = list(policy.order(now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live.keys()
+        some = random.sample(order, len(order) // 2)
+        assert len(policy.next_turns(some, now)) == len(some)
     for request in list(live.values()):
         policy.leave(request, now)
     assert list(policy.order(now)) == []
@@ -93,10 +95,11 @@ def test_everybody_is_served_in_full_and_the_same_way_twice(
     assert run() == run()
 
 
-def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy) -> None:
+@pytest.mark.parametrize("swap", Swap)
+def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy, swap: Swap) -> None:
     """A flood fills every seat: it is shorter, more urgent, and due before. The one request of
     another tenant has to come to its end all the same."""
-    scheduler = a_scheduler(policy, num_slots=40)
+    scheduler = a_scheduler(policy, num_slots=40, num_host_slots=80, swap=swap)
     wanted = an_ask(9, 6, priority=5, tenant="modest")
     favoured = an_ask(1, 1, priority=0, tenant="greedy", ttft_deadline=15.0)
     now, arrived = 0.0, 0

@@ -189,3 +189,4 @@ def test_whatever_the_load_everybody_is_served_and_nothing_is_lost() -> None:
             raise
         kinds += case.told.kinds
     assert min(kinds[kind] for kind in ("recompute", "out awaited", "in awaited")) > NUM_CASES // 20
+    assert min(kinds[kind] for kind in ("out ahead", "in ahead")) > 0

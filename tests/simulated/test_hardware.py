@@ -95,3 +95,9 @@ def test_a_described_device_names_the_field_that_is_wrong() -> None:
         described(Device, values | {"speed": 1})
     with pytest.raises(InvalidRequest, match="incomplete"):
         described(Device, {"name": "mine"})
+
+
+def test_kv_moves_to_the_host_over_the_links_of_all_devices_at_once() -> None:
+    slow = replace(LONE, device=replace(DEVICE, host=1e6))
+    assert slow.slot_seconds == pytest.approx(1000 / 1e6)
+    assert replace(slow, stages=2, ranks=4).slot_seconds == pytest.approx(1000 / 8e6)

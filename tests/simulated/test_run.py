@@ -1,6 +1,8 @@
 """Whole runs: bit for bit the same twice, pipelines that overlap, the end of bad news."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -10,6 +12,7 @@ from engine.cost import CostModel
 from engine.errors import ContextTooLong
 from engine.kv import KVLedger
 from engine.memory import Admission
+from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.simulated.capacity import capacity, highest
@@ -37,6 +40,24 @@ def test_a_real_trace_simulates_twice_the_same_bit_for_bit() -> None:
     assert first == second
     assert runs[0].num_finished == 80
     assert runs[0].num_preempted > 0
+
+
+def test_swapping_is_played_and_its_traffic_counted() -> None:
+    deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
+    arrivals = sped_up(read_trace(AZURE)[:80], 6.0)
+    short = replace(
+        setup(deployed.cost(), 8_192, size=8),
+        policy=partial(build, "mlfq"),
+        num_host_slots=100_000,
+        slot_seconds=deployed.slot_seconds,
+    )
+    swapped = simulate(short, arrivals)
+    assert swapped.num_finished == 80
+    assert swapped.num_preempted == swapped.num_swapped > swapped.num_ahead > 0
+    assert swapped.swapped_slots > 0
+    assert max(moment.host_slots for moment in swapped.moments) > 0
+    free = simulate(replace(short, slot_seconds=0.0), arrivals)
+    assert free.busy_seconds < swapped.busy_seconds
 
 
 def test_two_stages_work_on_two_batches_at_once() -> None:

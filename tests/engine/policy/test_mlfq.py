@@ -134,3 +134,15 @@ def test_to_order_and_take_a_batch_asks_no_cost_however_many_live() -> None:
     order = policy.order(1.0)
     assert [next(order).prompt_len for _ in range(3)] == [1, 1, 1]
     assert not asked
+
+
+def test_turns_come_when_those_above_have_sunk_or_at_the_promotion() -> None:
+    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=30.0, seats=2))
+    lengths = (1, 1, 4, 15, 31)  # levels 0, 0, 2, 3, 4
+    requests = [a_request(number, length, 9) for number, length in enumerate(lengths)]
+    for request in requests:
+        policy.arrive(request, 0.0)
+    assert [policy.level(request) for request in requests] == [0, 0, 2, 3, 4]
+    # Two sink through quanta of 1 and 2 seconds, then three through 4, four through 8; two seats.
+    assert policy.next_turns(requests, 0.0) == [0.0, 0.0, 3.0, 9.0, 25.0]
+    assert policy.next_turns(requests, 20.0) == [0.0, 0.0, 3.0, 9.0, 10.0]
