@@ -202,6 +202,18 @@ class StepResult:
     late: tuple[int, ...] = ()
 
 
+class StepTimes(NamedTuple):
+    """When one worker came how far with a step: seconds of its machine's monotonic clock.
+
+    Hidden states were there at `data_at`, None on the first stage. A step that was never computed
+    ended where it began.
+    """
+
+    data_at: float | None
+    began_at: float
+    ended_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Which share of a model one worker holds: a stage (some layers) and a rank (a part of each).
@@ -250,7 +262,8 @@ class WorkerSettings:
     `dtype`, `weights` (of linear layers), `device` and `attention` may be "auto". `kv_slots` 0
     means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker chooses from the
     memory that is free. `host_kv_bytes`, over all workers too, are for KV that is swapped out.
-    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit.
+    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit. A
+    worker that `traces` tells the times of each step.
     """
 
     model: str
@@ -266,6 +279,7 @@ class WorkerSettings:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     threads: int = 0
+    traces: bool = False
     placement: Placement = Placement()
 
 

@@ -129,7 +129,9 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
     """Find the checkpoint, start its worker and read its tokenizer meanwhile."""
     directory = await asyncio.to_thread(_directory, settings.model)
     keeping = MultiprocessSettings(
-        depth=1 + settings.lookahead,
+        num_stages=settings.pipeline_stages,
+        num_ranks=settings.tensor_ranks,
+        depth=settings.pipeline_stages + settings.lookahead,
         step_seconds=settings.step_seconds,
         max_restarts=settings.max_restarts,
     )
@@ -151,7 +153,10 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
 async def _calibrated(
     settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
 ) -> Calibration:
-    file = CostFile.of(facts_about(directory, report, executor.depth), settings.cache_dir)
+    file = CostFile.of(
+        facts_about(directory, report, settings.pipeline_stages, settings.tensor_ranks),
+        settings.cache_dir,
+    )
     bounds = Bounds(
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,

@@ -92,9 +92,11 @@ class CostFile:
                     os.unlink(temporary)
 
 
-def facts_about(directory: Path, report: "WorkerReport", depth: int) -> dict[str, object]:
+def facts_about(
+    directory: Path, report: "WorkerReport", stages: int, ranks: int
+) -> dict[str, object]:
     """What a step's seconds depend on. A checkpoint is known by its config and the sizes of its
-    weights, so that nothing large is read; `depth` is the number of pipeline stages."""
+    weights, so that nothing large is read."""
     config = directory / "config.json"
     weights = sorted((path.name, path.stat().st_size) for path in directory.glob("*.safetensors"))
     return {
@@ -110,7 +112,8 @@ def facts_about(directory: Path, report: "WorkerReport", depth: int) -> dict[str
         "attention": report.attention,
         "threads": report.threads,
         "block_size": report.block_size,
-        "depth": depth,
+        "stages": stages,
+        "ranks": ranks,
     }
 
 

@@ -71,7 +71,9 @@ class Settings(BaseSettings):
     )
     device: str = _option("auto", "model", "auto, cpu, cuda or cuda:N", "DEVICE")
     attention: str = _option("auto", "model", "attention backend, by its name", "NAME")
-    threads: int = _option(0, "model", "compute threads; 0: one per core", "N", ge=0, le=1024)
+    threads: int = _option(
+        0, "model", "compute threads of a worker; 0: its share of the cores", "N", ge=0, le=1024
+    )
     max_model_len: int = _option(
         0, "model", "longest prompt + answer; 0: what the checkpoint allows", "TOKENS", ge=0
     )
@@ -150,6 +152,17 @@ class Settings(BaseSettings):
         1 << 20, "scheduling", "the same bound in tokens of prompt and answer", "TOKENS", ge=1
     )
 
+    pipeline_stages: int = _option(
+        1,
+        "workers",
+        "shares of the layers, each with its own iteration in flight",
+        "S",
+        ge=1,
+        le=64,
+    )
+    tensor_ranks: int = _option(
+        1, "workers", "shares of each layer; S × R processes in all", "R", ge=1, le=64
+    )
     lookahead: int = _option(
         0,
         "workers",
@@ -249,6 +262,8 @@ class Settings(BaseSettings):
             raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key need each other: give both or none")
+        if self.lookahead and self.pipeline_stages * self.tensor_ranks > 1:
+            raise ValueError("--lookahead needs one worker: no --pipeline-stages, --tensor-ranks")
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(
                 f"--max-batch-tokens ({self.max_batch_tokens}) must be at least "

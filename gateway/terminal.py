@@ -73,7 +73,8 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         "KV": f"{num_slots:,} slots in blocks of {report.block_size}, {megabytes:,.0f} MiB",
-        "compute": f"{report.threads} threads, attention {report.attention}",
+        "compute": f"{_workers(settings)} of {report.threads} threads, "
+        f"attention {report.attention}",
         "schedule": f"{settings.policy}, admission {settings.admission}, batches of "
         f"{settings.max_batch_size} requests or {settings.max_batch_tokens:,} tokens",
         "cost": cost,
@@ -94,6 +95,11 @@ def curl_line(url: str, model: str, *, with_key: bool) -> str:
     words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
     return line + ' -H "authorization: Bearer $KEY"' if with_key else line
+
+
+def _workers(settings: Settings) -> str:
+    stages, ranks = settings.pipeline_stages, settings.tensor_ranks
+    return "a worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks, each"
 
 
 def _short(number: int) -> str:

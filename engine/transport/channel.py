@@ -1,35 +1,26 @@
-"""Steps out and answers in over one connected socket, on the event loop, without waiting.
+"""Steps out to all workers of a model and answers in from one of them, without waiting.
 
-A channel lives from the moment the worker is loaded until it is lost or closed, once. `submit`
-writes at once; what the socket does not take leaves through a writer callback. Answers resolve
-the futures in order. The worker's end, bytes that are no answer, or a step that takes too long
+A channel lives from the moment the workers are loaded until it is lost or closed, once. `submit`
+writes the step to every worker at once, so that each stage knows it before its hidden states
+come; tokens come back from the last worker's line alone (`Placement.answers`) and resolve the
+futures in order. The end of any worker, bytes that are no answer, or a step that takes too long
 lose the channel: every future in flight then ends with `WorkerLost`.
 """
 
 import asyncio
-import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
-from engine.step import Step, StepId, StepResult
-from engine.transport.wire import (
-    Failed,
-    FrameReader,
-    FromWorker,
-    Goodbye,
-    Ran,
-    Run,
-    WireError,
-    frame,
-    read_from_worker,
-)
-
-RECEIVE_BYTES = 1 << 16
+from engine.step import Placement, Step, StepId, StepResult
+from engine.transport.line import Line
+from engine.transport.wire import Failed, FromWorker, Ran, Run, Traced, WireError, frame
 
 StepAnswer = asyncio.Future[StepResult]
+OnTraced = Callable[[Placement, Traced], None]
 
 
 class _InFlight(NamedTuple):
@@ -38,26 +29,31 @@ class _InFlight(NamedTuple):
 
 
 class StepChannel:
-    """One worker's conversation after loading. Borrows the socket, which must not block.
+    """The conversation with the workers after loading. Borrows the sockets.
 
     `step_seconds` bounds the time of the oldest step in flight. `on_lost` is called once with
     the reason, after the futures have failed; not when `close` ends the channel.
     """
 
     def __init__(
-        self, connection: socket.socket, step_seconds: float, on_lost: Callable[[str], None]
+        self,
+        connections: Mapping[Placement, socket.socket],
+        step_seconds: float,
+        on_lost: Callable[[str], None],
+        on_traced: OnTraced | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._connection = connection
         self._step_seconds = step_seconds
         self._on_lost = on_lost
-        self._frames = FrameReader()
-        self._backlog = bytearray()
+        self._on_traced = on_traced
         self._in_flight: deque[_InFlight] = deque()
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
         self._ended: str | None = None
-        self._loop.add_reader(connection.fileno(), self._read)
+        self._lines = [
+            Line(connection, partial(self._take, placement), partial(self._lose_one, placement))
+            for placement, connection in connections.items()
+        ]
 
     @property
     def ended(self) -> str | None:
@@ -88,15 +84,19 @@ class StepChannel:
         self._in_flight.append(_InFlight(step.step_id, answer))
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._step_seconds, self._watch)
-        self._write(data)
+        for line in self._lines:
+            line.write(data)
         return answer
 
     def close(self, reason: str) -> None:
         """Say goodbye and end; futures in flight fail with `reason`. Idempotent."""
-        if self._ended is None and not self._backlog:
-            with contextlib.suppress(OSError):
-                self._connection.send(frame(Goodbye()))
+        if self._ended is None:
+            for line in self._lines:
+                line.say_goodbye()
         self._end(reason)
+
+    def _lose_one(self, placement: Placement, reason: str) -> None:
+        self._lose(f"{_name(placement)} {reason}")
 
     def _lose(self, reason: str) -> None:
         if self._ended is None:
@@ -107,8 +107,8 @@ class StepChannel:
         if self._ended is not None:
             return
         self._ended = reason
-        self._loop.remove_reader(self._connection.fileno())
-        self._loop.remove_writer(self._connection.fileno())
+        for line in self._lines:
+            line.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
         while self._in_flight:
@@ -116,70 +116,35 @@ class StepChannel:
             if not answer.done():
                 answer.set_exception(WorkerLost(reason))
 
-    def _write(self, data: bytearray) -> None:
-        if self._backlog:
-            self._backlog += data
-            return
-        del data[: self._send(data)]
-        if data:
-            self._backlog = data
-            self._loop.add_writer(self._connection.fileno(), self._write_backlog)
-
-    def _write_backlog(self) -> None:
-        del self._backlog[: self._send(self._backlog)]
-        if not self._backlog:
-            self._loop.remove_writer(self._connection.fileno())
-
-    def _send(self, data: bytearray) -> int:
-        """How many bytes need no further care."""
-        try:
-            return self._connection.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            # The worker is gone. The reader finds that out too, after the last answers.
-            return len(data)
-
-    def _read(self) -> None:
-        try:
-            piece = self._connection.recv(RECEIVE_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except ConnectionError:  # it left with steps unread
-            piece = b""
-        if not piece:
-            self._lose("the worker left the connection")
-            return
-        try:
-            for payload in self._frames.feed(piece):
-                self._take(read_from_worker(payload))
-        except WireError as error:
-            self._lose(f"the worker sent rubbish: {error}")
-
-    def _take(self, message: FromWorker) -> None:
+    def _take(self, placement: Placement, message: FromWorker) -> None:
         match message:
-            case Ran(result):
-                step_id = result.step_id
-            case Failed(step_id):
-                pass
+            case Traced() if self._on_traced is not None:
+                self._on_traced(placement, message)
+            case Ran(result) if placement.answers:
+                self._settle(result.step_id, result)
+            case Failed(step_id, line) if placement.answers:
+                self._settle(step_id, StepFailed(line))
             case _:
                 raise WireError(f"{type(message).__name__} is no answer to a step")
+
+    def _settle(self, step_id: StepId, result: StepResult | StepFailed) -> None:
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise WireError(f"an answer to step {step_id}, which is not the next one due")
         answer = self._in_flight.popleft().answer
         self._oldest_since = self._loop.time()
         if answer.done():  # the caller gave the future up
             return
-        if isinstance(message, Ran):
-            answer.set_result(message.result)
+        if isinstance(result, StepResult):
+            answer.set_result(result)
         else:
-            answer.set_exception(StepFailed(message.line))
+            answer.set_exception(result)
 
     def _watch(self) -> None:
         """Runs when the oldest step may be overdue: looks again, and sleeps on if it is not."""
         self._watchdog = None
         if self._remaining_seconds() <= 0:
-            self._read()  # this process may have been the one that slept
+            for line in self._lines:  # this process may have been the one that slept
+                line.read()
         if self._ended is not None or not self._in_flight:
             return
         remaining = self._remaining_seconds()
@@ -191,3 +156,7 @@ class StepChannel:
 
     def _remaining_seconds(self) -> float:
         return self._oldest_since + self._step_seconds - self._loop.time()
+
+
+def _name(placement: Placement) -> str:
+    return "the worker" if placement.num_workers == 1 else f"the worker of {placement}"

@@ -1,35 +1,41 @@
-"""Steps run in one worker process of our own; it may die, and is started again a bounded number
-of times.
+"""Steps run in worker processes, one for each stage and rank; they may die, and are started
+again, all together, a bounded number of times.
 
-A life is a `WorkerProcess` and, once it has loaded, a `StepChannel` over its socket. The loss of
-a worker fails the futures at once and kills what is left of the process; `restart` and `close`
-reap it.
+A life is what the launcher launched and, once all have loaded, a `StepChannel` over their
+sockets. The loss of one worker fails the futures at once and kills the others; `restart` and
+`close` free what is left of them.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from engine.errors import RefusedToStart, Unavailable
 from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
-from engine.transport.channel import StepAnswer, StepChannel
-from engine.transport.process import OnProgress, WorkerProcess
+from engine.transport.channel import OnTraced, StepAnswer, StepChannel
+from engine.transport.launcher import LaunchedWorker, Launcher
+from engine.transport.loading import OnProgress, load_all
+from engine.transport.process import LocalLauncher
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessSettings:
-    """How the process is kept; `worker` is the class it runs, `env` goes on top of ours.
+    """How the processes are kept; `worker` is the class they run, `env` goes on top of ours.
 
-    A step that takes longer than `step_seconds` counts as a hang. At most `max_restarts` starts
-    happen within any `restart_seconds`.
+    `depth` steps are in flight at most: at least one for each stage, to keep all busy. A step that
+    takes longer than `step_seconds` counts as a hang. At most `max_restarts` starts happen within
+    any `restart_seconds`.
     """
 
+    num_stages: int = 1
+    num_ranks: int = 1
     depth: int = 1
     worker: str = "engine.worker.worker:Worker"
     env: Mapping[str, str] = field(default_factory=dict)
@@ -40,18 +46,26 @@ class MultiprocessSettings:
 
 
 class MultiprocessExecutor:
-    """A `StepExecutor` over one worker process. `start` before the first step, `close` at last."""
+    """A `StepExecutor` over processes. `start` before the first step, `close` at last.
+
+    The workers are child processes unless another `launcher` is given, which is closed with us.
+    `on_traced` hears the times of each step at each worker, if those are settings that trace.
+    """
 
     def __init__(
         self,
         worker: WorkerSettings,
         settings: MultiprocessSettings,
         clock: Clock = time.monotonic,
+        launcher: Launcher | None = None,
+        on_traced: OnTraced | None = None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._clock = clock
-        self._process: WorkerProcess | None = None
+        self._launcher = launcher or LocalLauncher(settings.worker, settings.env)
+        self._on_traced = on_traced
+        self._workers: Sequence[LaunchedWorker] = ()
         self._channel: StepChannel | None = None
         self._restarts: deque[float] = deque(maxlen=settings.max_restarts)
         self._num_restarts = 0
@@ -62,7 +76,7 @@ class MultiprocessExecutor:
         in_flight = self._channel.num_in_flight if self._channel else 0
         state = "alive" if self.is_alive else "not alive"
         return (
-            f"<MultiprocessExecutor pid={self.pid} {state} in_flight={in_flight} "
+            f"<MultiprocessExecutor pids={self.pids} {state} in_flight={in_flight} "
             f"restarts={self._num_restarts}>"
         )
 
@@ -71,13 +85,13 @@ class MultiprocessExecutor:
         return self._settings.depth
 
     @property
-    def pid(self) -> int | None:
-        """The worker's process id, from its spawning until it has been reaped."""
-        return self._process.pid if self._process else None
+    def pids(self) -> list[int]:
+        """The workers' process ids, stage by stage, from their start until they are ended."""
+        return [worker.pid for worker in self._workers]
 
     @property
     def is_alive(self) -> bool:
-        """Whether a loaded worker is there to take steps."""
+        """Whether loaded workers are there to take steps."""
         return self._channel is not None and self._channel.ended is None
 
     @property
@@ -90,9 +104,9 @@ class MultiprocessExecutor:
         self._on_lost = on_lost
 
     async def start(self, on_progress: OnProgress) -> WorkerReport:
-        """Spawn the worker and have it load; `on_progress(what, done, total)` as it goes.
+        """Launch the workers and have them load; `on_progress(what, done, total)` as they go.
 
-        Raises `RefusedToStart` with the worker's own line, or with how its process died.
+        Raises `RefusedToStart` with a worker's own line, or with how its process died.
         """
         report = await self._open(self._worker, on_progress)
         # The ledger counts on these blocks from now on, so later workers must have as many.
@@ -100,65 +114,72 @@ class MultiprocessExecutor:
         return report
 
     def submit(self, step: Step) -> StepAnswer:
-        """Hand the step to the worker. Without a worker the future has already failed."""
+        """Hand the step to the workers. Without them the future has already failed."""
         assert self._channel is not None, "submit before start"
         assert self._channel.num_in_flight < self.depth, "more steps in flight than depth"
         return self._channel.submit(step)
 
     async def restart(self) -> None:
-        """End the worker, if there is one, and start another with the same settings and slots.
+        """End the workers that there are, and start others with the same settings and slots.
 
         Tries again after a refusal. Raises `Unavailable` past the bound and after `close`.
         """
-        await self._end("the worker is being restarted", grace=0.0)
+        await self._end("the workers are being restarted", grace=0.0)
         refusal: RefusedToStart | None = None
         while True:
             self._count_restart(refusal)
             try:
                 await self._open(self._worker, _no_progress)
             except RefusedToStart as error:
-                logger.warning("the new worker refused to start: %s", error)
+                logger.warning("the new workers refused to start: %s", error)
                 refusal = error
             else:
                 return
 
     async def close(self) -> None:
-        """End the worker: goodbye, wait, terminate, kill. Idempotent; no `restart` after it."""
+        """End the workers: goodbye, wait, terminate, kill. Idempotent; no `restart` after it."""
         self._is_closed = True
         grace = self._settings.close_seconds if self.is_alive else 0.0
         await self._end("the executor was closed", grace)
+        await self._launcher.close()
 
-    async def _open(self, worker: WorkerSettings, on_progress: OnProgress) -> WorkerReport:
-        assert self._process is None, "start on top of a worker"
-        process = WorkerProcess.spawn(self._settings.worker, self._settings.env)
+    async def _open(self, settings: WorkerSettings, on_progress: OnProgress) -> WorkerReport:
+        assert not self._workers, "start on top of workers"
         async with AsyncExitStack() as stack:
-            self._process = process
-            stack.push_async_callback(self._end, "the worker did not start", grace=0.0)
-            report = await process.load(worker, on_progress)
-            if report.num_blocks * report.block_size < worker.kv_slots:
+            stack.push_async_callback(self._end, "the workers did not start", grace=0.0)
+            self._workers = await self._launcher.launch(
+                self._settings.num_stages, self._settings.num_ranks
+            )
+            report = await load_all(self._workers, settings, on_progress)
+            if report.num_blocks * report.block_size < settings.kv_slots:
                 raise RefusedToStart(
                     f"the worker has {report.num_blocks} blocks of {report.block_size} slots "
-                    f"where {worker.kv_slots} slots were asked for"
+                    f"where {settings.kv_slots} slots were asked for"
                 )
             if self._is_closed:
                 raise Unavailable("the executor was closed")
             stack.pop_all()
-        self._channel = StepChannel(process.connection, self._settings.step_seconds, self._lost)
+        self._channel = StepChannel(
+            {worker.placement: worker.connection for worker in self._workers},
+            self._settings.step_seconds,
+            self._lost,
+            self._on_traced,
+        )
         return report
 
     def _lost(self, reason: str) -> None:
-        assert self._process is not None, "a channel without its process"
-        logger.error("worker %d is lost: %s", self._process.pid, reason)
-        self._process.kill()
+        logger.error("workers %s are lost: %s", self.pids, reason)
+        for worker in self._workers:
+            worker.kill()
         self._on_lost()
 
     async def _end(self, reason: str, grace: float) -> None:
         if self._channel is not None:
             self._channel.close(reason)
-        process, self._process = self._process, None
-        if process is not None:
-            how = await process.end(grace)
-            logger.info("worker %d %s", process.pid, how)
+        workers, self._workers = self._workers, ()
+        endings = await asyncio.gather(*(worker.end(grace) for worker in workers))
+        for worker, how in zip(workers, endings, strict=True):
+            logger.info("worker %d %s", worker.pid, how)
 
     def _count_restart(self, refusal: RefusedToStart | None) -> None:
         if self._is_closed:

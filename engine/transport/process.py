@@ -1,6 +1,6 @@
-"""One worker process: spawned, loaded through its socket, ended without remains.
+"""Worker processes of this machine: spawned, reached by a socket, ended without remains.
 
-The child is a fresh interpreter that runs `engine.worker.entry`, with our module path and one end
+A child is a fresh interpreter that runs `engine.worker.entry`, with our module path and one end
 of a socket pair. Shutting our end is the order to leave; whoever does not follow is terminated,
 then killed, and always reaped. The child also dies with us (see `engine.worker.entry`).
 """
@@ -12,52 +12,47 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Self
 
 from engine.errors import RefusedToStart
-from engine.step import WorkerReport, WorkerSettings
-from engine.transport.wire import (
-    FrameReader,
-    Load,
-    Loaded,
-    Progress,
-    Refused,
-    WireError,
-    frame,
-    read_from_worker,
-)
+from engine.step import Placement
+from engine.transport.launcher import placements
 
-RECEIVE_BYTES = 1 << 16
 STDERR = 2
-LAST_WORDS_SECONDS = 2.0  # to a process that has hung up, before it is pushed
-
-OnProgress = Callable[[str, int, int], None]  # what, done, total
 
 
 class WorkerProcess:
     """Owns a child process and our end of its socket, from `spawn` to `end`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(
+        self, placement: Placement, process: subprocess.Popen[bytes], connection: socket.socket
+    ) -> None:
+        self.placement = placement
         self._process = process
         self.connection = connection  # non-blocking
 
     @classmethod
-    def spawn(cls, worker: str, env: Mapping[str, str]) -> Self:
+    def spawn(cls, placement: Placement, worker: str, env: Mapping[str, str]) -> Self:
         """Start a process for the class `worker` ("module:Class") with `env` on top of ours.
 
-        Raises `RefusedToStart` when the machine does not let us.
+        It inherits the placement's `listener`. Raises `RefusedToStart` when the machine does not
+        let us.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         # The parent's path in its order, so that both processes import the same code.
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         arguments = ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
+        inherited = [theirs.fileno()]
+        if placement.listener is not None:
+            inherited.append(placement.listener)
         with theirs:
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "engine.worker.entry", *arguments, worker],
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=inherited,
                     stdin=subprocess.DEVNULL,
                     stdout=STDERR,
                     env={**os.environ, "PYTHONPATH": paths, **env},
@@ -66,39 +61,11 @@ class WorkerProcess:
             except OSError as error:
                 ours.close()
                 raise RefusedToStart(f"cannot start a worker process: {error}") from error
-        return cls(process, ours)
+        return cls(placement, process, ours)
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    async def load(self, settings: WorkerSettings, on_progress: OnProgress) -> WorkerReport:
-        """Have the worker load. Raises `RefusedToStart`, also when the process dies over it."""
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.sock_sendall(self.connection, frame(Load(settings)))
-            return await self._await_report(on_progress)
-        except WireError as error:
-            raise RefusedToStart(f"the worker and we talk past each other: {error}") from error
-        except (EOFError, ConnectionError):
-            how = await self.end(LAST_WORDS_SECONDS)
-            raise RefusedToStart(f"the worker {how} while loading") from None
-
-    async def _await_report(self, on_progress: OnProgress) -> WorkerReport:
-        loop = asyncio.get_running_loop()
-        frames = FrameReader()
-        while piece := await loop.sock_recv(self.connection, RECEIVE_BYTES):
-            for payload in frames.feed(piece):
-                match read_from_worker(payload):
-                    case Progress(what, done, total):
-                        on_progress(what, done, total)
-                    case Loaded(report):
-                        return report
-                    case Refused(line):
-                        raise RefusedToStart(line)
-                    case other:
-                        raise WireError(f"{type(other).__name__} came before the report")
-        raise EOFError
 
     def kill(self) -> None:
         """End it now; `end` still has to reap it."""
@@ -122,6 +89,43 @@ class WorkerProcess:
         finally:
             self._process.kill()  # for the case that we are cancelled; no signal once reaped
             self.connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLauncher:
+    """A `Launcher` of child processes that run the class `worker`, with `env` on top of ours."""
+
+    worker: str
+    env: Mapping[str, str]
+
+    async def launch(self, num_stages: int, num_ranks: int) -> list[WorkerProcess]:
+        """See `Launcher`. The workers meet on a port of the loopback that nobody else can take."""
+        places = placements(num_stages, num_ranks)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            if len(places) > 1:
+                meeting = f"127.0.0.1:{listener.getsockname()[1]}"
+                places = [
+                    replace(
+                        place,
+                        rendezvous=meeting,
+                        listener=listener.fileno() if place.index == 0 else None,
+                        num_neighbours=len(places),
+                    )
+                    for place in places
+                ]
+            started: list[WorkerProcess] = []
+            try:
+                started.extend(
+                    WorkerProcess.spawn(place, self.worker, self.env) for place in places
+                )
+            except RefusedToStart:
+                for process in started:
+                    await process.end(grace=0.0)
+                raise
+        return started
+
+    async def close(self) -> None:
+        """Nothing is shared by the processes."""
 
 
 def how_it_ended(returncode: int) -> str:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from engine.step import Step, StepId, StepResult, WorkerReport, WorkerSettings
+from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
 HEADER = struct.Struct(">I")  # big-endian, so that text on the wire reads as an absurd length
@@ -69,8 +69,16 @@ class Failed(Struct, frozen=True, tag="failed", array_like=True):
     line: str
 
 
+class Traced(Struct, frozen=True, tag="traced", array_like=True):
+    """After the answer, from a worker that traces: when it learned of the step, and ran it."""
+
+    step_id: StepId
+    learned_at: float
+    times: StepTimes
+
+
 ToWorker: TypeAlias = Load | Run | Goodbye
-FromWorker: TypeAlias = Progress | Loaded | Refused | Ran | Failed
+FromWorker: TypeAlias = Progress | Loaded | Refused | Ran | Failed | Traced
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

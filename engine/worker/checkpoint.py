@@ -4,14 +4,16 @@ Families and attention backends are adapters: they are found by name, in tables 
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from torch import Tensor
+
 from engine.errors import RefusedToStart
 from engine.grammar import GrammarCompiler, TokenTable
-from engine.worker.operators import TorchOperators
+from engine.worker.operators import TorchLinear, TorchOperators
 from engine.worker.ports import ModelFamily, ReadsFamily
 from engine.worker.shard import Shard
 from engine.worker.weights import Weights
@@ -29,6 +31,13 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
     if name not in table:
         raise RefusedToStart(f"{what} {name!r} is not supported; known: {', '.join(table)}")
     return load_by_name(table[name])
+
+
+class _NoOperators(TorchOperators):
+    """For a model without contents: nothing large is put together."""
+
+    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> TorchLinear:
+        return TorchLinear(weights[0], bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,9 @@ class Checkpoint:
         Returns the number of parameters of the whole model. Raises `RefusedToStart`.
         """
         whole, own = weights.outline(), weights.outline()
-        self.family.build(whole, Shard.whole(shard.shape), TorchOperators())
+        self.family.build(whole, Shard.whole(shard.shape), _NoOperators())
         whole.check_all_taken(self.family.ignored_weights)
-        self.family.build(own, shard, TorchOperators())
+        self.family.build(own, shard, _NoOperators())
         weights.expect(len(own.taken))
         return whole.num_parameters
 

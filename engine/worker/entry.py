@@ -1,8 +1,9 @@
 """The doorway of a worker process: reads the settings, loads the worker, answers steps in order.
 
-The process ends when told goodbye, when its parent hangs up or dies, and on SIGTERM. A step that
-raises is answered with a failure and the worker lives on, unless it raised `WorkerLost` to say
-that the device is beyond use. A load that raises is answered with one readable line.
+A thread of its own learns of steps as they come, so that a stage knows a step before its hidden
+states arrive. The process ends when told goodbye, when its parent hangs up or dies, and on
+SIGTERM. A step that raises is answered with a failure and the worker lives on, unless it raised
+`WorkerLost`. A load that raises is answered with one readable line.
 """
 
 import argparse
@@ -15,12 +16,15 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, Self
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, Self
 
-from engine.errors import RefusedToStart, WorkerLost
-from engine.step import Step, StepResult, WorkerReport, WorkerSettings
+from engine.errors import RefusedToStart, StepFailed, WorkerLost
+from engine.step import Step, StepResult, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
     Failed,
     FrameReader,
@@ -31,6 +35,7 @@ from engine.transport.wire import (
     Refused,
     Run,
     ToWorker,
+    Traced,
     WireError,
     frame,
     read_to_worker,
@@ -53,7 +58,27 @@ class LoadableWorker(Protocol):
     @property
     def report(self) -> WorkerReport: ...
 
+    @property
+    def times(self) -> StepTimes:
+        """Of the step run last."""
+        ...
+
+    def learn(self, step: Step) -> None:
+        """Hear of a step, in another thread than the one that runs those before."""
+        ...
+
     def run(self, step: Step) -> StepResult: ...
+
+    def abandon(self, step: Step, line: str) -> None:
+        """After `run` raised: let nobody wait for the step."""
+        ...
+
+
+class Order(NamedTuple):
+    """A step as this worker learned of it."""
+
+    step: Step
+    learned_at: float  # CLOCK_MONOTONIC
 
 
 class Parent:
@@ -141,9 +166,34 @@ def serve(parent: Parent, worker_path: str) -> int:
         return 1
     gc.collect()
     gc.freeze()  # the model stays; later collections need not look at it
-    while isinstance(message := parent.receive(), Run):
-        parent.send(answer(worker, message.step))
+    for order in orders(parent, worker):
+        answered = answer(worker, order.step)
+        if opening.settings.placement.answers:
+            parent.send(answered)
+        if opening.settings.traces:
+            parent.send(frame(Traced(order.step.step_id, order.learned_at, worker.times)))
     return 0
+
+
+def orders(parent: Parent, worker: LoadableWorker) -> Iterator[Order]:
+    """Steps in order until goodbye, learned in a thread; raises what ended the conversation."""
+    learned: SimpleQueue[Order | Exception | None] = SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while isinstance(message := parent.receive(), Run):
+                order = Order(message.step, time.monotonic())
+                worker.learn(order.step)
+                learned.put(order)
+            learned.put(None)
+        except Exception as error:  # the doorway of this thread: it is raised in the other
+            learned.put(error)
+
+    threading.Thread(target=listen, name="podway-control", daemon=True).start()
+    while (found := learned.get()) is not None:
+        if isinstance(found, Exception):
+            raise found
+        yield found
 
 
 def load(
@@ -161,9 +211,13 @@ def answer(worker: LoadableWorker, step: Step) -> bytearray:
         return frame(Ran(worker.run(step)))
     except WorkerLost:
         raise
+    except StepFailed as error:  # at a stage before, which has told its log
+        line = one_line(str(error))
     except Exception as error:
         logger.exception("step %d failed", step.step_id)
-        return frame(Failed(step.step_id, describe(error)))
+        line = describe(error)
+    worker.abandon(step, line)
+    return frame(Failed(step.step_id, line))
 
 
 def describe(error: Exception) -> str:
@@ -177,4 +231,6 @@ def one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # threads may still wait for other workers, who leave too

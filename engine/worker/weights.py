@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,6 +62,16 @@ def _names(path: Path) -> set[str]:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
         raise RefusedToStart(f"cannot read {path}: {error}") from error
+
+
+class _Header(Protocol):
+    """safetensors' slice of a tensor before anything of it is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor: ...
 
 
 class Weights:
@@ -128,7 +138,7 @@ class Weights:
         wanted = tuple(
             slice(None) if run is None else slice(run.start, run.stop) for run in (rows, columns)
         )
-        tensor: Tensor = self._header(name)[wanted[: len(shape)]]
+        tensor = self._header(name)[wanted[: len(shape)]]
         self._taken[name] = self._taken.get(name, 0) + tensor.numel()
         self._progress("weights", len(self._taken), self._num_wanted)
         return tensor.to(self._dtype)
@@ -137,8 +147,8 @@ class Weights:
         """So many will be taken: what progress counts up to."""
         self._num_wanted = num_tensors
 
-    def _header(self, name: str) -> Any:
-        return self._files[self._shards[name]].get_slice(name)
+    def _header(self, name: str) -> _Header:
+        return cast(_Header, self._files[self._shards[name]].get_slice(name))
 
 
 class Outline:
@@ -169,7 +179,7 @@ class Outline:
             size if run is None else len(run)
             for size, run in zip(shape, (rows, columns), strict=False)
         ]
-        return torch.empty(lengths, device="meta")
+        return torch.empty(1).expand(lengths)  # one element, whatever its shape
 
     def check_all_taken(self, ignored: tuple[str, ...]) -> None:
         """Refuse if the checkpoint holds tensors that the model has no place for."""

@@ -21,6 +21,7 @@ from engine.step import (
     StepEntry,
     StepId,
     StepResult,
+    StepTimes,
     WorkerReport,
     WorkerSettings,
 )
@@ -28,6 +29,7 @@ from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.constraints import Constraints, Wanted
 from engine.worker.held import HeldTokens
 from engine.worker.host_pool import HostPool, choose_num_host_blocks
+from engine.worker.inbox import Inbox
 from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
 from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.native.build import compile_all
@@ -159,7 +161,10 @@ class Worker:
         self._held = HeldTokens(num_steps=1)
         self._shard = shard
         self._plane = plane  # None for a worker that is alone
-        self._is_amid = False  # in the layers, where ranks wait for each other
+        self._inbox = Inbox(self._prepare)
+        self._owes = False  # the next stage the step that runs
+        self._is_amid = False  # in a step, where ranks wait for each other
+        self.times = StepTimes(None, 0.0, 0.0)  # of the step run last
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Progress) -> "Worker":
@@ -236,11 +241,56 @@ class Worker:
             raise RefusedToStart(f"{settings.model} cannot be served: {faults[0].line}")
         return worker
 
-    def prepare(self, step: Step) -> Prepared:
-        """What needs no computing: the layout, and the wait for the stage before.
+    def learn(self, step: Step) -> None:
+        """Hear of a step before it is run; another thread than the one that runs may call this."""
+        if not self._shard.is_first:
+            self._inbox.put(step)
 
-        Steps come in order; another thread may prepare one while the one before runs.
+    def run(self, step: Step) -> StepResult:
+        """Compute one step. Whatever it raises but `WorkerLost`, the next step can run.
+
+        Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
         """
+        self._held.open(step)
+        prepared = self._take(step)
+        step = self._held.complete(step, prepared.layout)
+        with torch.inference_mode(), self._team.awake(), self._mover.moving(step.moves):
+            wanted = self._reader.begin(step) if self._draws else Wanted()
+            hidden = self._compute(step, prepared)
+            reading = Reading()
+            if hidden is not None:
+                reading = self._read(step, prepared.layout, hidden, wanted)
+        self._held.keep(step, reading.tokens, reading.faults)
+        seconds = self._seconds(prepared)
+        self.times = self.times._replace(ended_at=time.monotonic())
+        return StepResult(step_id=step.step_id, seconds=seconds, **reading._asdict())
+
+    def logits(self, step: Step) -> Tensor | None:
+        """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32.
+
+        None but on rank 0 of the last stage.
+        """
+        prepared = self._take(step)
+        with torch.inference_mode(), self._team.awake():
+            hidden = self._compute(step, prepared)
+            if hidden is None:
+                return None
+            return self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
+
+    def abandon(self, step: Step, line: str) -> None:
+        """After `run` raised: tell the next stage, if it waits for the step, why it failed.
+
+        Raises `WorkerLost` where other ranks of this stage may still wait for this one.
+        """
+        if self._is_amid and self._shard.num_ranks > 1:
+            raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
+        self._is_amid = False
+        if self._owes:
+            nothing = torch.zeros(step.num_tokens, self._shard.shape.hidden_size)
+            self._hand_on(step.step_id, nothing, 0.0, line)
+
+    def _prepare(self, step: Step) -> Prepared:
+        """What needs no computing: the layout, and the wait for the stage before."""
         layout = build_layout(step, self._limits)
         if self._shard.is_first:
             return Prepared(layout, None)
@@ -248,67 +298,40 @@ class Worker:
         hidden_size = self._shard.shape.hidden_size
         return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, hidden_size))
 
-    def run(self, step: Step, prepared: Prepared | None = None) -> StepResult:
-        """Compute one step. Whatever it raises but `WorkerLost`, the next step can run.
+    def _take(self, step: Step) -> Prepared:
+        """The step prepared; from here on the next stage counts on it."""
+        self._owes = False
+        prepared = self._inbox.take(step)
+        self._owes = not self._shard.is_last
+        self._is_amid = True
+        data_at, now = prepared.handed and prepared.handed.at, time.monotonic()
+        self.times = StepTimes(data_at, now, now)
+        return prepared
 
-        Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
-        """
-        started = time.perf_counter()
-        self._held.open(step)
-        prepared = prepared or self.prepare(step)
-        step = self._held.complete(step, prepared.layout)
-        with torch.inference_mode(), self._team.awake(), self._mover.moving(step.moves):
-            wanted = self._reader.begin(step) if self._draws else Wanted()
-            hidden = self._compute(step, prepared, started)
-            reading = Reading()
-            if hidden is not None:
-                reading = self._read(step, prepared.layout, hidden, wanted)
-        self._held.keep(step, reading.tokens, reading.faults)
-        return StepResult(
-            step_id=step.step_id, seconds=_seconds(prepared, started), **reading._asdict()
-        )
-
-    def logits(self, step: Step) -> Tensor | None:
-        """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32.
-
-        None but on rank 0 of the last stage.
-        """
-        prepared = self.prepare(step)
-        with torch.inference_mode(), self._team.awake():
-            hidden = self._compute(step, prepared, time.perf_counter())
-            if hidden is None:
-                return None
-            return self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
-
-    def abandon(self, step: Step, prepared: Prepared, line: str) -> None:
-        """Tell the next stage why the step, prepared and run, failed here.
-
-        Raises `WorkerLost` where other ranks of the stage may still wait for this one.
-        """
-        if self._is_amid and self._shard.num_ranks > 1:
-            raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
-        self._is_amid = False
-        if not self._shard.is_last:
-            assert self._plane is not None, "a stage that stands alone"
-            nothing = torch.zeros(prepared.layout.num_tokens, self._shard.shape.hidden_size)
-            self._plane.send(step.step_id, nothing, 0.0, line)
-
-    def _compute(self, step: Step, prepared: Prepared, started: float) -> Tensor | None:
+    def _compute(self, step: Step, prepared: Prepared) -> Tensor | None:
         """On the last stage, the hidden states to read from; elsewhere they are handed on."""
         layout, handed = prepared
         if handed is not None and handed.fault:
             raise StepFailed(handed.fault)
         hidden = None if handed is None else handed.hidden
-        self._is_amid = True
         if self._shard.is_last:
             hidden = self._stage.read(layout, hidden)
         else:
-            assert self._plane is not None, "a stage that stands alone"
             hidden = self._stage.run(layout, hidden)
-            self._plane.send(step.step_id, hidden, _seconds(prepared, started))
+            self._hand_on(step.step_id, hidden, self._seconds(prepared))
             hidden = None
         self._is_amid = False
         return hidden
+
+    def _hand_on(self, step_id: StepId, hidden: Tensor, seconds: float, fault: str = "") -> None:
+        assert self._plane is not None, "a stage that stands alone"
+        self._plane.send(step_id, hidden, seconds, fault)
+        self._owes = False
+
+    def _seconds(self, prepared: Prepared) -> float:
+        """Spent on a step by all stages up to now."""
+        before = 0.0 if prepared.handed is None else prepared.handed.seconds
+        return before + time.monotonic() - self.times.began_at
 
     @property
     def _draws(self) -> bool:
@@ -334,9 +357,3 @@ class Worker:
             entry = StepEntry(RequestId(0), start, (0,) * count, block, Draw(Sampling()))
             faults += self.run(Step(StepId(0), (entry,))).faults
         return faults
-
-
-def _seconds(prepared: Prepared, started: float) -> float:
-    """Spent on a step by all stages up to now."""
-    before = 0.0 if prepared.handed is None else prepared.handed.seconds
-    return before + time.perf_counter() - started

@@ -81,6 +81,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_step_seconds": "0.25",
         "cost_model": "none",
         "cache_dir": "cache",
+        "pipeline_stages": "1",
+        "tensor_ranks": "1",
         "step_seconds": "2.5",
         "host": "::1",
         "port": "0",

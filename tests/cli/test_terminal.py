@@ -67,3 +67,8 @@ def test_on_a_terminal_loading_is_a_bar_that_goes_away() -> None:
         progress("weights", 1, 2)
         progress.stop()
     assert "weights" in stream.getvalue()
+
+
+def test_the_banner_says_how_many_workers_compute() -> None:
+    shown = banner("u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), "c")
+    assert "2 stages × 3 ranks, each of 2 threads" in shown

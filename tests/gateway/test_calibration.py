@@ -110,11 +110,11 @@ def test_other_weights_another_config_or_another_machine_have_a_file_of_their_ow
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    paths = [CostFile.of(facts_about(tmp_path, REPORT, 1), tmp_path).path]
+    paths = [CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path]
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1), tmp_path).path)
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1), tmp_path).path)
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 2), tmp_path).path)
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path)
     assert len(set(paths)) == 4
-    assert CostFile.of(facts_about(tmp_path, REPORT, 2), tmp_path).path == paths[-1]
+    assert CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]

@@ -42,8 +42,8 @@ class Served:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the worker a signal, if there is one."""
-        if self.executor.pid is not None:
-            os.kill(self.executor.pid, number)
+        if self.executor.pids:
+            os.kill(self.executor.pids[0], number)
 
 
 class FirstPlan(Silence):

@@ -19,6 +19,7 @@ from engine.errors import RefusedToStart, WorkerLost
 from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
 from engine.worker.held import HeldTokens
 from engine.worker.layout import LayoutLimits, build_layout
+from tests.transport.workers import LoneWorker
 
 VOCAB = 1000
 NUM_BLOCKS = 96
@@ -50,7 +51,7 @@ class Poison(IntEnum):
     HANGS = 993
 
 
-class DigestWorker:
+class DigestWorker(LoneWorker):
     """Runs steps in memory; see above."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import StepFailed, WorkerLost
-from engine.step import RequestId, Step, StepEntry, StepId, StepResult
+from engine.step import Placement, RequestId, Step, StepEntry, StepId, StepResult
 from engine.transport.channel import StepChannel
 from engine.transport.wire import (
     HEADER,
@@ -87,7 +87,7 @@ async def line() -> AsyncIterator[Line]:
         ours.setblocking(False)
         theirs.setblocking(False)
         peer = Peer(theirs)
-        channel = StepChannel(ours, 60.0, peer.reasons.append)
+        channel = StepChannel({Placement(): ours}, 60.0, peer.reasons.append)
         yield Line(channel, peer)
         channel.close("the test is over")
 
@@ -150,7 +150,7 @@ async def test_a_worker_that_leaves_while_idle_is_noticed(line: Line) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
-        channel = StepChannel(ours, 60.0, lambda reason: noticed.set())
+        channel = StepChannel({Placement(): ours}, 60.0, lambda reason: noticed.set())
         theirs.close()
         await noticed.wait()
         assert channel.ended == "the worker left the connection"
@@ -185,7 +185,7 @@ async def test_an_answer_to_nothing_loses_the_channel() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        channel = StepChannel(ours, 60.0, lost.set_result)
+        channel = StepChannel({Placement(): ours}, 60.0, lost.set_result)
         theirs.sendall(frame(ran(1)))
         assert "not the next one due" in await lost
         assert channel.ended == await lost

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ async def main():
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings)
     await executor.start(lambda what, done, total: None)
     executor.submit(a_step(1, FIRST_TOKEN))
-    print(executor.pid, flush=True)
+    print(*executor.pids, flush=True)
     signal.pause()
 
 asyncio.run(main())
@@ -94,7 +95,47 @@ async def test_a_worker_that_cannot_load_is_a_readable_refusal(model: str, line:
     executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
     with pytest.raises(RefusedToStart, match=line):
         await executor.start(quiet)
-    assert executor.pid is None
+    assert not executor.pids
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("one refuses", "^stage 1 rank 0: no such thing$"),
+        ("one exits", "^stage 1 rank 0: the worker ended with exit code 3 while loading$"),
+    ],
+)
+async def test_of_several_workers_the_one_that_cannot_load_is_named(
+    tmp_path: Path, model: str, line: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    env = {"FIFO": str(tmp_path / "fifo")}
+    settings = replace(ECHO, num_stages=2, num_ranks=2, env=env)
+    executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
+    with pytest.raises(RefusedToStart, match=line):
+        await executor.start(quiet)
+
+
+async def test_the_progress_of_several_workers_is_that_of_one() -> None:
+    seen: list[tuple[str, int, int]] = []
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, num_stages=3))
+    report = await executor.start(lambda what, done, total: seen.append((what, done, total)))
+    assert {total for _, _, total in seen} == {6}
+    assert seen[-1] == ("weights", 6, 6)
+    assert report.bytes_per_block == 3 * REPORT.bytes_per_block
+    await executor.close()
+
+
+async def test_any_worker_that_dies_takes_the_others_with_it() -> None:
+    async with started(replace(ECHO, num_stages=2, num_ranks=2)) as executor:
+        workers = [psutil.Process(pid) for pid in executor.pids]
+        hanging = executor.submit(a_step(1, Command.HANG))
+        os.kill(executor.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="the worker of stage 0 rank 1 left the connection"):
+            await hanging
+        await executor.restart()
+        assert not any(worker.is_running() for worker in workers)
+        assert (await executor.submit(a_step(2, 20))).tokens == (21,)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +171,7 @@ async def test_a_worker_killed_while_loading_is_a_refusal_that_names_the_signal(
     executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
 
     def kill(what: str, done: int, total: int) -> None:
-        assert executor.pid is not None
-        os.kill(executor.pid, signal.SIGKILL)
+        os.kill(executor.pids[0], signal.SIGKILL)
 
     with pytest.raises(RefusedToStart, match=r"was killed by signal 9, Killed .*while loading"):
         await executor.start(kill)
@@ -185,18 +225,16 @@ async def test_a_worker_that_hangs_is_killed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_worker_killed_between_steps_is_found_out_by_the_next(number: int) -> None:
     async with started() as executor:
-        assert executor.pid is not None
-        os.kill(executor.pid, number)
+        os.kill(executor.pids[0], number)
         with pytest.raises(WorkerLost, match="left the connection"):
             await executor.submit(a_step(1, 10))
 
 
 async def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
     async with started() as executor:
-        assert executor.pid is not None
-        os.kill(executor.pid, signal.SIGINT)
+        os.kill(executor.pids[0], signal.SIGINT)
         assert (await executor.submit(a_step(1, 10))).tokens == (11,)
-        assert os.getpgid(executor.pid) == executor.pid
+        assert os.getpgid(executor.pids[0]) == executor.pids[0]
 
 
 async def test_an_answer_that_cannot_be_sent_fails_its_step_alone() -> None:
@@ -213,7 +251,7 @@ async def test_an_answer_that_cannot_be_sent_fails_its_step_alone() -> None:
 async def test_the_worker_gets_its_environment_and_its_name() -> None:
     async with started(replace(ECHO, env={"ANSWER": "42"})) as executor:
         assert (await executor.submit(a_step(1, Command.ENVIRONMENT))).tokens == (42,)
-        assert psutil.Process(executor.pid).name() == "podway-worker"
+        assert psutil.Process(executor.pids[0]).name() == "podway-worker"
 
 
 async def test_restarts_are_counted_within_a_window() -> None:

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Self
 
 from engine.errors import RefusedToStart, WorkerLost
-from engine.step import Step, StepId, StepResult, WorkerReport, WorkerSettings
+from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 
 RUBBISH = b"Traceback (most recent call last):"
 
@@ -42,7 +42,19 @@ class Command(IntEnum):
     ENVIRONMENT = 907
 
 
-class EchoWorker:
+class LoneWorker:
+    """What a worker does for its neighbours, done for none."""
+
+    times = StepTimes(None, 0.0, 0.0)
+
+    def learn(self, step: Step) -> None:
+        """Nothing can be done ahead."""
+
+    def abandon(self, step: Step, line: str) -> None:
+        """Nobody waits."""
+
+
+class EchoWorker(LoneWorker):
     """Answers each draw with its entry's last token plus one."""
 
     def __init__(self, report: WorkerReport) -> None:
@@ -62,6 +74,8 @@ class EchoWorker:
                 signal.pause()
             case "babble":
                 babble()
+            case "one refuses" | "one exits":
+                part(settings.placement.index == 2, may_exit=settings.model == "one exits")
             case "shrink" if settings.kv_slots:  # as only a restart asks
                 return cls(replace(REPORT, num_blocks=REPORT.num_blocks - 1))
         progress("weights", 2, 2)
@@ -88,6 +102,19 @@ class EchoWorker:
             case Command.ENVIRONMENT:
                 tokens = [int(os.environ["ANSWER"])]
         return StepResult(step_id, tuple(tokens), seconds=0.0)
+
+
+def part(is_the_one: bool, *, may_exit: bool) -> None:
+    """The one of several workers that cannot load, or another, which notices when it exits."""
+    if not may_exit:
+        if is_the_one:
+            raise RefusedToStart("no such thing")
+        signal.pause()
+    with open(os.environ["FIFO"], "w" if is_the_one else "r") as fifo:
+        if is_the_one:
+            os._exit(3)
+        fifo.read()
+        raise RefusedToStart("cannot meet the other workers")
 
 
 def babble() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,10 +11,11 @@ import psutil
 import pytest
 import torch
 
-from engine.errors import RefusedToStart
+from engine.errors import RefusedToStart, StepFailed, WorkerLost
 from engine.step import Draw, Placement, PromptTargets, RequestId, Sampling, Step, StepEntry, StepId
 from engine.worker.ports import ModelShape
 from engine.worker.shard import Shard, layer_spans
+from engine.worker.stage import Stage
 from engine.worker.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.worker.driving import GREEDY, Driver, load_worker
@@ -100,6 +102,61 @@ def test_a_step_that_is_wrong_is_refused_alike_and_the_next_one_runs(together: F
     assert Driver(together).generate(0, [1, 2, 3], 4) == expected
 
 
+def test_a_stage_that_fails_tells_the_stages_after_it_why(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with fleet(tmp_path, 3, 1) as workers:
+        first, *later = workers.workers
+        expected = Driver(workers).generate(0, [1, 2, 3], 4)
+        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], Draw(GREEDY)),))
+        with failing_layers(), pytest.raises(ZeroDivisionError):
+            first.run(step)
+        first.abandon(step, "no luck")
+        for worker in later:
+            with pytest.raises(StepFailed, match="no luck"):
+                worker.run(step)
+            worker.abandon(step, "no luck")
+        assert Driver(workers).generate(0, [1, 2, 3], 4) == expected
+
+
+def test_a_rank_that_leaves_its_stage_in_the_middle_is_lost(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with fleet(tmp_path, 1, 2) as workers:
+        first = workers.workers[0]
+        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], Draw(GREEDY)),))
+        with failing_layers(), pytest.raises(ZeroDivisionError):
+            first.run(step)
+        with pytest.raises(WorkerLost, match="in the middle of step 7: no luck"):
+            first.abandon(step, "no luck")
+
+
+def test_hidden_states_come_in_while_the_stage_computes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with fleet(tmp_path, 2, 1) as workers:
+        first, last = workers.workers
+        driver = Driver(workers)
+        steps = [Step(StepId(at), (driver.entry(0, [5, at], Draw(GREEDY)),)) for at in range(1, 4)]
+        for step in steps:
+            last.learn(step)
+        for step in steps:
+            first.run(step)
+        answers = [last.run(step) for step in steps]
+    assert [answer.step_id for answer in answers] == [1, 2, 3]
+    assert all(len(answer.tokens) == 1 for answer in answers)
+
+
+@contextmanager
+def failing_layers() -> Iterator[None]:
+    """The layers of every worker raise."""
+
+    def run(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "run", run)
+        patch.setattr(Stage, "read", run)
+        yield
+
+
 def test_workers_agree_on_the_blocks_of_the_poorest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +172,7 @@ def test_workers_agree_on_the_blocks_of_the_poorest(
 
 def test_the_data_plane_leaves_no_socket_behind(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
+    gc.collect()  # what other tests left
     before = psutil.Process().num_fds()
     for _ in range(2):
         with fleet(tmp_path, 2, 2) as workers:
