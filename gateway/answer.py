@@ -45,6 +45,8 @@ class Choir:
     async def gather(self) -> None:
         """Read the prompts and take all leases, or none: raises what the engine refuses with."""
         order, service = self._order, self._service
+        if order.held is not None:
+            await service.grammars.check_grammar(*order.held)
         reading = await order.read()
         self._num_prompt_tokens = sum(len(prompt) for prompt in reading.prompts)
         all_asks = [ask for prompt in reading.prompts for ask in asks(order, prompt, service)]
@@ -57,7 +59,9 @@ class Choir:
         try:
             self._service.engine.check_together([len(ask.prompt) for ask in all_asks])
         except InvalidRequest as error:
-            param = "n" if self._order.num_choices > 1 else self._order.param
+            order = self._order
+            param = "n" if order.num_choices > 1 else order.param
+            param = "best_of" if order.best_of else param
             raise InvalidRequest(f"'{param}' is too much: {error}", param) from error
 
     def _voice(self, index: int, tokens: "TokenStream", reading: "Reading") -> Voice:

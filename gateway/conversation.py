@@ -47,15 +47,14 @@ class Literate(Protocol):
 class Conversation:
     """What a prompt is made of.
 
-    `tools` are shown to the template, `wanted` says whose calls are looked for. The answer begins
-    with `prefix`, which is part of the prompt. `is_direct`: no reasoning comes before it.
+    `tools` are shown to the template, `wanted` says whose calls are looked for. `is_direct`: no
+    reasoning comes before the answer.
     `variables` are more of what the template may read; `own_template` replaces it.
     """
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
     wanted: WantedCalls = WantedCalls()  # noqa: RUF009 # frozen
-    prefix: str = ""
     is_direct: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     own_template: str | None = None
@@ -83,7 +82,7 @@ async def chat_prompt(model: Literate, conversation: Conversation, bits: Bits) -
     known = model.tokenizer.special_tokens
     return Reading(
         [written.ids],
-        partial(_parser, dialect, written.text, conversation, bits),
+        partial(_parser, dialect, written.text, conversation.wanted, bits),
         {known[mark]: mark.encode() for mark in dialect.special_tokens if mark in known},
     )
 
@@ -121,18 +120,12 @@ def _write(
         text = _cut_after(text, seen[-1]["content"])
     if conversation.is_direct and model.dialect is not None:
         text += model.dialect.without_reasoning(text)
-    text += conversation.prefix
     return Written(text, token_ids(model.tokenizer, text, "messages", add_special_tokens=False))
 
 
-def _parser(
-    dialect: "Dialect", prompt: str, conversation: Conversation, bits: Bits
-) -> "StreamParser":
-    """A parser that has read what the prompt says of the answer already."""
-    before = prompt.removesuffix(conversation.prefix) if conversation.prefix else prompt
-    parser = dialect.parser(before, conversation.wanted, bits)
+def _parser(dialect: "Dialect", prompt: str, wanted: WantedCalls, bits: Bits) -> "StreamParser":
+    parser = dialect.parser(prompt, wanted, bits)
     assert parser is not None, "asked for where there is one"
-    parser.feed(conversation.prefix)
     return parser
 
 

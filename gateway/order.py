@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.request import Ask
-from gateway.schema.frames import Frames
+from gateway.schema.frames import Frames, Told
+from gateway.schema.output import Held
 from gateway.schema.scheduling import Wishes
 
 if TYPE_CHECKING:
-    from engine.step import Grammar, Sampling
+    from engine.step import Sampling
     from gateway.access import Caller
     from gateway.prompt import Prompt, Reading
     from gateway.service import Service
@@ -25,23 +26,6 @@ class Limits(NamedTuple):
 
     max_tokens: int | None
     min_tokens: int = 0
-
-
-class Told(NamedTuple):
-    """What is told besides the answer's text. `logprobs` and `prompt_logprobs` count the
-    likeliest tokens that come with each."""
-
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    echo: bool = False  # the prompt, before the answer
-    stop_string: bool = False
-    special_tokens: bool = False
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether tokens are told one by one."""
-        return self.token_ids or self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +48,8 @@ class Order:
     frames: Frames
     own_ends: frozenset[int] = frozenset()  # of the `end_ids`, those that the caller named
     told: Told = Told()  # noqa: RUF009 # frozen
-    grammar: "Grammar | None" = None
+    held: Held | None = None
+    avoided_ids: frozenset[int] = frozenset()  # of the `end_ids`, those that `held` must force
     best_of: int | None = None  # so many are made for each prompt, and the likeliest told
 
     @property
@@ -99,7 +84,8 @@ def asks(order: Order, prompt: "Prompt", service: "Service") -> list[Ask]:
             min_tokens=order.limits.min_tokens,
             logprobs=0 if is_ranked and told.logprobs is None else told.logprobs,
             prompt_logprobs=echoed if told.prompt_logprobs is None else told.prompt_logprobs,
-            grammar=order.grammar,
+            grammar=None if order.held is None else order.held.grammar,
+            avoided_ids=order.avoided_ids,
             label=order.caller.request_id,
             tenant=order.caller.tenant,
             weight=order.caller.weight,

@@ -6,7 +6,10 @@ was cut into calls of `feed`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from engine.step import Grammar
 
 Message = Mapping[str, Any]
 
@@ -57,18 +60,23 @@ class StreamParser(Protocol):
         ...
 
 
-class ForcedCall(NamedTuple):
-    """An answer that must call a tool: text that its prompt ends with, and its JSON schema."""
-
-    prefix: str
-    schema: Mapping[str, Any]
-
-
 class WantedCalls(NamedTuple):
     """The tools whose calls are looked for, and how many calls there may be."""
 
     names: Collection[str] = ()
     max_calls: int | None = None
+
+
+class HeldCalls(NamedTuple):
+    """Calls that match a grammar: the schema of the parameters by tool, or None for any object.
+
+    `must_call`: no other answer will do. Else it is free text, or JSON that matches `answer`.
+    """
+
+    tools: Mapping[str, Mapping[str, Any] | None]
+    must_call: bool = False
+    max_calls: int | None = None
+    answer: Mapping[str, Any] | None = None
 
 
 class Dialect(Protocol):
@@ -97,8 +105,8 @@ class Dialect(Protocol):
         """What to add to a prompt that opens reasoning, so that the answer comes at once."""
         ...
 
-    def force(self, tools: Mapping[str, Any], *, is_parallel: bool) -> ForcedCall:
-        """How an answer begins that calls one of `tools` (JSON schemas of parameters by name)."""
+    def hold_calls(self, held: HeldCalls) -> "Grammar | None":
+        """What answers match that call so; None: this dialect's answers cannot be held to it."""
         ...
 
 

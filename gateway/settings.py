@@ -83,7 +83,8 @@ class Settings(BaseSettings):
     tool_dialect: str = _option(
         "auto",
         "model",
-        "how the model calls tools: auto (seen in its template), none, hermes, llama3, mistral",
+        "how the model calls tools: auto (seen in its template), none, hermes, llama3, mistral, "
+        "mistral-args",
         "NAME",
     )
     reasoning_dialect: str = _option(

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from engine.request import Abort, FinishReason
 from gateway.drawn import DrawnTokens
-from gateway.order import Told
 from gateway.ports import CallBegin, Piece, StreamParser
-from gateway.schema.frames import Drawn, End, PromptTold, Said
+from gateway.schema.frames import Drawn, End, PromptTold, Said, Told
 from gateway.text import TextStream
 
 if TYPE_CHECKING:

@@ -20,16 +20,29 @@ from engine.errors import RefusedToStart
 
 T = TypeVar("T")
 AUTO, NONE = "auto", "none"
+_MISTRAL = (MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID)
 TOOL_STYLES: Mapping[str, ToolStyle] = {
     "hermes": ToolStyle(
-        read_hermes, prefix=HERMES_OPEN + "\n", special_tokens=(HERMES_OPEN, HERMES_CLOSE)
+        read_hermes,
+        mark=HERMES_OPEN,
+        head='\n{"name": "%s", "arguments": ',
+        tail="}\n" + HERMES_CLOSE,
+        special_tokens=(HERMES_OPEN, HERMES_CLOSE),
     ),
     "llama3": ToolStyle(read_llama, key="parameters", special_tokens=(PYTHON_TAG,)),
     "mistral": ToolStyle(
         read_mistral,
-        prefix=MISTRAL_CALLS,
-        is_array=True,
-        special_tokens=(MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID),
+        mark=MISTRAL_CALLS,
+        head='[{"name": "%s", "arguments": ',
+        tail="}]",
+        special_tokens=_MISTRAL,
+        new_id=short_id,
+    ),
+    "mistral-args": ToolStyle(  # since 2025; both are read alike
+        read_mistral,
+        mark=MISTRAL_CALLS,
+        head="%s" + MISTRAL_ARGS,
+        special_tokens=_MISTRAL,
         new_id=short_id,
     ),
 }
@@ -58,7 +71,7 @@ def _tools_of(template: str) -> str:
     if "tools" not in template:
         return NONE
     if MISTRAL_CALLS in template:
-        return "mistral"
+        return "mistral-args" if MISTRAL_ARGS in template else "mistral"
     if HERMES_OPEN in template:
         return NONE if "<function=" in template else "hermes"  # Qwen3-Coder's calls are XML
     return "llama3" if PYTHON_TAG in template or "<|eom_id|>" in template else NONE

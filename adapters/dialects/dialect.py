@@ -1,5 +1,6 @@
 """A model's dialect: how it reasons and calls tools, as one object behind the `Dialect` port."""
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 from adapters.dialects.parser import Marks, MessageParser
 from adapters.dialects.reader import Reader
 from adapters.dialects.tool_calls import ReadAnswer
-from gateway.ports import ForcedCall, StreamParser, WantedCalls
+from engine.step import Grammar, GrammarKind
+from gateway.ports import HeldCalls, StreamParser, WantedCalls
 
 Bits = Callable[[int], int]
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_NO_PARAMETERS = {**_ANY_OBJECT, "properties": {}, "additionalProperties": False}
 
 
 def long_id(bits: Bits) -> str:
@@ -26,16 +29,18 @@ def short_id(bits: Bits) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """How calls are written: who reads them, and how one begins that must come.
+    """How calls are written: who reads them, and what stands around arguments that are held.
 
-    A call that must come is JSON after `prefix`, with its arguments under `key`; an array of
-    calls if `is_array`. `special_tokens` are marks that the vocabulary has as control tokens.
+    A call begins with `mark` and `head`, in which `%s` is the name, and ends with `tail`. Without
+    a mark it is a JSON object whose arguments are under `key`. `special_tokens` are marks that
+    some vocabularies have as control tokens.
     """
 
     read: ReadAnswer
-    prefix: str = ""
+    mark: str = ""
+    head: str = ""
+    tail: str = ""
     key: str = "arguments"
-    is_array: bool = False
     special_tokens: tuple[str, ...] = ()
     new_id: Callable[[Bits], str] = long_id
 
@@ -80,28 +85,64 @@ class ModelDialect:
             return ""
         return f"\n{self.reasoning.close}\n\n"
 
-    def force(self, tools: Mapping[str, Any], *, is_parallel: bool) -> ForcedCall:
-        """How an answer begins that calls one of `tools` (parameters by name), and its schema."""
-        assert self.tools is not None, "asked of a model that can call"
+    def hold_calls(self, held: HeldCalls) -> Grammar | None:
+        """What answers match that call so.
+
+        None: free text beside calls without a mark cannot be told from them.
+        """
         style = self.tools
-        place = "#/items" if style.is_array else "#"
-        calls = [
-            _call(name, parameters, style.key, f"{place}/anyOf/{i}" if len(tools) > 1 else place)
-            for i, (name, parameters) in enumerate(tools.items())
+        assert style is not None, "asked of a model that can call"
+        if style.mark:
+            return _tagged(style, held)
+        if not held.must_call and held.answer is None:
+            return None
+        choices = [
+            _call(name, parameters, style.key, f"#/anyOf/{place}")
+            for place, (name, parameters) in enumerate(held.tools.items())
         ]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        if style.is_array:
-            schema = {"type": "array", "items": schema, "minItems": 1}
-            schema |= {} if is_parallel else {"maxItems": 1}
-        return ForcedCall(style.prefix, schema)
+        if not held.must_call:
+            choices.append(_moved(held.answer, f"#/anyOf/{len(choices)}"))
+        return _json(GrammarKind.JSON_SCHEMA, {"anyOf": choices})
 
     def _is_open(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open)
 
 
-def _call(name: str, parameters: Any, key: str, place: str) -> dict[str, Any]:
+def _tagged(style: ToolStyle, held: HeldCalls) -> Grammar:
+    structures = [
+        {
+            "begin": style.mark + style.head % name,
+            "schema": _parameters(parameters),
+            "end": style.tail,
+        }
+        for name, parameters in held.tools.items()
+    ]
+    tags = {
+        "triggers": [style.mark],
+        "structures": structures,
+        "at_least": int(held.must_call or held.answer is not None),
+        "at_most": held.max_calls,
+        "has_text": not held.must_call and held.answer is None,
+    }
+    if not held.must_call and held.answer is not None:
+        tags["answer"] = held.answer
+    return _json(GrammarKind.TAGS, tags)
+
+
+def _json(kind: GrammarKind, value: Any) -> Grammar:
+    return Grammar(kind, json.dumps(value, ensure_ascii=False))
+
+
+def _parameters(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of arguments; an empty one is OpenAI's way to say that there are none."""
+    if parameters is None:
+        return _ANY_OBJECT
+    return parameters or _NO_PARAMETERS
+
+
+def _call(name: str, parameters: Mapping[str, Any] | None, key: str, place: str) -> dict[str, Any]:
     """The schema of one call; `place` is where it stands, for references inside."""
-    inside = _moved(parameters or _NO_PARAMETERS, f"{place}/properties/{key}")
+    inside = _moved(_parameters(parameters), f"{place}/properties/{key}")
     return {
         "type": "object",
         "properties": {"name": {"const": name}, key: inside},

@@ -10,6 +10,7 @@ The text of `GrammarKind.TAGS` is JSON:
 Every `begin` starts with a trigger; text goes on freely until a trigger has come, and then one of
 its structures must follow. Instead of `schema` (JSON) a structure may have `regex`. `at_least`
 and `at_most` count structures; without `has_text` nothing stands before, between or after them.
+Then `answer` may be a schema: JSON that matches it may stand in the place of all structures.
 Names of special tokens in `triggers`, `begin` and `end` stand for those tokens.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_FIELDS = {"triggers", "structures", "at_least", "at_most", "has_text", "answer"}
 MAX_STRUCTURES = 128
 MAX_TIMES = 128
 
@@ -41,6 +43,7 @@ class Tags:
     at_least: int
     at_most: int | None
     has_text: bool
+    answer: str = ""  # Lark
 
 
 def read_tags(text: str) -> Tags:
@@ -48,7 +51,7 @@ def read_tags(text: str) -> Tags:
     data = json.loads(text)
     if not isinstance(data, dict):
         raise ValueError("tags are a JSON object")
-    unknown = data.keys() - {"triggers", "structures", "at_least", "at_most", "has_text"}
+    unknown = data.keys() - _FIELDS
     if unknown:
         raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
     tags = Tags(
@@ -57,7 +60,10 @@ def read_tags(text: str) -> Tags:
         at_least=_count(data.get("at_least", 0), "at_least"),
         at_most=None if data.get("at_most") is None else _count(data["at_most"], "at_most"),
         has_text=bool(data.get("has_text", True)),
+        answer=f"%json {json.dumps(data['answer'])}" if "answer" in data else "",
     )
+    if tags.answer and tags.has_text:
+        raise ValueError("answer is for tags without text")
     for structure in tags.structures:
         if not structure.begin.startswith(tags.triggers):
             raise ValueError(f"begin {structure.begin[:100]!r} starts with no trigger")
@@ -130,6 +136,9 @@ def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
     options = " | ".join(f"structure_{number}" for number in range(len(tags.structures)))
     most = "" if tags.at_most is None else str(tags.at_most)
     start = f"({options}){{{tags.at_least},{most}}}"
+    if tags.answer:
+        start += " | answer"
+        rules.append(f"answer: {tags.answer}")
     if tags.has_text:
         start += " TEXT"
         rules.append("TEXT: /(.|\\n)*/")

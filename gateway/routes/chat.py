@@ -7,8 +7,10 @@ import orjson
 
 from gateway.access import read_body
 from gateway.conversation import Conversation, chat_prompt, write_prompt
+from gateway.holding import hold
+from gateway.ports import WantedCalls
 from gateway.reply import json_response
-from gateway.routes.generation import Ordered, Surface, ordered, respond, usage_wish
+from gateway.routes.generation import Ordered, Surface, ordered, respond, spelling
 from gateway.routes.models import check_model
 from gateway.schema.chat import ChatRequest, decode_chat
 from gateway.schema.chat_frames import ChatFrames
@@ -34,15 +36,32 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
     """What the body asks for; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
     check_model(request.model, service)
-    conversation = conversation_of(request, service)
+    held = hold(request.tool_plan(), request.held(), service.model.dialect)
+    conversation = conversation_of(request)
     read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
-    frames = ChatFrames(service.header("chatcmpl"), usage_wish(request), service_tier=request.tier)
-    return ordered(request, Surface(read, frames, "messages"), caller, service)
+    frames = ChatFrames(
+        service.header("chatcmpl"),
+        request.usage_wish,
+        spelling(request, service),
+        service_tier=request.tier,
+        is_old=request.has_functions,
+    )
+    return ordered(request, Surface(read, frames, "messages", held), caller, service)
 
 
-def conversation_of(request: ChatRequest, service: "Service") -> Conversation:
+def conversation_of(request: ChatRequest) -> Conversation:
     """What the prompt of a checked request is made of."""
-    return Conversation(request.messages)
+    plan = request.tool_plan()
+    return Conversation(
+        messages=request.messages,
+        tools=[function.as_tool() for function in plan.offered],
+        wanted=WantedCalls(plan.names, plan.max_calls),
+        is_direct=plan.must_call or request.held() is not None,
+        variables=request.variables,
+        own_template=request.chat_template,
+        is_answer_due=request.is_answer_due,
+        is_continued=bool(request.continue_final_message),
+    )
 
 
 async def render_chat(http: "HttpRequest") -> "Response":
@@ -50,7 +69,7 @@ async def render_chat(http: "HttpRequest") -> "Response":
     service = service_of(http)
     request = decode_chat(await read_body(http, service.limits))
     check_model(request.model, service)
-    text, ids = await write_prompt(service.model, conversation_of(request, service))
+    text, ids = await write_prompt(service.model, conversation_of(request))
     told = {
         "object": "chat.completion.prompt",
         "model": request.model,

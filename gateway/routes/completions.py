@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gateway.access import read_body
 from gateway.prompt import text_prompts
-from gateway.routes.generation import Ordered, Surface, ordered, respond, usage_wish
+from gateway.routes.generation import Ordered, Surface, ordered, respond, spelling
 from gateway.routes.models import check_model
 from gateway.schema.completion_frames import CompletionFrames
 from gateway.schema.completions import decode_completion
@@ -32,5 +32,8 @@ def order_completion(body: bytes, caller: "Caller", service: "Service") -> Order
     check_model(request.model, service)
     model = service.model
     read = partial(text_prompts, model.tokenizer, request.prompts(model.vocabulary))
-    frames = CompletionFrames(service.header("cmpl"), usage_wish(request))
-    return ordered(request, Surface(read, frames, "prompt"), caller, service)
+    frames = CompletionFrames(
+        service.header("cmpl"), request.usage_wish, spelling(request, service)
+    )
+    surface = Surface(read, frames, "prompt", request.held())
+    return ordered(request, surface, caller, service)

@@ -3,8 +3,10 @@
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, decode
-from gateway.schema.sampling import GenerationRequest, Vocabulary, check_token, refuse_unless
+from gateway.schema.decoding import check_range, decode, refuse_unless
+from gateway.schema.frames import Told
+from gateway.schema.generation import GenerationRequest
+from gateway.schema.sampling import Vocabulary, check_token
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
@@ -27,13 +29,37 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         GenerationRequest.check(self)
         check_range(self.best_of, "best_of", 1, 20)
         check_range(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
-        refuse_unless(self, "echo", False)
-        refuse_unless(self, "logprobs")
         refuse_unless(self, "suffix", "")
-        if self.best_of is not None and self.best_of != self.num_choices:
+        if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
-                f"'best_of' must equal 'n' ({self.num_choices}); more is not supported.", "best_of"
+                "Invalid 'max_tokens': expected at least 1, or 0 with 'echo'.", "max_tokens"
             )
+        self._check_best_of()
+
+    def _check_best_of(self) -> None:
+        best_of, num_choices = self.best_of, self.num_choices
+        if best_of is None or best_of == num_choices:
+            return
+        if best_of < num_choices:
+            raise InvalidRequest(f"'best_of' must be at least 'n' ({num_choices}).", "best_of")
+        if self.stream:
+            raise InvalidRequest(
+                f"'best_of' must equal 'n' ({num_choices}) in a stream: which answers are best is "
+                "known only in the end.",
+                "best_of",
+            )
+
+    @property
+    def num_candidates(self) -> int | None:
+        return None if self.best_of == self.num_choices else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def told(self) -> Told:
+        return super().told._replace(echo=bool(self.echo))
 
     @property
     def max_output(self) -> int:

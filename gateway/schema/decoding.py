@@ -73,6 +73,18 @@ def check_word(value: str, param: str, allowed: Sequence[str]) -> None:
         )
 
 
+def refuse_unless(shape: msgspec.Struct, name: str, *neutral: object, prefix: str = "") -> None:
+    """Refuse a parameter that we do not have, unless its value asks for nothing."""
+    value = getattr(shape, name)
+    if value is None or value in neutral:
+        return
+    allowed = ", ".join(["null", *(msgspec.json.encode(word).decode() for word in neutral)])
+    raise InvalidRequest(
+        f"'{prefix}{name}' is not supported with the value {shown(value)}; allowed: {allowed}.",
+        f"{prefix}{name}",
+    )
+
+
 def shown(value: object) -> str:
     """A caller's value for a message; long ones are cut."""
     if isinstance(value, int) and value.bit_length() > 256:

@@ -122,6 +122,23 @@ def finished(said: Said, end: End) -> Finished:
     )
 
 
+class Told(NamedTuple):
+    """What is told besides the answer's text. `logprobs` and `prompt_logprobs` count the
+    likeliest tokens that come with each."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    echo: bool = False  # the prompt, before the answer
+    stop_string: bool = False
+    special_tokens: bool = False
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens are told one by one."""
+        return self.token_ids or self.logprobs is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What all chunks of one response say: `created` is Unix seconds."""

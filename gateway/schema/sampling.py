@@ -1,10 +1,7 @@
-"""The parameters that chat and text completions share, and what they ask of the sampler."""
+"""How tokens are drawn: what a request may say of it, and what we ask of the sampler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from engine.errors import InvalidRequest
 from engine.step import Sampling
@@ -12,7 +9,6 @@ from gateway.schema.decoding import check_least, check_range, shown
 from gateway.schema.scheduling import INT64, SchedulingRequest
 
 MAX_CHOICES = 128
-MAX_STOPS = 4
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
 
@@ -26,9 +22,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_CHOICES),
     "seed": INT64,
     "top_logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
 }
 LEAST: dict[str, int] = {
-    "max_tokens": 1,
+    "max_tokens": 0,
     "max_completion_tokens": 1,
     "min_tokens": 0,
     "top_k": -1,
@@ -43,22 +40,9 @@ class Vocabulary:
     eos_token_ids: frozenset[int]
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`stream_options`; obfuscation pads events against eavesdroppers, which we do not do."""
+class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn. The second half is not OpenAI's, and spelled as vLLM does."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """What every request for text may say. None is OpenAI's null: as if it were absent."""
-
-    model: str
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -66,7 +50,6 @@ class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=T
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    # Not OpenAI's; spelled as vLLM does.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -74,60 +57,12 @@ class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=T
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
 
-    # Who asks and how to file it: accepted, and nothing is done with it.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
+    def check_sampling(self) -> None:
+        """Raise `InvalidRequest` for the first value that is out of range."""
         for name, (low, high) in RANGES.items():
             check_range(getattr(self, name, None), name, low, high)
         for name, least in LEAST.items():
             check_least(getattr(self, name, None), name, least)
-        self._check_stop()
-        self._check_stream_options()
-        self.check_scheduling()
-
-    def _check_stop(self) -> None:
-        if len(self.stops) > MAX_STOPS:
-            raise InvalidRequest(
-                f"Invalid 'stop': at most {MAX_STOPS} sequences, but got {len(self.stops)}.", "stop"
-            )
-        if "" in self.stops:
-            raise InvalidRequest("Invalid 'stop': a sequence has at least one character.", "stop")
-
-    def _check_stream_options(self) -> None:
-        if self.stream_options is None:
-            return
-        if not self.stream:
-            raise InvalidRequest(
-                "The 'stream_options' parameter is only allowed when 'stream' is true.",
-                "stream_options",
-            )
-        refuse_unless(self.stream_options, "include_obfuscation", False, prefix="stream_options.")
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings, none to four."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def max_output(self) -> int | None:
-        """Tokens of answer at most; None: as many as the context leaves."""
-        return self.max_tokens
 
     def sampling(self, vocabulary: Vocabulary, seed: int) -> Sampling:
         """How the sampler should draw; `seed` is used where the request has none."""
@@ -148,8 +83,8 @@ class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=T
         """A nucleus of nothing (`top_p` 0) still holds the likeliest token: that is greedy."""
         return 0.0 if self.top_p == 0 else _or(self.temperature, 1.0)
 
-    def end_ids(self, vocabulary: Vocabulary) -> frozenset[int]:
-        """Ids that end the answer: the model's own unless ignored, and the caller's."""
+    def own_ends(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """Ids that end the answer because the caller says so."""
         named = self.stop_token_ids or []
         if len(named) > MAX_STOP_TOKENS:
             raise InvalidRequest(
@@ -157,20 +92,7 @@ class GenerationRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=T
             )
         for i, token_id in enumerate(named):
             check_token(token_id, f"stop_token_ids[{i}]", vocabulary)
-        own: frozenset[int] = frozenset() if self.ignore_eos else vocabulary.eos_token_ids
-        return own | frozenset(named)
-
-
-def refuse_unless(shape: msgspec.Struct, name: str, *neutral: object, prefix: str = "") -> None:
-    """Refuse a parameter that we do not have, unless its value asks for nothing."""
-    value = getattr(shape, name)
-    if value is None or value in neutral:
-        return
-    allowed = ", ".join(["null", *(msgspec.json.encode(word).decode() for word in neutral)])
-    raise InvalidRequest(
-        f"'{prefix}{name}' is not supported with the value {shown(value)}; allowed: {allowed}.",
-        f"{prefix}{name}",
-    )
+        return frozenset(named)
 
 
 def check_token(token_id: int, param: str, vocabulary: Vocabulary) -> None:

@@ -32,6 +32,8 @@ def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
         if name == "tool_calls":
             for part in value:
                 _add_call(whole.setdefault("tool_calls", []), part)
+        elif name == "function_call" and name in whole:
+            whole[name]["arguments"] += value["arguments"]
         elif isinstance(value, str) and isinstance(whole.get(name), str):
             whole[name] += value
         elif whole.get(name) is None:

@@ -7,7 +7,7 @@ from 0) answers with the `i`-th of the given texts, then with its end token.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from engine.request import Request
 from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.loop import run_virtual
-from engine.step import StepEntry
+from engine.step import Step, StepEntry, StepResult, TokenLogprobs
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.batch.lines import LineLimits
@@ -136,6 +136,47 @@ class AtOnce:
         return None
 
 
+class ScoringExecutor(SimulatedExecutor):
+    """Tells log-probabilities where they are asked for: -0.01 for token 1, -0.02 for token 2, …
+
+    The likeliest tokens after the one that was drawn are those that follow it in number.
+    """
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        answer = super().submit(step)
+        draws = [entry.draw for entry in step.entries if entry.draw is not None]
+        targets = [entry.prompt_logprobs for entry in step.entries]
+        if not any(targets) and all(draw.logprobs is None for draw in draws):
+            return answer
+        scored: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+
+        def score(plain: "asyncio.Future[StepResult]") -> None:
+            result = plain.result()
+            told = zip(draws, result.tokens, strict=True)
+            scored.set_result(
+                replace(
+                    result,
+                    logprobs=tuple(
+                        None if draw.logprobs is None else scores_of(token, draw.logprobs)
+                        for draw, token in told
+                    ),
+                    prompt_logprobs=tuple(
+                        () if t is None else tuple(scores_of(i, t.top) for i in t.ids)
+                        for t in targets
+                    ),
+                )
+            )
+
+        answer.add_done_callback(score)
+        return scored
+
+
+def scores_of(token: int, num_top: int) -> TokenLogprobs:
+    """What the rig says of a token."""
+    top = ((other, -other / 100) for other in range(token, token + num_top))
+    return TokenLogprobs(-token / 100, 1, tuple(top))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a test may change."""
@@ -233,7 +274,7 @@ def build_rig(setting: Setting) -> Rig:
         Audience(metrics, ends, quotas),
         live,
     )
-    executor = SimulatedExecutor(cost, draw=Speaker(setting.texts))
+    executor = ScoringExecutor(cost, draw=Speaker(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
         model=ServedModel(

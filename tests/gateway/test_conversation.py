@@ -185,16 +185,16 @@ async def test_reasoning_that_the_prompt_opens_is_closed_where_it_is_not_wanted(
     template = "{{ messages[0].content }}<think>{{ '\n' }}"
     talk = Conversation([Said("hi")], own_template=template)
     assert await written(talk, HERMES) == "hi<think>\n"
-    direct = Conversation([Said("hi")], own_template=template, is_direct=True, prefix="=")
-    assert await written(direct, HERMES) == "hi<think>\n\n</think>\n\n="
+    direct = Conversation([Said("hi")], own_template=template, is_direct=True)
+    assert await written(direct, HERMES) == "hi<think>\n\n</think>\n\n"
 
 
-async def test_the_answer_is_read_by_the_dialect_from_the_prefix_on() -> None:
+async def test_the_answer_is_read_by_the_dialect() -> None:
     model = Model(Letters(), Lines(), HERMES)
-    talk = Conversation([Said("hi")], wanted=WantedCalls(("f",)), prefix="<tool_call>\n")
+    talk = Conversation([Said("hi")], wanted=WantedCalls(("f",)))
     reading = await chat_prompt(model, talk, bits)
     assert reading.parser is not None
-    begin, arguments = reading.parser().feed('{"name": "f", "arguments": {}}')
+    begin, arguments = reading.parser().feed('<tool_call>{"name": "f", "arguments": {}}')
     assert isinstance(begin, CallBegin)
     assert (begin.name, arguments) == ("f", CallArguments(0, "{}"))
     thinking = (await chat_prompt(model, Conversation([Said("hi")]), bits)).parser

@@ -6,6 +6,15 @@ import pytest
 
 from tests.gateway.rig import CHAT, TEXT, USER, Rig, chat, play, text
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = "response_format.json_schema"
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    """A `tool_choice` of some tools."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
 ASKS_NOTHING: list[dict[str, Any]] = [
     {"logprobs": False, "top_logprobs": None},
     {"top_logprobs": 0},
@@ -16,6 +25,14 @@ ASKS_NOTHING: list[dict[str, Any]] = [
     {"modalities": ["text"]},
     {"audio": None, "prediction": None, "web_search_options": None, "moderation": None},
     {"reasoning_effort": "none", "verbosity": "medium"},
+    {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": True}},
+    {"prediction": {"type": "content", "content": "x"}},
+    {"prediction": {"type": "content", "content": [{"type": "text", "text": "x"}]}},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"skip_special_tokens": True, "spaces_between_special_tokens": True},
+    {"structured_outputs": {}, "guided_decoding_backend": "any"},
+    {"include_stop_str_in_output": False, "return_token_ids": False, "prompt_logprobs": None},
+    {"add_generation_prompt": True, "continue_final_message": False},
     {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s"},
     {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {}},
     {"service_tier": "auto"},
@@ -30,20 +47,82 @@ ASKS_NOTHING: list[dict[str, Any]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+    ({"functions": [{"name": "f"}], "function_call": "always"}, "function_call"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "no way"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed("often", TOOL)},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed("auto", {"type": "function"})},
+        "tool_choice.allowed_tools.tools[0]",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, SCHEMA + ".name"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": {"type": "thing"}},
+            }
+        },
+        SCHEMA + ".schema",
+    ),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+    (
+        {"structured_outputs": {"json": {}, "json_object": True}},
+        "structured_outputs.json_object",
+    ),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    (
+        {"structured_outputs": {"disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+    ),
+    ({"prediction": {"type": "image", "content": "x"}}, "prediction.type"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"chat_template": "x" * 70_000}, "chat_template"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
+    (
+        {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+        "continue_final_message",
+    ),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
-    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"verbosity": "low"}, "verbosity"),
     ({"moderation": {"model": "m"}}, "moderation"),
     ({"service_tier": "scale"}, "service_tier"),
@@ -136,12 +215,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 REFUSED_IN_TEXT: list[tuple[dict[str, Any], str]] = [
-    ({"logprobs": 0}, "logprobs"),
     ({"logprobs": 6}, "logprobs"),
-    ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 2}, "best_of"),
     ({"best_of": 21}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"guided_choice": [], "echo": True}, "guided_choice"),
     ({"messages": USER}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
 ]
@@ -231,8 +311,7 @@ def test_a_whole_conversation_is_read() -> None:
             assert exchange.status == 200, reply
         prompt = bytes(rig.ended[0].ask.prompt).decode()
         assert (
-            prompt
-            == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\nfunction:f\nassistant:no\n"
+            prompt == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\ntool:f\nassistant:no\n"
         )
 
     play(scene)

@@ -1,36 +1,43 @@
-"""A dialect is seen in the chat template, or asked for by name; forced calls have a schema."""
+"""A dialect is seen in the chat template, or asked for by name; held calls have a grammar."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import jsonschema_rs
 import pytest
 
-from adapters.dialects.choosing import choose_dialect
+from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
 from engine.errors import RefusedToStart
+from engine.grammar import GrammarError
+from engine.step import Grammar
+from gateway.ports import HeldCalls
+from tests.gateway.rig import byte_grammars
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
+COMPILER = byte_grammars()
 
 
 @pytest.mark.parametrize(
-    ("template", "prefix", "opened_by"),
+    ("template", "style", "opened_by"),
     [
         ("", None, None),
         ("{{ messages }}", None, None),
-        ("{% if tools %}<tool_call>{% endif %}", "<tool_call>\n", None),
+        ("{% if tools %}<tool_call>{% endif %}", "hermes", None),
+        ("<tool_call>", None, None),
         ("{% if tools %}<tool_call>\n<function=x>{% endif %}", None, None),
-        ("{% if tools %}<tool_call>{% endif %}<think>", "<tool_call>\n", "<think>"),
+        ("{% if tools %}<tool_call>{% endif %}<think>", "hermes", "<think>"),
         ("{{ content.split('</think>') }}", None, "<think>"),
-        ("{{ tools }}<|python_tag|>", "", None),
-        ("{{ tools }}[TOOL_CALLS]", "[TOOL_CALLS]", None),
-        ("{{ tools }}[TOOL_CALLS][THINK]", "[TOOL_CALLS]", "[THINK]"),
+        ("{{ tools }}<|python_tag|>", "llama3", None),
+        ("{{ tools }}[TOOL_CALLS]", "mistral", None),
+        ("{{ tools }}[TOOL_CALLS][ARGS]", "mistral-args", None),
+        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "[THINK]"),
     ],
 )
-def test_the_template_says_which(template: str, prefix: str | None, opened_by: str | None) -> None:
+def test_the_template_says_which(template: str, style: str | None, opened_by: str | None) -> None:
     dialect = choose_dialect(template)
-    assert dialect.reads_calls == (prefix is not None)
-    if prefix is not None:
-        assert dialect.force({"f": None}, is_parallel=True).prefix == prefix
+    assert dialect.reads_calls == (style is not None)
+    assert dialect.tools == (TOOL_STYLES[style] if style else None)
     assert (dialect.reasoning.open if dialect.reasoning else None) == opened_by
 
 
@@ -43,7 +50,7 @@ def test_the_builtin_model_calls_as_hermes_does() -> None:
 def test_a_name_counts_more_than_the_template() -> None:
     template = "{% if tools %}<tool_call>{% endif %}<think>"
     assert choose_dialect(template, "none", "none") == choose_dialect("")
-    assert choose_dialect(template, "llama3").force({"f": None}, is_parallel=True).prefix == ""
+    assert choose_dialect(template, "llama3").tools == TOOL_STYLES["llama3"]
 
 
 @pytest.mark.parametrize("flag", ["tools", "reasoning"])
@@ -52,34 +59,86 @@ def test_an_unknown_name_is_refused_with_those_that_exist(flag: str) -> None:
         choose_dialect("", **{flag: "x"})
 
 
-TREE = {
+TREE: Mapping[str, Any] = {
     "type": "object",
     "properties": {"child": {"$ref": "#/$defs/node"}},
-    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+    "additionalProperties": False,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"next": {"$ref": "#/$defs/node"}},
+            "additionalProperties": False,
+        }
+    },
 }
+GOOD, BAD = '{"child": {"next": {}}}', '{"child": 1}'
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
+    "llama3": '{"name": "%s", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "%s", "arguments": %s}]',
+    "mistral-args": "[TOOL_CALLS]%s[ARGS]%s",
+}
+MARKED = sorted(WRITTEN.keys() - {"llama3"})
+
+
+def held(style: str, calls: HeldCalls) -> Grammar:
+    grammar = choose_dialect("", style).hold_calls(calls)
+    assert grammar is not None
+    return grammar
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    """Whether the text is a complete output."""
+    matcher = COMPILER.compile(grammar)
+    try:
+        matcher.feed(list(text.encode()))
+        return matcher.mask().accepts
+    except GrammarError:
+        return False
 
 
 @pytest.mark.parametrize("names", [("f",), ("f", "g")])
-@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral"])
-def test_a_forced_calls_schema_takes_such_calls_only(style: str, names: tuple[str, ...]) -> None:
-    forced = choose_dialect("", style).force(dict.fromkeys(names, TREE), is_parallel=False)
-    key = "parameters" if style == "llama3" else "arguments"
-    call = {"name": "f", key: {"child": {"next": {"next": {}}}}}
-    wrong = [
-        {"name": "h", key: {}},
-        {"name": "f"},
-        {"name": "f", key: {"child": {"next": 1}}},
-        {**call, "x": 1},
-    ]
-    as_answer = (lambda call: [call]) if style == "mistral" else (lambda call: call)
-    validator = jsonschema_rs.validator_for(dict(forced.schema))
-    assert validator.is_valid(as_answer(call))
-    assert not any(validator.is_valid(as_answer(call)) for call in wrong)
+@pytest.mark.parametrize("style", sorted(WRITTEN))
+def test_where_a_call_must_come_nothing_else_does(style: str, names: tuple[str, ...]) -> None:
+    grammar = held(style, HeldCalls(dict.fromkeys(names, TREE), must_call=True, max_calls=1))
+    call = WRITTEN[style]
+    for name in names:
+        assert allows(grammar, call % (name, GOOD))
+        assert not allows(grammar, call % (name, BAD))
+    for text in ("", "Hello", call % ("h", GOOD), call % ("f", GOOD) * 2, "a" + call % ("f", GOOD)):
+        assert not allows(grammar, text)
 
 
-def test_only_an_array_has_room_for_parallel_calls() -> None:
-    calls = [{"name": "f", "arguments": {}}] * 2
-    for is_parallel in (True, False):
-        forced = choose_dialect("", "mistral").force({"f": None}, is_parallel=is_parallel)
-        validator = jsonschema_rs.validator_for(dict(forced.schema))
-        assert validator.is_valid(calls) == is_parallel
+@pytest.mark.parametrize("style", MARKED)
+def test_parallel_calls_are_allowed_where_they_are_wanted(style: str) -> None:
+    grammar = held(style, HeldCalls({"f": TREE}, must_call=True))
+    assert allows(grammar, WRITTEN[style] % ("f", GOOD) * 2)
+
+
+@pytest.mark.parametrize("style", MARKED)
+def test_strict_calls_are_held_in_free_text(style: str) -> None:
+    grammar = held(style, HeldCalls({"f": TREE, "loose": None}))
+    call = WRITTEN[style]
+    for text in ("", "Hello", "So:" + call % ("f", GOOD) + "!", call % ("loose", '{"a": 1}')):
+        assert allows(grammar, text)
+    assert not allows(grammar, "So:" + call % ("f", BAD))
+
+
+@pytest.mark.parametrize("style", sorted(WRITTEN))
+def test_an_answer_in_json_may_stand_in_the_place_of_a_call(style: str) -> None:
+    grammar = held(style, HeldCalls({"f": TREE}, answer=TREE))
+    assert allows(grammar, WRITTEN[style] % ("f", GOOD))
+    assert allows(grammar, GOOD)
+    assert not allows(grammar, "Hello")
+    assert not allows(grammar, BAD)
+
+
+@pytest.mark.parametrize("style", sorted(WRITTEN))
+def test_a_function_without_parameters_takes_none(style: str) -> None:
+    grammar = held(style, HeldCalls({"f": {}}, must_call=True))
+    assert allows(grammar, WRITTEN[style] % ("f", "{}"))
+    assert not allows(grammar, WRITTEN[style] % ("f", '{"a": 1}'))
+
+
+def test_calls_without_a_mark_cannot_be_held_in_free_text() -> None:
+    assert choose_dialect("", "llama3").hold_calls(HeldCalls({"f": TREE})) is None

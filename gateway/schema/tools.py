@@ -1,0 +1,177 @@
+"""`tools`, `tool_choice` and their forerunners `functions`, `function_call`: what may be called.
+
+All forms come out as one `ToolPlan`. Tools that are not functions are refused by name.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import check_word, shown
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_\-.]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def check(self, path: str) -> None:
+        """Raise `InvalidRequest` if the name is none."""
+        if not _NAME.fullmatch(self.name):
+            raise InvalidRequest(
+                f"Invalid '{path}.name': {shown(self.name)} is not 1 to 64 letters, digits, "
+                "underscores, dashes and dots.",
+                f"{path}.name",
+            )
+
+    def as_tool(self) -> dict[str, Any]:
+        """As chat templates see it; whether it is strict is no concern of the model."""
+        function = msgspec.to_builtins(self)
+        function.pop("strict", None)
+        return {"type": "function", "function": function}
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `tools`. Only functions are served; the rest is here to be refused by name."""
+
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Any = None
+
+
+class ToolPlan(NamedTuple):
+    """What may be called, whatever the request called it.
+
+    `param` is the field that offers. `must_call`: no other answer will do. `is_held`: calls match
+    their parameters' schemas.
+    """
+
+    offered: Sequence[FunctionDefinition] = ()
+    must_call: bool = False
+    max_calls: int | None = None
+    param: str = "tools"
+
+    @property
+    def is_held(self) -> bool:
+        return self.must_call or any(function.strict for function in self.offered)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(function.name for function in self.offered)
+
+    def held(self) -> dict[str, Mapping[str, Any] | None]:
+        """Parameters by name where they are to be held to: where a call must come, or is strict."""
+        return {
+            function.name: function.parameters or {} if self.must_call or function.strict else None
+            for function in self.offered
+        }
+
+
+def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool | None) -> ToolPlan:
+    """What `tools` and `tool_choice` ask for."""
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    _check_names(functions, "tools")
+    mode, names = _chosen(choice)
+    if not functions and (mode == "required" or names is not None):
+        raise InvalidRequest(
+            "'tool_choice' is only allowed when 'tools' are specified.", "tool_choice"
+        )
+    offered = functions if names is None else _named(functions, names, "tool_choice")
+    if mode == "none":
+        return ToolPlan()
+    return ToolPlan(offered, mode == "required", 1 if is_parallel is False else None)
+
+
+def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) -> ToolPlan:
+    """What the old `functions` and `function_call` ask for: one call at most."""
+    for i, function in enumerate(functions or ()):
+        function.check(f"functions[{i}]")
+    offered = list(functions or ())
+    _check_names(offered, "functions")
+    match choice:
+        case None | "auto":
+            return ToolPlan(offered, max_calls=1, param="functions")
+        case "none":
+            return ToolPlan(param="functions")
+        case {"name": str(name)} if len(choice) == 1:
+            named = _named(offered, [name], "function_call")
+            return ToolPlan(named, must_call=True, max_calls=1, param="functions")
+    raise InvalidRequest(
+        "Invalid 'function_call': expected 'none', 'auto' or an object with a function's name.",
+        "function_call",
+    )
+
+
+def _function(tool: Tool, path: str) -> FunctionDefinition:
+    check_word(tool.type, f"{path}.type", ("function",))
+    if tool.function is None:
+        name = f"{path}.function"
+        raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+    tool.function.check(f"{path}.function")
+    return tool.function
+
+
+def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
+    if len(functions) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"Invalid '{param}': at most {MAX_TOOLS}, but got {len(functions)}.", param
+        )
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"Invalid '{param}': {shown(twice)} is defined twice.", param)
+
+
+def _chosen(choice: Any) -> tuple[str, list[str] | None]:
+    """The mode, and the names that it is limited to."""
+    match choice:
+        case None:
+            return "auto", None
+        case str():
+            check_word(choice, "tool_choice", _CHOICES)
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "required", [name]
+        case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}}:
+            check_word(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
+            return mode, [_allowed(tool, i) for i, tool in enumerate(tools)]
+        case {"type": str(kind)}:
+            check_word(kind, "tool_choice.type", ("function", "allowed_tools"))
+    raise InvalidRequest(
+        "Invalid 'tool_choice': expected 'none', 'auto', 'required', "
+        '{"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}.',
+        "tool_choice",
+    )
+
+
+def _allowed(tool: Any, i: int) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    param = f"tool_choice.allowed_tools.tools[{i}]"
+    expected = '{"type": "function", "function": {"name": …}}'
+    raise InvalidRequest(f"Invalid '{param}': expected {expected}.", param)
+
+
+def _named(
+    functions: Sequence[FunctionDefinition], names: Sequence[str], param: str
+) -> list[FunctionDefinition]:
+    known = {function.name: function for function in functions}
+    for name in names:
+        if name not in known:
+            raise InvalidRequest(
+                f"Invalid value for '{param}': no function named {shown(name)} was specified.",
+                param,
+            )
+    return [known[name] for name in dict.fromkeys(names)]
