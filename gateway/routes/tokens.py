@@ -61,7 +61,7 @@ async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
     if request.prompt is None:
         chat = request.as_chat(service.model.name)
-        text, ids = await write_prompt(service.model, conversation_of(chat, service))
+        text, ids = await write_prompt(service.model, conversation_of(chat))
         if not request.add_special_tokens:
             return ids
     elif request.add_special_tokens is not False:

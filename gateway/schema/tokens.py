@@ -5,9 +5,11 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.chat import ChatRequest, Message
+from gateway.schema.chat import ChatRequest
 from gateway.schema.decoding import decode
+from gateway.schema.messages import Message
 from gateway.schema.sampling import Vocabulary, check_token
+from gateway.schema.tools import Tool
 
 _OF_CHAT = (
     "add_generation_prompt",
@@ -30,7 +32,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` unless it is the one or the other."""
