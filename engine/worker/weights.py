@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import RefusedToStart
+from engine.worker.mappings import drop_pages
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
@@ -142,6 +143,11 @@ class Weights:
         self._taken[name] = self._taken.get(name, 0) + tensor.numel()
         self._progress("weights", len(self._taken), self._num_wanted)
         return tensor.to(self._dtype)
+
+    def drop_pages(self) -> None:
+        """Give back what was read of the files: linears have copies, and of an embedding few rows
+        are ever read."""
+        drop_pages(self._files)
 
     def expect(self, num_tensors: int) -> None:
         """So many will be taken: what progress counts up to."""

@@ -193,6 +193,7 @@ class Worker:
         weights = Weights(checkpoint.directory, dtype, progress)
         num_parameters = checkpoint.survey(weights, shard)
         model = checkpoint.family.build(weights, shard, operators)
+        weights.drop_pages()
 
         size, local = settings.block_size, shard.local_shape
         block_bytes = bytes_per_block(local, local.num_layers, size, dtype.itemsize)
