@@ -18,18 +18,18 @@ from importlib.metadata import version
 from importlib.resources import files
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import quote
 
 import uvloop
 
 from engine.cost import LiveCost
-from engine.events import Audience
-from engine.kv import KVLedger
+from engine.events import Audience, Observer
 from engine.loop import Engine
 from engine.memory import Admission, Swap
-from engine.policy import PolicySettings, build
+from engine.policy import PolicySettings
 from engine.profiler import Bounds
+from engine.recording import Header
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
@@ -45,6 +45,7 @@ from gateway.grammar import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.quotas import Quotas
+from gateway.recording import recording
 from gateway.routes.batches import ENDPOINTS
 from gateway.schema.sampling import Vocabulary
 from gateway.server import Server, Signals, bind, raise_file_limit, unless_told
@@ -92,6 +93,14 @@ class Loaded:
     calibration: Calibration
 
 
+class ControlPlane(NamedTuple):
+    """Who decides, and who counts and answers for it."""
+
+    scheduler: IterationScheduler
+    metrics: Metrics
+    quotas: Quotas
+
+
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
     """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -116,7 +125,8 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
                 store = _store(settings, loaded.name)
                 stack.callback(store.close)
                 cost = LiveCost(loaded.calibration.model)
-                server = build_server(settings, loaded, cost, gate, store)
+                plane = _control_plane(settings, loaded, cost, stack)
+                server = build_server(settings, loaded, plane, gate, store)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if loaded.calibration.file is not None:
                     loaded.calibration.file.save(cost.model)
@@ -227,12 +237,10 @@ def _store(settings: Settings, model: str) -> Store:
 
 
 def build_server(
-    settings: Settings, loaded: Loaded, cost: LiveCost, gate: Gate, store: Store
+    settings: Settings, loaded: Loaded, plane: ControlPlane, gate: Gate, store: Store
 ) -> Server:
-    """The control plane and the gateway over a loaded model; `cost` will follow the machine."""
-    metrics, quotas = Metrics(), Quotas()
-    observer = Audience(metrics, RequestLog(), quotas)
-    scheduler = _scheduler(settings, loaded.report, observer, cost)
+    """The gateway over a loaded model and its scheduler."""
+    scheduler, metrics, quotas = plane
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=settings.lookahead)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
@@ -262,11 +270,21 @@ def build_server(
     return Server(app, engine, watch, runner, settings.drain_seconds, bounds, gate.tls)
 
 
-def _scheduler(
-    settings: Settings, report: WorkerReport, observer: Audience, cost: LiveCost
-) -> IterationScheduler:
-    policy = build(settings.policy, cost, PolicySettings(seats=settings.max_batch_size))
-    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
+def _control_plane(
+    settings: Settings, loaded: Loaded, cost: LiveCost, stack: AsyncExitStack
+) -> ControlPlane:
+    """The scheduler and those who are told of all that it does."""
+    terms = _terms(settings, loaded)
+    metrics, quotas = Metrics(), Quotas()
+    observers: list[Observer] = [metrics, RequestLog(), quotas]
+    if settings.record is not None:
+        observers.append(stack.enter_context(recording(settings.record, terms)))
+    return ControlPlane(terms.build(cost, Audience(*observers)), metrics, quotas)
+
+
+def _terms(settings: Settings, loaded: Loaded) -> Header:
+    """The terms on which requests are served."""
+    report = loaded.report
     bounds = SchedulerSettings(
         max_model_len=report.max_model_len,
         max_batch_size=settings.max_batch_size,
@@ -278,7 +296,17 @@ def _scheduler(
         reuses_prefixes=settings.prefix_cache,
         swap=Swap(settings.swap),
     )
-    return IterationScheduler(bounds, ledger, policy, observer, cost)
+    return Header(
+        policy=settings.policy,
+        policies=PolicySettings(seats=settings.max_batch_size),
+        scheduler=bounds,
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
+        depth=settings.pipeline_stages,
+        cost=loaded.calibration.model,
+        lookahead=settings.lookahead,
+        num_host_blocks=report.num_host_blocks,
+    )
 
 
 def _compiler(loaded: Loaded) -> "GrammarCompiler":

@@ -108,6 +108,7 @@ def facts_about(
         "cores": os.cpu_count(),
         "device": report.device,
         "dtype": report.dtype,
+        "format": report.weights,
         "weight_format": report.weights,
         "attention": report.attention,
         "threads": report.threads,

@@ -236,6 +236,12 @@ class Settings(BaseSettings):
     drain_seconds: float = _option(
         30.0, "server", "how long running answers may take after SIGTERM", "SECONDS", ge=0
     )
+    record: Path | None = _option(
+        None,
+        "server",
+        "write arrivals and iterations, without their texts, for podway simulate --replay",
+        "FILE",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "how much to log"
     )

@@ -1,25 +1,23 @@
 """Play a trace through a real `Engine` in virtual time, and say how every request fared."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestCancelled
 from engine.loop import Engine
-from engine.request import Ask, Request
+from engine.request import Abort, Ask, Request
 from engine.simulated.loop import run_virtual
-from engine.step import Sampling
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from engine.ports import StepExecutor
     from engine.scheduler import IterationScheduler
     from engine.simulated.trace import Arrival
     from engine.step import TokenLogprobs
-
-GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,10 @@ class Lost(NamedTuple):
     error: EngineError
 
 
+LONG = 1e9  # seconds
+Accepted = Callable[[Request, "Arrival"], object]
+
+
 class Played(NamedTuple):
     """How everybody fared: the finished in order of arrival, and the others."""
 
@@ -74,21 +76,32 @@ def play(
 
 
 def play_all(
-    scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
+    scheduler: "IterationScheduler",
+    executor: "StepExecutor",
+    arrivals: "Sequence[Arrival]",
+    accepted: "Accepted | None" = None,
+    lookahead: int = 0,
 ) -> Played:
-    """As `play`, for loads at which some requests may be refused. Arrivals are by time."""
-    return run_virtual(_play(scheduler, executor, arrivals))
+    """As `play`, for loads at which some requests may be refused. Arrivals are by time; `accepted`
+    hears which of them became which request."""
+    return run_virtual(_play(scheduler, executor, arrivals, accepted, lookahead))
 
 
 async def _play(
-    scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
+    scheduler: "IterationScheduler",
+    executor: "StepExecutor",
+    arrivals: "Sequence[Arrival]",
+    accepted: "Accepted | None",
+    lookahead: int,
 ) -> Played:
-    engine = Engine(scheduler, executor, asyncio.get_running_loop().time)
-    audience = _Audience(engine, len(arrivals))
+    clock = asyncio.get_running_loop().time
+    engine = Engine(scheduler, executor, clock, lookahead=lookahead)
+    audience = _Audience(engine, len(arrivals), accepted)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         await audience.arrive(arrivals)
         await audience.is_served.wait()
+        await engine.drain(LONG)  # iterations of which nobody wants anything are still in flight
         running.cancel()
     return audience.played()
 
@@ -96,33 +109,39 @@ async def _play(
 class _Audience:
     """All clients as one: asks in the order of arrival, and notes each end."""
 
-    def __init__(self, engine: Engine, size: int) -> None:
+    def __init__(self, engine: Engine, size: int, accepted: "Accepted | None") -> None:
         self.is_served = asyncio.Event()
         self._engine = engine
         self._left = size
+        self._accepted = accepted
         self._fared: dict[int, Fared] = {}
         self._lost: dict[int, Lost] = {}
 
     async def arrive(self, arrivals: "Sequence[Arrival]") -> None:
-        now = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
         if not arrivals:
             self.is_served.set()
         for index, arrival in enumerate(arrivals):
-            if arrival.at > now():
-                await asyncio.sleep(arrival.at - now())
-            ask = Ask(arrival.prompt(index), arrival.output_len, GREEDY)
+            if arrival.at > loop.time():
+                await asyncio.sleep(arrival.at - loop.time())
+            stream = _Patient(arrival.ask(index), self._engine, self._watch(index, arrival))
             try:
-                _Patient(ask, self._engine, self._watch(index, arrival)).__enter__()
+                stream.__enter__()
             except EngineError as error:
                 self._note(index, arrival, error)
+                continue
+            if self._accepted is not None:
+                self._accepted(stream.request, arrival)
+            if arrival.patience is not None:
+                loop.call_at(arrival.at + arrival.patience, stream.leave)
 
     def played(self) -> Played:
-        fared = [self._fared[index] for index in sorted(self._fared)]
-        return Played(fared, [self._lost[index] for index in sorted(self._lost)])
+        finished = [self._fared[index] for index in sorted(self._fared)]
+        return Played(finished, [self._lost[index] for index in sorted(self._lost)])
 
     def _watch(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
         def ended(request: Request) -> None:
-            self._note(index, arrival, request.error or _fared(arrival, request))
+            self._note(index, arrival, request.error or fared(arrival, request))
 
         return ended
 
@@ -139,7 +158,7 @@ class _Audience:
 class _Patient(TokenStream):
     """A reader that is told of the end only: a million tokens need not wake a million readers.
 
-    Its lease ends with its request, because nobody leaves early here.
+    Its lease ends with its request, or when its caller leaves.
     """
 
     def __init__(self, ask: Ask, engine: Engine, ended: "Callable[[Request], None]") -> None:
@@ -153,8 +172,17 @@ class _Patient(TokenStream):
     def wake(self) -> None:
         self._ended(self.request)
 
+    def leave(self) -> None:
+        """The caller has waited long enough."""
+        request = self.request
+        if not request.state.is_terminal and request.abort is None:
+            request.error = RequestCancelled("its caller left")
+            self.close(Abort.CLIENT_GONE)
+            self._ended(request)
 
-def _fared(arrival: "Arrival", request: Request) -> Fared:
+
+def fared(arrival: "Arrival", request: Request) -> Fared:
+    """How a request fared that has finished."""
     assert request.first_token_at is not None, "a finished request has a first token"
     assert request.last_token_at is not None, "and a last one"
     assert request.admitted_at is not None, "and was admitted"

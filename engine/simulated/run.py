@@ -4,17 +4,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.cost import LiveCost
+from engine.events import Audience
 from engine.kv import KVLedger
 from engine.scheduler import IterationScheduler
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
+from engine.simulated.replay import Answers, Recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.cost import CostModel
+    from engine.events import Observer
     from engine.ports import Cost, Policy
     from engine.scheduler import SchedulerSettings
     from engine.simulated.trace import Arrival
@@ -36,6 +39,8 @@ class Setup:
     block_size: int = 16
     stages: int = 1
     slo: SLO = NO_SLO
+    is_oracle: bool = False  # its policy takes `max_tokens` for the length of the answer
+    lookahead: int = 0
     num_host_slots: int = 0
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
 
@@ -50,16 +55,24 @@ class _KnownCost(LiveCost):
             self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
 
 
-def simulate(setup: Setup, arrivals: "Sequence[Arrival]") -> Figures:
-    """Play the arrivals, which are by time, to the last token of the last request."""
+def simulate(
+    setup: Setup, arrivals: "Sequence[Arrival]", also: "Observer | None" = None
+) -> Figures:
+    """Play the arrivals, which are by time, to the last token of the last request; `also` is
+    told of all that happens."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
+    observer = Audience(recorder, also) if also is not None else recorder
     cost = _KnownCost(setup.cost)
     size = setup.block_size
     ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
-    executor = SimulatedExecutor(
-        setup.cost, setup.stages, draw=None, block_seconds=setup.slot_seconds * size
-    )
-    scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), recorder, cost)
+    scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
     recorder.watch(scheduler)
-    played = play_all(scheduler, executor, arrivals)
+    if setup.is_oracle:
+        arrivals = [one.told() if isinstance(one, Recorded) else one for one in arrivals]
+    answers = Answers() if any(isinstance(arrival, Recorded) for arrival in arrivals) else None
+    accepted = answers.accepted if answers is not None else None
+    executor = SimulatedExecutor(
+        setup.cost, setup.stages, answers, setup.lookahead, setup.slot_seconds * size
+    )
+    played = play_all(scheduler, executor, arrivals, accepted, setup.lookahead)
     return summarise(setup.label, played, recorder, setup.slo)

@@ -13,6 +13,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
+from engine.request import Ask
+from engine.step import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     Lengths = Callable[[Random], tuple[int, int]]  # draws (prompt_len, output_len)
 
+GREEDY = Sampling(temperature=0.0)
 SHARED_BLOCK = 512  # tokens that one of `Arrival.blocks` stands for (Mooncake's)
 _FIRST_OWN_TOKEN = 1 << 30  # token ids below are names of shared blocks
 
@@ -34,12 +37,18 @@ class Arrival:
     """One request of a trace: seconds after the start, and lengths in tokens.
 
     `blocks` names the leading runs of `SHARED_BLOCK` prompt tokens: equal name, equal tokens.
+    The caller leaves after `patience` seconds, if the answer has not ended by then.
     """
 
     at: float
     prompt_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
+    patience: float | None = None
+
+    def ask(self, index: int) -> Ask:
+        """The request itself; `index` is its place in the trace."""
+        return Ask(self.prompt(index), self.output_len, GREEDY)
 
     def prompt(self, index: int) -> tuple[int, ...]:
         """Made-up token ids; `index` tells this request's own tokens from everybody's."""

@@ -8,24 +8,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
 
 from rich.console import Console
 
-from engine.cost import CostModel
 from engine.errors import EngineError, InvalidRequest
-from engine.memory import Admission, Swap
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
-from engine.ports import Cost, Policy
-from engine.scheduler import SchedulerSettings
 from engine.simulated.capacity import capacity
-from engine.simulated.catalogue import DEVICES, SHAPES, described
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.hardware import Deployment, Device, Shape
+from engine.simulated.follow import Follower
+from engine.simulated.replay import Recording, read_recording
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import (
     Arrival,
@@ -40,10 +33,8 @@ from engine.simulated.trace import (
     sped_up,
     steady,
 )
-from gateway.client.flags import Parser, ShowDefaults, above_zero, natural, positive
-
-T = TypeVar("T", Device, Shape)
-_UNBOUNDED = 1 << 62
+from gateway.client.flags import Parser, ShowDefaults, above_zero, positive
+from gateway.client.setups import add_engine, add_hardware, setups
 
 
 def parser() -> Parser:
@@ -65,8 +56,8 @@ def main(argv: list[str]) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Workload, hardware, engine, results."""
     _add_workload(parser)
-    _add_hardware(parser)
-    _add_engine(parser)
+    add_hardware(parser)
+    add_engine(parser)
     add = parser.add_argument_group("results").add_argument
     add("--slo", type=_slo, default=SLO(), metavar="ttft=S,tpot=S,norm=S,jct=S", help="of goodput")
     add("--capacity", action="store_true", help="search for the highest requests/s within --slo")
@@ -78,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--trace", type=Path, metavar="FILE", help="CSV or Mooncake JSONL, plain or .gz")
+    add("--replay", type=Path, metavar="FILE", help="what podway serve --record wrote")
     add("--lengths", choices=("orca", "skewed"), default="orca", help="without --trace")
     add("--arrivals", choices=("poisson", "gamma", "steady"), default="poisson", help="likewise")
     add("--variation", type=above_zero, default=2.0, metavar="CV", help="of gamma's gaps")
@@ -87,54 +79,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--to", type=float, default=float("inf"), dest="stop", metavar="S", help="likewise")
     add("-n", "--requests", type=positive, metavar="N", help="how many (default 1000, or all)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals")
-
-
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("hardware").add_argument
-    add("--device", default="h100", help=f"JSON file, or {', '.join(DEVICES)}")
-    add("--model", default="llama-3.1-8b", help=f"JSON file, or {', '.join(SHAPES)}")
-    add("--stages", type=positive, default=1, metavar="N", help="of the pipeline")
-    add("--ranks", type=positive, default=1, metavar="N", help="tensor ranks of each stage")
-    add("--slowdown", type=above_zero, default=1.0, metavar="X", help="stretch every second")
-    add("--cost", type=Path, metavar="FILE", help="measured, as serve saves it")
-    add("--kv-slots", type=positive, metavar="N", help="by default what fits beside the weights")
-    add("--host-kv-slots", type=natural, default=0, metavar="N", help="room for what is swapped")
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    known = [*POLICIES, *ORACLES]
-    add("--policy", nargs="+", choices=known, default=["fcfs"], metavar="P", help=", ".join(known))
-    modes = [mode.value for mode in Admission]
-    add(
-        "--admission",
-        nargs="+",
-        choices=modes,
-        default=["grow"],
-        metavar="A",
-        help=", ".join(modes),
-    )
-    add("--max-batch-size", type=positive, default=64, metavar="N", help="requests an iteration")
-    add("--max-batch-tokens", type=positive, default=2048, metavar="N", help="tokens an iteration")
-    add("--max-model-len", type=positive, metavar="N", help="by default the model's")
-    add("--max-queue", type=positive, default=_UNBOUNDED, metavar="N", help="requests that wait")
-    add("--max-preemptions", type=natural, default=3, metavar="N", help="of one request")
-    swaps = [swap.value for swap in Swap]
-    add(
-        "--swap",
-        nargs="+",
-        choices=swaps,
-        default=["proactive"],
-        metavar="S",
-        help=", ".join(swaps) + "; with --host-kv-slots",
-    )
-    add("--max-swaps", type=natural, default=16, metavar="N", help="of one request")
-    add("--block-size", type=positive, default=16, metavar="N", help="slots of a KV block")
-    add("--no-prefix-reuse", action="store_true", help="compute every prompt in full")
-    add("--base-quantum", type=above_zero, metavar="S", help="mlfq: of the highest queue")
-    add("--quantum-ratio", type=above_zero, default=2.0, metavar="X", help="mlfq: to the next")
-    add("--no-skip-join", action="store_true", help="mlfq: everybody joins the highest queue")
-    add("--starvation-seconds", type=above_zero, metavar="S", help="by default the policy's own")
 
 
 def _slo(text: str) -> SLO:
@@ -153,12 +97,15 @@ def _share(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Simulate and show; 1 with one line if the flags cannot be simulated."""
     try:
-        arrivals = _arrivals(args)
-        setups = _setups(args)
+        recording = read_recording(args.replay) if args.replay else None
+        arrivals = _arrivals(args, recording)
+        wanted = setups(args, recording)
         if args.capacity:
-            runs, found = _plan(args, setups, arrivals)
+            runs, found = _plan(args, wanted, arrivals)
         else:
-            runs, found = _sweep(args, setups, arrivals), {}
+            runs, found = _sweep(args, wanted, arrivals), {}
+        if recording is not None:
+            runs = [*_followed(args, recording), *runs]
     except (EngineError, OSError) as error:
         sys.stderr.write(f"podway simulate: {error}\n")
         return 1
@@ -189,9 +136,25 @@ def _plan(
     return runs, found
 
 
-def _arrivals(args: argparse.Namespace) -> list[Arrival]:
+def _followed(args: argparse.Namespace, recording: Recording) -> list[Figures]:
+    """The recorded run itself, if the schedule comes out as it was; a line says whether."""
+    followed = Follower(recording).follow(args.slo)
+    count = followed.num_iterations
+    if followed.figures is None:
+        sys.stderr.write(f"the schedule differs after {count} iterations: {followed.difference}\n")
+        return []
+    sys.stdout.write(f"the schedule is reproduced: {count} iterations\n")
+    return [followed.figures]
+
+
+def _arrivals(args: argparse.Namespace, recording: Recording | None) -> list[Arrival]:
     """The load at its own pace, or at one request a second where only --rate sets it."""
-    if args.trace:
+    if recording is not None:
+        if args.trace:
+            raise InvalidRequest("--replay and --trace exclude each other", "replay")
+        arrivals = between(recording.arrivals, args.start, args.stop)[: args.requests]
+        arrivals = sped_up(arrivals, args.time_scale)
+    elif args.trace:
         arrivals = between(read_trace(args.trace), args.start, args.stop)[: args.requests]
         arrivals = sped_up(arrivals, args.time_scale)
     else:
@@ -210,94 +173,6 @@ def _synthetic(args: argparse.Namespace) -> list[Arrival]:
         return gamma(args.time_scale, count, lengths, random, args.variation)
     draw = poisson if args.arrivals == "poisson" else steady
     return draw(args.time_scale, count, lengths, random)
-
-
-def _setups(args: argparse.Namespace) -> list[Setup]:
-    """One for each policy and admission."""
-    device = _named("device", args.device, DEVICES, Device)
-    shape = _named("model", args.model, SHAPES, Shape)
-    hardware = Deployment(device, shape, args.stages, args.ranks, slowdown=args.slowdown)
-    cost = read_cost(args.cost) if args.cost else hardware.cost()
-    policies = PolicySettings(
-        starvation_seconds=args.starvation_seconds,
-        seats=args.max_batch_size,
-        base_quantum=args.base_quantum,
-        ratio=_above_one(args.quantum_ratio),
-        skips=not args.no_skip_join,
-    )
-    return [
-        Setup(
-            label=f"{name} {admission}" + (f" {swap}" if len(args.swap) > 1 else ""),
-            settings=_settings(args, Admission(admission), Swap(swap), shape.context),
-            policy=partial(_policy, name, policies),
-            cost=cost,
-            num_slots=args.kv_slots or hardware.num_slots,
-            block_size=args.block_size,
-            stages=args.stages,
-            slo=args.slo,
-            num_host_slots=args.host_kv_slots,
-            slot_seconds=hardware.slot_seconds,
-        )
-        for name, admission, swap in product(args.policy, args.admission, args.swap)
-    ]
-
-
-def _policy(name: str, settings: PolicySettings, cost: Cost) -> Policy:
-    return build(name, cost, settings, serves=False)
-
-
-def _settings(
-    args: argparse.Namespace, admission: Admission, swap: Swap, context: int
-) -> SchedulerSettings:
-    if args.max_batch_tokens < args.max_batch_size:
-        raise InvalidRequest("--max-batch-tokens must be at least --max-batch-size")
-    return SchedulerSettings(
-        max_model_len=args.max_model_len or context,
-        max_batch_size=args.max_batch_size,
-        max_batch_tokens=args.max_batch_tokens,
-        admission=admission,
-        max_queue_requests=args.max_queue,
-        max_queue_tokens=_UNBOUNDED,
-        max_preemptions=args.max_preemptions,
-        swap=swap,
-        max_swaps=args.max_swaps,
-        reuses_prefixes=not args.no_prefix_reuse,
-    )
-
-
-def _above_one(ratio: float) -> float:
-    if ratio <= 1.0:
-        raise InvalidRequest(f"--quantum-ratio must be above 1, not {ratio}")
-    return ratio
-
-
-def _named(flag: str, name: str, table: dict[str, T], kind: type[T]) -> T:
-    """An entry of the catalogue, or a description from a JSON file."""
-    if name in table:
-        return table[name]
-    if not name.endswith(".json"):
-        known = ", ".join(table)
-        raise InvalidRequest(f"--{flag} is a .json file or one of {known}, not {name!r}", flag)
-    return described(kind, _json_object(Path(name)))
-
-
-def read_cost(path: Path) -> CostModel:
-    """A measured cost model, bare or as `podway serve` saves it; raises `InvalidRequest`."""
-    values = _json_object(path)
-    try:
-        return CostModel.parse(values.get("cost", values))
-    except (ValueError, AttributeError) as error:
-        raise InvalidRequest(f"{path} is not a cost model: {error}", "cost") from error
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"{path} must hold a JSON object")
-    return values
 
 
 def _show(args: argparse.Namespace, runs: Sequence[Figures], found: dict[str, float]) -> None:

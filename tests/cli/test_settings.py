@@ -80,6 +80,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "swap": "reactive",
         "max_step_seconds": "0.25",
         "cost_model": "none",
+        "record": "record.jsonl",
         "cache_dir": "cache",
         "pipeline_stages": "1",
         "tensor_ranks": "1",

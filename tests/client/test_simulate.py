@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client.simulate import main, read_cost
+from gateway.client.setups import read_cost
+from gateway.client.simulate import main
 
 AZURE = Path(__file__).parents[1] / "data" / "azure_2023_conv_first_1000.csv.gz"
+GOLDEN = Path(__file__).parents[1] / "replays" / "fcfs_grow.jsonl"
 SMALL = ["-n", "20", "--device", "a100-40gb", "--model", "gpt3-13b"]
 
 
@@ -85,6 +87,9 @@ def test_a_measured_cost_and_a_described_machine_are_read(tmp_path: Path) -> Non
         (["--quantum-ratio", "1"], "--quantum-ratio must be above 1"),
         (["-n", "1", "--rate", "2"], "more than one moment"),
         (["--cost", "nowhere.json"], "nowhere.json"),
+        (["--replay", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--replay", str(AZURE)], "is not a recording"),
+        (["--replay", str(GOLDEN), "--trace", str(AZURE)], "exclude each other"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(
@@ -104,3 +109,28 @@ def test_a_flag_that_makes_no_sense_ends_with_a_line(
         main(flags)
     assert ended.value.code == 1
     assert flags[0] in capsys.readouterr().err
+
+
+def test_a_recording_is_played_again_under_its_own_and_other_policies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--replay", str(GOLDEN), "--slo", "ttft=9"]
+    own = simulated(tmp_path, *flags)["runs"]
+    assert [run["label"] for run in own] == ["recorded", "fcfs grow"]
+    assert "the schedule is reproduced:" in capsys.readouterr().out
+    other = ["--policy", "mlfq", "srpt", "--admission", "reserve", "--max-batch-size", "2"]
+    runs = simulated(tmp_path, *flags, *other)["runs"]
+    assert [run["label"] for run in runs] == ["recorded", "mlfq reserve", "srpt reserve"]
+    assert runs[0] == own[0]
+    assert len({run["num_arrived"] for run in runs}) == 1
+
+
+def test_a_recording_that_comes_out_differently_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.jsonl"
+    lines = GOLDEN.read_text().splitlines()
+    path.write_text("\n".join([*lines[:30], *lines[31:]]))
+    runs = simulated(tmp_path, "--replay", str(path))["runs"]
+    assert [run["label"] for run in runs] == ["fcfs grow"]
+    assert "the schedule differs after" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Follow a recording event by event: the same scheduler must decide the same again.
+
+What came from outside (arrivals, results, cancels, the moments of planning) is given to a fresh
+scheduler as it was recorded; what it decides is written down and compared row by row. This is how
+a golden schedule is checked, and what is known of a recorded server beside its simulations.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.cost import LiveCost
+from engine.errors import RequestCancelled, StepFailed, Unavailable
+from engine.events import Audience
+from engine.policy import build
+from engine.recording import Scribe, render
+from engine.request import Abort, FinishReason, Request
+from engine.simulated.figures import SLO, Figures, summarise
+from engine.simulated.play import Fared, Lost, Played, fared
+from engine.simulated.record import Recorder
+from engine.simulated.replay import Answers, Row, decode_row
+from engine.step import Fault, StepResult
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.simulated.replay import Recording
+
+_PERIODS = 500  # samples of the state over time
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How far the schedule came out the same, and the figures of the recorded run itself.
+
+    `difference` is the first row that did not, for a person; None if all did.
+    """
+
+    num_iterations: int
+    difference: str | None
+    figures: Figures | None
+
+
+class Follower:
+    """A scheduler on the terms of a recording, and what it is to be given."""
+
+    def __init__(self, recording: "Recording") -> None:
+        header = recording.header
+        self._recording = recording
+        self._produced: list[Row] = []
+        span = recording.rows[-1].at - recording.rows[0].at
+        self._recorder = Recorder(period=span / _PERIODS or 1.0)
+        told = Audience(self._recorder, Scribe(self._note, header.block_size))
+        self._scheduler = header.build(LiveCost(header.cost), told)
+        self._recorder.watch(self._scheduler)
+        self._answers = Answers()
+        self._requests: list[Request] = []
+        self._in_flight: deque[Iteration] = deque()
+        self._before: Row | None = None
+
+    def follow(self, slo: SLO) -> Followed:
+        """From the first row to the last, or to the first that comes out differently."""
+        rows = self._recording.rows
+        checked = 0
+        for row in rows:
+            self._give(row)
+            self._before = row
+            while checked < min(len(self._produced), len(rows)):
+                difference = _difference(rows[checked], self._produced[checked])
+                if difference is not None:
+                    line = f"line {checked + 2}: {difference}"
+                    return Followed(self._recorder.num_iterations, line, None)
+                checked += 1
+        if checked < len(rows):
+            line = f"line {checked + 2}: {_shown(rows[checked])} did not happen again"
+            return Followed(self._recorder.num_iterations, line, None)
+        return Followed(self._recorder.num_iterations, None, self._figures(slo))
+
+    def _note(self, row: dict[str, object]) -> None:
+        self._produced.append(decode_row(render(row, _nameless)))
+
+    def _give(self, row: Row) -> None:
+        """Do what the row says was done to the scheduler; nothing for what followed from that."""
+        scheduler, now = self._scheduler, row.at
+        if row.arrived is not None:
+            self._arrive(row.arrived, now)
+        elif row.planned is not None or row.idled:
+            self._plan(row)
+        elif row.committed is not None:
+            self._commit(row)
+        elif row.failed is not None:
+            scheduler.fail(self._in_flight.popleft(), StepFailed("as recorded"), now)
+        elif row.cancelled is not None:
+            scheduler.cancel(self._requests[row.cancelled], Abort(row.reason), now)
+        elif row.switched is not None:
+            header = self._recording.header
+            scheduler.switch(build(row.switched, scheduler.cost, header.policies), now)
+        elif row.lost:
+            scheduler.lose_device(self._in_flight, now)
+            self._in_flight.clear()
+        elif row.given_up:
+            scheduler.fail_all(Unavailable("as recorded"), now)
+
+    def _plan(self, row: Row) -> None:
+        """As the loop does: at first without those in flight, where there is room (see
+        `Engine`); whether that was tried already is told by the row before."""
+        header, before = self._recording.header, self._before
+        oldest = None
+        if header.lookahead and self._in_flight:
+            is_full = len(self._in_flight) >= header.depth
+            has_tried = before is not None and before.idled and before.at == row.at
+            oldest = self._in_flight[0] if is_full or has_tried else None
+        iteration = self._scheduler.plan(row.at, oldest)
+        if iteration is not None:
+            self._in_flight.append(iteration)
+
+    def _arrive(self, number: int, now: float) -> None:
+        """It ends by itself where it did; other ends are events that are yet to come."""
+        arrival, end = self._recording.arrivals[number], self._recording.ends.get(number)
+        if end is None or end.reason != FinishReason.STOP.value:
+            arrival = replace(arrival, ends_after=None)
+        request = self._scheduler.add(arrival.ask(arrival.number), now)
+        self._answers.accepted(request, arrival)
+        self._requests.append(request)
+
+    def _commit(self, row: Row) -> None:
+        iteration = self._in_flight.popleft()
+        step = iteration.step
+        tokens = tuple(self._answers(entry) for entry in step.entries if entry.draw is not None)
+        faults = tuple(
+            Fault(at, "as recorded")
+            for at, request in enumerate(iteration.requests)
+            if request.request_id in row.faults
+        )
+        result = StepResult(step.step_id, tokens, row.seconds, faults=faults)
+        self._scheduler.commit(iteration, result, row.at)
+
+    def _figures(self, slo: SLO) -> Figures:
+        finished: list[Fared] = []
+        lost: list[Lost] = []
+        start = self._requests[0].arrived_at
+        for request in self._requests:
+            arrival = self._recording.arrivals[request.request_id]
+            if request.outcome == "finished" and request.produced:
+                arrival = replace(arrival, output_len=request.produced)
+                finished.append(fared(arrival, request))
+            else:
+                lost.append(Lost(arrival, request.error or RequestCancelled("it left")))
+        figures = summarise("recorded", Played(finished, lost), self._recorder, slo)
+        moments = [moment._replace(at=moment.at - start) for moment in figures.moments]
+        return replace(figures, moments=moments)
+
+
+def _nameless(name: bytes | str) -> str:
+    """Names differ from file to file; whether they agree shows in what is computed."""
+    return ""
+
+
+def _difference(recorded: Row, produced: Row) -> str | None:
+    """What is not the same, or None."""
+    if _compared(recorded) == _compared(produced):
+        return None
+    return f"recorded {_shown(recorded)}, but now {_shown(produced)}"
+
+
+def _compared(row: Row) -> Row:
+    return msgspec.structs.replace(row, blocks=(), tenant="")
+
+
+def _shown(row: Row) -> str:
+    return msgspec.json.encode(_compared(row)).decode()[:200]

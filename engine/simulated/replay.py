@@ -1,0 +1,298 @@
+"""A recording read back: its requests as arrivals, its iterations as samples of what steps cost.
+
+Nothing says which tokens there were, only which blocks were alike; so tokens are made up such
+that the same blocks are alike again, in prompts and in answers, and each answer ends where it did.
+"""
+
+import gzip
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.cost import CostModel
+from engine.errors import InvalidRequest
+from engine.fit import Sample, fit
+from engine.recording import VERSION, Header
+from engine.request import Abort, Ask, FinishReason, Request
+from engine.simulated.trace import GREEDY, Arrival
+
+if TYPE_CHECKING:
+    from engine.step import StepEntry
+
+END = (1 << 31) - 1  # the token that ends a made-up answer
+_FIRST_OWN = 1 << 30  # from here on, tokens that only one request has
+_FEWEST_SAMPLES = 20  # below that, the cost model that the recording began with is better
+
+
+class BadRecording(InvalidRequest):
+    """A file that is no recording, or of another version; the message names file and line."""
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One event (see `engine.recording`); which one is said by the field that is set."""
+
+    at: float
+    arrived: int | None = None
+    prompt: int = 0
+    max_tokens: int = 0
+    min_tokens: int = 0
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    ttft_deadline: float | None = None
+    deadline: float | None = None
+    is_background: bool = False
+    blocks: tuple[int | str, ...] = ()
+    planned: int | None = None
+    entries: tuple[tuple[int, int, int], ...] = ()
+    moves: tuple[tuple[str, int, bool], ...] = ()
+    committed: int | None = None
+    seconds: float = 0.0
+    faults: tuple[int, ...] = ()
+    failed: int | None = None
+    ended: int | None = None
+    outcome: str = ""
+    reason: str = ""
+    produced: int = 0
+    cancelled: int | None = None
+    preempted: int | None = None
+    switched: str | None = None
+    idled: bool = False
+    lost: bool = False
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Arrival):
+    """An arrival of a recording. `names` stand for the content of its leading blocks."""
+
+    terms: Ask | None = None  # all of the ask but the prompt
+    names: tuple[int, ...] = ()
+    block_size: int = 1
+    number: int = 0
+    ends_after: int | None = None  # tokens, if the answer ended before its limit
+
+    def ask(self, index: int) -> Ask:
+        assert self.terms is not None, "a recorded arrival has terms"
+        return replace(self.terms, prompt=self.prompt(index))
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        size, tokens = self.block_size, []
+        for name in self.names[: self.prompt_len // size]:
+            tokens += [name] * size
+        rest = range(len(tokens), self.prompt_len)
+        return (*tokens, *map(self._at, rest))
+
+    def token(self, position: int) -> int:
+        """The token of the answer at that position of prompt and answer."""
+        if self.ends_after == position - self.prompt_len + 1:
+            return END
+        return self._at(position)
+
+    def _at(self, position: int) -> int:
+        block = position // self.block_size
+        return self.names[block] if block < len(self.names) else _FIRST_OWN + self.number
+
+    def told(self) -> "Recorded":
+        """The same, with a limit that gives the length of the answer away, for an oracle."""
+        assert self.terms is not None, "a recorded arrival has terms"
+        return replace(self, terms=replace(self.terms, max_tokens=self.output_len))
+
+
+class Answers:
+    """The tokens that the requests of a replay get; `SimulatedExecutor` draws from it."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[int, Recorded] = {}
+
+    def accepted(self, request: Request, arrival: Arrival) -> None:
+        """From now on this request gives that arrival's answer."""
+        assert isinstance(arrival, Recorded), "only a recording knows answers"
+        self._arrivals[request.request_id] = arrival
+
+    def __call__(self, entry: "StepEntry") -> int:
+        position = entry.start + len(entry.tokens)
+        return self._arrivals[entry.request_id].token(position)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file in memory; `rows` are its events in order."""
+
+    path: Path
+    header: Header
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def ends(self) -> dict[int, Row]:
+        """The end of each request that ended."""
+        return {row.ended: row for row in self.rows if row.ended is not None}
+
+    @cached_property
+    def arrivals(self) -> list[Recorded]:
+        """By request, from 0 on; the first comes at second 0."""
+        names: dict[Hashable, int] = {}
+        left = {row.cancelled: row for row in self.rows if row.cancelled is not None}
+        rows = [row for row in self.rows if row.arrived is not None]
+        return [self._arrival(row, rows[0].at, left, names) for row in rows]
+
+    def _arrival(
+        self, row: Row, start: float, left: dict[int, Row], names: dict[Hashable, int]
+    ) -> Recorded:
+        assert row.arrived is not None, "a row of an arrival"
+        end, leaving = self.ends.get(row.arrived), left.get(row.arrived)
+        is_gone = leaving is not None and leaving.reason in _OF_THE_CALLER
+        ends_after = None if is_gone else _ends_after(row, end)
+        blocks = (*row.blocks, *(end.blocks if end is not None else ()))
+        return Recorded(
+            at=row.at - start,
+            prompt_len=row.prompt,
+            output_len=ends_after or row.max_tokens,
+            patience=leaving.at - row.at if leaving is not None and is_gone else None,
+            terms=_terms(row),
+            names=tuple(names.setdefault(block, len(names)) for block in blocks),
+            block_size=self.header.block_size,
+            number=row.arrived,
+            ends_after=ends_after,
+        )
+
+    def cost(self) -> CostModel:
+        """Fitted to the recording's own iterations, and to what lay between them."""
+        samples = list(self._samples())
+        try:
+            if len(samples) < _FEWEST_SAMPLES:
+                return self.header.cost
+            return fit(samples, *self._idle())
+        except ValueError:  # iterations of one size alone
+            return self.header.cost
+
+    def _samples(self) -> Iterator[Sample]:
+        """Each iteration that was committed. An entry draws if it reaches the last known token."""
+        known = {row.arrived: row.prompt for row in self.rows if row.arrived is not None}
+        sizes: dict[int, tuple[int, int, float, int]] = {}
+        for row in self.rows:
+            if row.planned is not None:
+                tokens = slots = draws = 0
+                pairs = 0.0
+                for request, start, count in row.entries:
+                    tokens, slots = tokens + count, slots + start + count
+                    pairs += count * (start + (count + 1) / 2) if count > 1 else 0.0
+                    if start + count >= known[request]:
+                        known[request] = start + count + 1
+                        draws += 1
+                sizes[row.planned] = (tokens, slots, pairs, draws)
+            elif row.committed is not None and not row.faults:
+                yield Sample(*sizes[row.committed], row.seconds)
+
+    def _idle(self) -> tuple[float, float]:
+        """Seconds around a step in which the worker waits: for each step, for each request.
+
+        With one step in flight the worker waits until the next plan, if anybody is live; with
+        more, it has the next step already.
+        """
+        points: list[tuple[int, float]] = []
+        plans: dict[int, Row] = {}
+        waiting: tuple[Row, Row] | None = None  # planned and committed, until the next plan
+        live, before = 0, 0.0
+        for row in self.rows:
+            live += (row.arrived is not None) - (row.ended is not None)
+            if row.planned is not None:
+                plans[row.planned] = row
+                if waiting is not None:
+                    points.append(_waited(*waiting, until=row.at))
+                    waiting = None
+            elif row.committed is not None:
+                plan = plans.pop(row.committed)
+                if self.header.depth == 1 and live:
+                    waiting = plan, row
+                else:
+                    points.append(_waited(plan, row, until=row.at, since=before))
+                before = row.at
+        return _line(points)
+
+
+def _waited(plan: Row, back: Row, until: float, since: float = 0.0) -> tuple[int, float]:
+    """Requests in a step, and the time around it that was not the worker's."""
+    return len(plan.entries), max(0.0, until - max(since, plan.at) - back.seconds)
+
+
+_OF_THE_CALLER = {Abort.CLIENT_GONE.value, Abort.EXPLICIT.value, Abort.SLOW_CLIENT.value}
+
+
+def _ends_after(row: Row, end: Row | None) -> int | None:
+    """Tokens of an answer that ended by itself, or that we know no more of; else None."""
+    if end is None or end.reason == FinishReason.LENGTH.value:
+        return None
+    if end.reason == Abort.DEADLINE.value:
+        return None
+    return min(max(1, end.produced), row.max_tokens)
+
+
+def _terms(row: Row) -> Ask:
+    return Ask(
+        prompt=(),
+        max_tokens=row.max_tokens,
+        sampling=GREEDY,
+        end_ids=frozenset({END}),
+        min_tokens=row.min_tokens,
+        priority=row.priority,
+        tenant=row.tenant,
+        weight=row.weight,
+        ttft_deadline=row.ttft_deadline,
+        deadline=row.deadline,
+        is_background=row.is_background,
+    )
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """The straight line nearest to the points, neither falling nor below 0."""
+    if not points:
+        return 0.0, 0.0
+    count = len(points)
+    x, y = sum(p[0] for p in points) / count, sum(p[1] for p in points) / count
+    spread = sum((p[0] - x) ** 2 for p in points)
+    slope = sum((p[0] - x) * (p[1] - y) for p in points) / spread if spread else 0.0
+    slope = min(max(0.0, slope), y / x)
+    return y - slope * x, slope
+
+
+_rows = msgspec.json.Decoder(Row)
+
+
+def decode_row(line: str | bytes) -> Row:
+    """One event; raises `msgspec.MsgspecError`."""
+    return _rows.decode(line)
+
+
+def read_recording(path: Path) -> Recording:
+    """A recording, perhaps gzipped. Raises `BadRecording`."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    rows: list[Row] = []
+    try:
+        with opener(path, "rb") as file:
+            header = _header(path, file.readline())
+            rows.extend(map(decode_row, file))
+    except (OSError, EOFError) as error:
+        raise BadRecording(f"cannot read the recording {path}: {error}", "replay") from error
+    except msgspec.MsgspecError as error:
+        raise BadRecording(f"{path}, line {len(rows) + 2}: {error}", "replay") from error
+    if not any(row.arrived is not None for row in rows):
+        raise BadRecording(f"nobody arrives in the recording {path}", "replay")
+    return Recording(path, header, tuple(rows))
+
+
+def _header(path: Path, line: bytes) -> Header:
+    try:
+        version = msgspec.json.decode(line).get("podway_recording")
+    except (msgspec.MsgspecError, AttributeError) as error:
+        raise BadRecording(f"{path} is not a recording of podway serve", "replay") from error
+    if version != VERSION:
+        raise BadRecording(f"{path} has version {version}; this podway reads {VERSION}", "replay")
+    try:
+        return msgspec.json.decode(line, type=Header)
+    except (AssertionError, msgspec.MsgspecError) as error:
+        raise BadRecording(f"{path}, line 1: {error}", "replay") from error
