@@ -6,7 +6,7 @@ from 0) answers with the `i`-th of the given texts, then with its end token.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -232,8 +232,15 @@ class Ends(RequestLog):
         self.requests.append(request)
 
 
-def play(scene: Callable[[Rig], Awaitable[None]], setting: Setting | None = None) -> Rig:
-    """Run a scene to its end; afterwards no request lives and every slot is free."""
+def play(
+    scene: Callable[[Rig], Awaitable[None]],
+    setting: Setting | None = None,
+    run: Callable[[Coroutine[Any, Any, Rig]], Rig] = run_virtual,
+) -> Rig:
+    """Run a scene to its end; afterwards no request lives and every slot is free.
+
+    With `asyncio.run` in real time, for scenes in which threads take part.
+    """
 
     async def main() -> Rig:
         rig = build_rig(setting or Setting())
@@ -250,7 +257,7 @@ def play(scene: Callable[[Rig], Awaitable[None]], setting: Setting | None = None
         assert scheduler.ledger.num_held == 0, scheduler
         return rig
 
-    return run_virtual(main())
+    return run(main())
 
 
 def build_rig(setting: Setting) -> Rig:
