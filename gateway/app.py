@@ -26,6 +26,7 @@ from gateway.routes import (
     health,
     models,
     requests,
+    responses,
     tokens,
 )
 from gateway.service import Service, caller_of, service_of
@@ -61,6 +62,14 @@ ROUTES = (
     _route("/v1/batches", GET=batches.list_batches, POST=batches.create_batch),
     _route("/v1/batches/{batch_id}", GET=batches.retrieve_batch),
     _route("/v1/batches/{batch_id}/cancel", POST=batches.cancel_batch),
+    Route("/v1/responses", responses.create_response, methods=["POST"]),
+    _route(
+        "/v1/responses/{response_id}",
+        GET=responses.retrieve_response,
+        DELETE=responses.delete_response,
+    ),
+    _route("/v1/responses/{response_id}/cancel", POST=responses.cancel_response),
+    _route("/v1/responses/{response_id}/input_items", GET=responses.list_input_items),
     Route("/v1/requests/{request_id:path}/cancel", requests.cancel, methods=["POST"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),

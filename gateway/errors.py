@@ -82,6 +82,13 @@ class BatchNotFound(InvalidRequest):
         super().__init__(f"No batch of yours has the id {batch_id[:128]!r}.", param)
 
 
+class ResponseNotFound(InvalidRequest):
+    """The caller has no such response, or it is not kept any more."""
+
+    def __init__(self, response_id: str, param: str | None = None) -> None:
+        super().__init__(f"No response of yours with the id {response_id[:128]!r} is kept.", param)
+
+
 class StoreFull(InvalidRequest):
     """Everything that is kept takes all the room there is."""
 
@@ -155,6 +162,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     PathNotFound: Verdict(404, _INVALID, "not_found"),
     RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
     FileNotFound: Verdict(404, _INVALID, "file_not_found"),
+    ResponseNotFound: Verdict(404, _INVALID, "response_not_found"),
     BatchNotFound: Verdict(404, _INVALID, "batch_not_found"),
     MethodNotAllowed: Verdict(405, _INVALID, "method_not_allowed"),
     BodyTooSlow: Verdict(408, _INVALID, "request_timeout"),
@@ -187,10 +195,14 @@ def verdict(error: BaseException) -> Verdict:
     return next(rows, _INTERNAL)
 
 
+def message_of(error: BaseException) -> str:
+    """What a client is told in words. What is our fault keeps its details for the log."""
+    return _OUR_FAULT if verdict(error).status == 500 else str(error)
+
+
 def error_body(error: BaseException) -> bytes:
-    """The JSON body. What is our fault keeps its details for the log."""
-    row = verdict(error)
-    message = _OUR_FAULT if row.status == 500 else str(error)
+    """The JSON body."""
+    row, message = verdict(error), message_of(error)
     param = error.param if isinstance(error, InvalidRequest) else None
     told = {"message": message, "type": row.type, "param": param, "code": row.code}
     return orjson.dumps({"error": told})

@@ -14,6 +14,7 @@ from gateway.routes.admin import PolicyChoice
 from gateway.schema.batches import BatchRequest
 from gateway.schema.chat import ChatRequest
 from gateway.schema.completions import CompletionRequest
+from gateway.schema.response_request import ResponseRequest
 from gateway.schema.sampling import LEAST, RANGES
 from gateway.schema.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -67,6 +68,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
     ("GET", "/v1/batches/{batch_id}"): Operation("batches", "How far a batch is."),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Stop a batch."),
+    ("POST", "/v1/responses"): Operation(
+        "responses", "The next turn, as items.", ResponseRequest, (JSON, EVENTS)
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation("responses", "A response that was kept."),
+    ("DELETE", "/v1/responses/{response_id}"): Operation("responses", "Forget a response."),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "responses", "End a response that is being made."
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        "responses", "What a response was made of.", query=PAGING
+    ),
     ("POST", "/v1/requests/{request_id}/cancel"): Operation(
         "requests", "End a running request by its x-request-id."
     ),

@@ -50,6 +50,7 @@ class Order:
     told: Told = Told()  # noqa: RUF009 # frozen
     held: Held | None = None
     avoided_ids: frozenset[int] = frozenset()  # of the `end_ids`, those that `held` must force
+    seal: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes go out
     best_of: int | None = None  # so many are made for each prompt, and the likeliest told
 
     @property

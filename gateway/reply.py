@@ -66,8 +66,12 @@ async def compose(order: "Order", choir: Choir) -> bytes:
         candidates = await choir.each(_to_the_end)
         choices = _likeliest(order, choir, candidates)
         if sum(choice.num_told for choice in choices) > _MANY_TOKENS:
-            return await asyncio.to_thread(order.frames.whole, choices, choir)
-        return order.frames.whole(choices, choir)
+            body = await asyncio.to_thread(order.frames.whole, choices, choir)
+        else:
+            body = order.frames.whole(choices, choir)
+    if order.seal is not None:
+        await order.seal()
+    return body
 
 
 async def _to_the_end(voice: "Voice") -> Finished:

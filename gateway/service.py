@@ -14,6 +14,7 @@ from gateway.keys import Keys
 from gateway.pacing import LoopWatch
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.quotas import Quotas
+from gateway.running import Running
 from gateway.schema.frames import Header
 from gateway.schema.sampling import Vocabulary
 from gateway.store.store import Store
@@ -70,6 +71,7 @@ class Service:
     pace: Pace
     store: Store
     quotas: Quotas = field(default_factory=Quotas)
+    running: Running = field(default_factory=Running)
     cors_origins: Sequence[str] = ()
 
     def header(self, prefix: str) -> Header:

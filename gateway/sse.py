@@ -51,6 +51,8 @@ class EventStream(EventSourceResponse):
                 await choir.gather()
                 rest = await choir.each(lambda voice: self._speak(voice, send))
                 rest.append(self._order.frames.closing(choir))
+            if self._order.seal is not None:
+                await self._order.seal()
             await self._end(b"".join(rest), send)
         except EngineError as error:
             await self._fail(error, send)

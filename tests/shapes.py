@@ -39,6 +39,7 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
     },
     "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionStreamResponseDelta": {"reasoning_content": _TEXT, "reasoning": _TEXT},
+    "InputMessage": {"id": {"type": "string"}},  # in lists of what was asked, as OpenAI answers
     "CreateCompletionResponse.choices[]": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,

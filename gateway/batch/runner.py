@@ -7,7 +7,7 @@ next start goes on with the rest.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -52,7 +52,7 @@ class Ordered(Protocol):
 
 logger = logging.getLogger(__name__)
 
-Endpoint = Callable[[bytes, Caller, "Service"], Ordered]  # takes a body as its route does
+Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[Ordered]]  # as its route
 ATTEMPTS = 3  # at a line that the engine lost
 RETRY_SECONDS = 1.0  # while there is no worker
 OUTPUT_SECONDS = 30 * 86_400  # that output files are kept, unless the batch says otherwise
@@ -216,7 +216,7 @@ class _Run:
     async def _ask(self, line: Line) -> bytes:
         service = self._service
         caller = Caller(request_id(self._record, line), service.clock(), self._record.tenant)
-        ordered = self._order(line.body, caller, service)
+        ordered = await self._order(line.body, caller, service)
         if ordered.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
         order = ordered.order

@@ -1,5 +1,6 @@
 """`/v1/batches`: leave a file of requests, look after it, end it early."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import orjson
@@ -11,6 +12,7 @@ from gateway.errors import FileNotFound
 from gateway.reply import json_response
 from gateway.routes.chat import order_chat
 from gateway.routes.completions import order_completion
+from gateway.routes.responses import order_response
 from gateway.schema.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -20,9 +22,22 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
+    from gateway.access import Caller
+    from gateway.routes.generation import Ordered
+    from gateway.service import Service
+
+
+def _at_once(order: "Callable[[bytes, Caller, Service], Ordered]") -> Endpoint:
+    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "Ordered":
+        return order(body, caller, service)
+
+    return endpoint
+
+
 ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": order_chat,
-    "/v1/completions": order_completion,
+    "/v1/chat/completions": _at_once(order_chat),
+    "/v1/completions": _at_once(order_completion),
+    "/v1/responses": order_response,
 }
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 KEPT_SECONDS = 30 * 86_400  # that a batch is remembered after it was made

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway.access import Caller
+    from gateway.schema.frames import Frames
     from gateway.service import Service
 
 
@@ -36,9 +37,6 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
     """What the body asks for; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
     check_model(request.model, service)
-    held = hold(request.tool_plan(), request.held(), service.model.dialect)
-    conversation = conversation_of(request)
-    read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
     frames = ChatFrames(
         service.header("chatcmpl"),
         request.usage_wish,
@@ -46,7 +44,21 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> Ordered:
         service_tier=request.tier,
         is_old=request.has_functions,
     )
-    return ordered(request, Surface(read, frames, "messages", held), caller, service)
+    return order_request(request, frames, caller, service)
+
+
+def order_request(
+    request: ChatRequest,
+    frames: "Frames",
+    caller: "Caller",
+    service: "Service",
+    param: str = "messages",
+) -> Ordered:
+    """The order of a checked request, whoever tells its answer; `param` has the prompt."""
+    held = hold(request.tool_plan(), request.held(), service.model.dialect)
+    conversation = conversation_of(request)
+    read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
+    return ordered(request, Surface(read, frames, param, held), caller, service)
 
 
 def conversation_of(request: ChatRequest) -> Conversation:

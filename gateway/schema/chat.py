@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_word, decode, refuse_unless
+from gateway.schema.decoding import check_word, converted, decode, refuse_unless
 from gateway.schema.generation import GenerationRequest
 from gateway.schema.messages import ContentPart, Message
 from gateway.schema.output import Held, ResponseFormat
@@ -163,6 +163,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
+
+
+def chat_of(fields: Mapping[str, object]) -> ChatRequest:
+    """A checked request of fields that another endpoint has read, or `InvalidRequest`."""
+    request = converted(ChatRequest, fields)
+    request.check()
+    return request
 
 
 def decode_chat(body: bytes) -> ChatRequest:

@@ -5,10 +5,11 @@ allowed words) is checked by the functions here, so that all complaints read ali
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+import orjson
 
 from engine.errors import InvalidRequest
 
@@ -42,6 +43,24 @@ def decode(decoder: msgspec.json.Decoder[Shape], body: bytes) -> Shape:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
+
+
+def converted(kind: type[Shape], data: Mapping[str, object]) -> Shape:
+    """The same for what was decoded already, and is to be another shape."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _complaint(str(error)) from None
+
+
+def check_unicode(body: bytes) -> None:
+    """Raise `InvalidRequest` if a string has half of a surrogate pair: it could not be told."""
+    if b"\\u" not in body:
+        return
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
 
 
 def check_range(value: float | None, param: str, low: float, high: float) -> None:

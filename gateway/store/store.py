@@ -10,7 +10,9 @@ from gateway.store.batches import Batches
 from gateway.store.database import Aside, Database
 from gateway.store.desk import Desk
 from gateway.store.files import FileLimits, Files
+from gateway.store.responses import ResponseLimits, Responses
 
+DEFAULT_LIMITS = ResponseLimits()
 logger = logging.getLogger(__name__)
 
 
@@ -21,15 +23,23 @@ class Store:
     database: Database
     files: Files
     desk: Desk
+    responses: Responses
 
     def close(self) -> None:
         self.database.close()
 
 
-def open_store(path: Path | None, limits: FileLimits, aside: Aside | None = None) -> Store:
+def open_store(
+    path: Path | None,
+    limits: FileLimits,
+    aside: Aside | None = None,
+    responses: ResponseLimits = DEFAULT_LIMITS,
+) -> Store:
     """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
     database = Database(path, aside)
-    return Store(database, Files(database, limits), Desk(Batches(database)))
+    return Store(
+        database, Files(database, limits), Desk(Batches(database)), Responses(database, responses)
+    )
 
 
 def open_named(path: Path, limits: FileLimits) -> Store:

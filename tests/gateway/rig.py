@@ -44,6 +44,7 @@ from gateway.schema.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import Aside
 from gateway.store.files import FileLimits
+from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
 from tests.asgi import Client
 
@@ -202,6 +203,7 @@ class Setting:
     store: Path | None = None
     aside: Callable[[], Aside] = AtOnce
     files: FileLimits = field(default_factory=FileLimits)
+    responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
 
 
@@ -304,7 +306,7 @@ def build_rig(setting: Setting) -> Rig:
         cors_origins=setting.cors_origins,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
-        store=open_store(setting.store, setting.files, setting.aside()),
+        store=open_store(setting.store, setting.files, setting.aside(), setting.responses),
     )
     runner = Runner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)

@@ -1,0 +1,105 @@
+"""Responses that are kept, with all that they were made of: bounded, the least used go first."""
+
+import sqlite3
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from gateway.errors import ResponseNotFound
+from gateway.store.database import Database
+
+Item = dict[str, Any]
+
+
+class ResponseRecord(msgspec.Struct, frozen=True):
+    """A response object, and the items that the model saw: this input and all turns before."""
+
+    id: str
+    tenant: str
+    response: dict[str, Any]
+    items: list[Item]
+
+    @property
+    def turns(self) -> list[Item]:
+        """What a next response goes on from."""
+        return [*self.items, *self.response["output"]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """How many are kept, of how many bytes in all, and for how long."""
+
+    count: int = 10_000
+    num_bytes: int = 256 << 20
+    seconds: int = 30 * 86_400
+
+
+class Responses:
+    """The responses of all tenants; nobody sees another's."""
+
+    def __init__(self, database: Database, limits: ResponseLimits) -> None:
+        self._database = database
+        self._limits = limits
+
+    async def put(self, record: ResponseRecord, now: int) -> None:
+        """Keep it, and forget what is beyond the limits; one beyond them by itself is not kept."""
+        data = msgspec.json.encode(record)
+
+        def write(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO response (id, tenant, num_bytes, expires_at, used_at, record)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    *(record.id, record.tenant, len(data)),
+                    *(now + self._limits.seconds, _next_use(db), data),
+                ),
+            )
+            _trim(db, self._limits, now)
+
+        await self._database.do(write)
+
+    async def find(self, response_id: str, tenant: str, now: int) -> ResponseRecord:
+        """Raises `ResponseNotFound` for one that is not there, no longer there, or another's."""
+        look_up = partial(_find, response_id=response_id, tenant=tenant, now=now)
+        return await self._database.do(look_up)
+
+    async def delete(self, response_id: str, tenant: str, now: int) -> None:
+        """Raises `ResponseNotFound`."""
+
+        def remove(db: sqlite3.Connection) -> None:
+            _find(db, response_id, tenant, now)
+            db.execute("DELETE FROM response WHERE id = ?", (response_id,))
+
+        await self._database.do(remove)
+
+
+def _find(db: sqlite3.Connection, response_id: str, tenant: str, now: int) -> ResponseRecord:
+    query = "SELECT record FROM response WHERE id = ? AND tenant = ? AND expires_at > ?"
+    row = db.execute(query, (response_id, tenant, now)).fetchone()
+    if row is None:
+        raise ResponseNotFound(response_id)
+    db.execute("UPDATE response SET used_at = ? WHERE id = ?", (_next_use(db), response_id))
+    return _DECODER.decode(row[0])
+
+
+def _next_use(db: sqlite3.Connection) -> int:
+    """Uses are counted: seconds would not tell two of them apart."""
+    (last,) = db.execute("SELECT coalesce(max(used_at), 0) FROM response").fetchone()
+    return int(last) + 1
+
+
+def _trim(db: sqlite3.Connection, limits: ResponseLimits, now: int) -> None:
+    db.execute("DELETE FROM response WHERE expires_at <= ?", (now,))
+    count, size = db.execute(
+        "SELECT count(*), coalesce(sum(num_bytes), 0) FROM response"
+    ).fetchone()
+    while count > limits.count or size > limits.num_bytes:
+        oldest = "SELECT seq, num_bytes FROM response ORDER BY used_at LIMIT 1"
+        seq, num_bytes = db.execute(oldest).fetchone()
+        db.execute("DELETE FROM response WHERE seq = ?", (seq,))
+        count, size = count - 1, size - num_bytes
+
+
+_DECODER = msgspec.json.Decoder(ResponseRecord)

@@ -1,0 +1,481 @@
+"""The Responses API: items and events, turns that go on from turns, and what is kept of them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from adapters.dialects.choosing import choose_dialect
+from engine.request import Abort
+from gateway.store.responses import ResponseLimits
+from tests.gateway.forms import a_line, ended, lines_of, started
+from tests.gateway.rig import EPOCH, MODEL, STEP, Rig, Setting, play
+
+PATH = "/v1/responses"
+HERMES = choose_dialect("", "hermes", "think")
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "hi", **fields}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    async with rig.client.post(PATH, ask(**fields), headers) as exchange:
+        told = await exchange.json()
+    assert exchange.status == 200, told
+    return told
+
+
+async def streamed(rig: Rig, **fields: Any) -> list[Any]:
+    async with rig.client.post(PATH, ask(stream=True, **fields)) as exchange:
+        events = [event async for event in exchange.events()]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    async with rig.client.get(f"{PATH}/{path}", headers) as exchange:
+        return await exchange.start(), await exchange.json()
+
+
+def prompts(rig: Rig) -> list[str]:
+    return [bytes(request.ask.prompt).decode() for request in rig.ended]
+
+
+def texts(response: Any) -> str:
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    return "".join(part["text"] for item in messages for part in item["content"])
+
+
+def test_a_text_is_answered_with_one_message() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, instructions="Be brief.", metadata={"a": "b"}, user="me")
+        assert told["status"] == "completed"
+        assert told["object"] == "response"
+        assert told["created_at"] == EPOCH
+        assert told["completed_at"] == EPOCH + 1
+        assert (told["metadata"], told["user"]) == ({"a": "b"}, "me")
+        assert told["instructions"] == "Be brief."
+        (item,) = told["output"]
+        assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+        assert texts(told) == "Hello!"
+        prompt = "system:Be brief.\nuser:hi\n"
+        assert told["usage"]["input_tokens"] == len(prompt)
+        assert told["usage"]["output_tokens"] == len("Hello!") + 1
+        assert prompts(rig) == [prompt]
+
+    play(scene)
+
+
+def test_the_events_of_a_text_come_in_order_and_assemble_to_the_whole() -> None:
+    async def scene(rig: Rig) -> None:
+        events = await streamed(rig)
+        kinds = [event["type"].removeprefix("response.") for event in events]
+        assert kinds == [
+            *("created", "in_progress", "output_item.added", "content_part.added"),
+            *["output_text.delta"] * len("Hello!"),
+            *("output_text.done", "content_part.done", "output_item.done", "completed"),
+        ]
+        assert "".join(e["delta"] for e in events if "delta" in e) == "Hello!"
+        last = events[-1]["response"]
+        assert texts(last) == "Hello!"
+        assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
+        assert events[-2]["item"] == last["output"][0]
+        assert await got(rig, last["id"]) == (200, last)
+        whole = await created(rig)
+        fresh = {"id", "created_at", "completed_at", "output", "usage"}
+        assert {k: last[k] for k in last.keys() - fresh} == {
+            k: whole[k] for k in whole.keys() - fresh
+        }
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_is_incomplete(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        if stream:
+            *_, last = await streamed(rig, max_output_tokens=3)
+            assert last["type"] == "response.incomplete"
+            told = last["response"]
+        else:
+            told = await created(rig, max_output_tokens=3)
+        assert told["status"] == "incomplete"
+        assert told["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert told["output"][0]["status"] == "incomplete"
+        assert texts(told) == "Hel"
+
+    play(scene)
+
+
+THOUGHT = "<think>Hm.</think>Well."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_text_and_calls_are_items_of_their_own(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        if stream:
+            events = await streamed(rig, tools=[TOOL])
+            told = events[-1]["response"]
+            deltas: dict[str, str] = {}
+            for event in events:
+                if "delta" in event:
+                    deltas[event["type"]] = deltas.get(event["type"], "") + event["delta"]
+            assert deltas == {
+                "response.reasoning_text.delta": "Hm.",
+                "response.output_text.delta": "Well.",
+                "response.function_call_arguments.delta": '{"a": 1}',
+            }
+            done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+            assert done == told["output"]
+            indices = [
+                e["output_index"] for e in events if e["type"] == "response.output_item.added"
+            ]
+            assert indices == [0, 1, 2]
+        else:
+            told = await created(rig, tools=[TOOL])
+        thought, message, call = told["output"]
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        assert message["content"][0]["text"] == "Well."
+        assert (call["name"], call["arguments"]) == ("add", '{"a": 1}')
+        assert call["status"] == told["status"] == "completed"
+        assert told["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+    play(scene, Setting(texts=(THOUGHT + CALL,), dialect=HERMES))
+
+
+def test_a_next_turn_goes_on_from_the_one_before() -> None:
+    async def scene(rig: Rig) -> None:
+        first = await created(rig, tools=[TOOL], instructions="Old rules.")
+        call = first["output"][-1]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        second = await created(rig, input=[result], previous_response_id=first["id"])
+        third = await created(rig, input="bye", previous_response_id=second["id"])
+        assert third["previous_response_id"] == second["id"]
+        assert prompts(rig)[1] == "user:hi\nassistant:\ntool:2\n"
+        assert prompts(rig)[2] == "user:hi\nassistant:\ntool:2\nassistant:Two.\nuser:bye\n"
+        _, page = await got(rig, f"{third['id']}/input_items?order=asc")
+        assert [item["type"] for item in page["data"]] == [
+            *("message", "function_call", "function_call_output", "message", "message")
+        ]
+
+    play(scene, Setting(texts=(CALL, "Two."), dialect=HERMES))
+
+
+def test_items_become_the_messages_that_they_were() -> None:
+    items = [
+        {"role": "developer", "content": "Rules."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "2"}],
+        },
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+
+    async def scene(rig: Rig) -> None:
+        await created(rig, input=items)
+        assert prompts(rig) == [
+            "developer:Rules.\nuser:a\nassistant:b\ntool:1\ntool:2\nassistant:c\nassistant:d\n"
+        ]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("choice", "must_call"),
+    [("required", True), ({"type": "function", "name": "add"}, True), ("none", False)],
+)
+def test_tools_are_chosen_as_in_a_chat(choice: Any, must_call: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, tools=[TOOL], tool_choice=choice)
+        assert told["tool_choice"] == choice
+        assert told["tools"] == [TOOL | {"strict": False}]
+        assert (rig.ended[0].ask.grammar is not None) == must_call
+
+    play(scene, Setting(texts=(CALL,), dialect=HERMES))
+
+
+def test_a_format_holds_the_text() -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+    async def scene(rig: Rig) -> None:
+        form = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
+        told = await created(rig, text={"format": form})
+        assert told["text"]["format"] == form
+        await created(rig, text={"format": {"type": "json_object"}})
+        await created(rig, text={"format": {"type": "text"}})
+        kinds = [request.ask.grammar and request.ask.grammar.kind.value for request in rig.ended]
+        assert None not in kinds[:2]
+        assert kinds[2] is None
+
+    play(scene, Setting(texts=("{}",)))
+
+
+def test_log_probabilities_come_where_they_are_included() -> None:
+    async def scene(rig: Rig) -> None:
+        include = ["message.output_text.logprobs"]
+        events = await streamed(rig, include=include, top_logprobs=2)
+        told = events[-1]["response"]
+        (part,) = told["output"][0]["content"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == "Hello!"
+        assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
+        deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+        told_so = [(entry["token"], entry["logprob"]) for each in deltas for entry in each]
+        assert told_so == [(entry["token"], entry["logprob"]) for entry in part["logprobs"]]
+        whole = await created(rig, include=include, top_logprobs=2)
+        assert whole["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"model": "gpt-4o"}, "model"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 500}, "input"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"truncation": "some"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a", "extra": 1}]}, "tools[0].extra"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "immense"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(**fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status in (400, 404)
+        assert error["param"] == param, error
+
+    play(scene, Setting(dialect=HERMES))
+
+
+def test_half_a_surrogate_is_refused() -> None:
+    async def scene(rig: Rig) -> None:
+        body = b'{"model":"%b","input":"x","user":"\\ud800"}' % MODEL.encode()
+        async with rig.client.post(PATH, body) as exchange:
+            assert await exchange.start() == 400
+
+    play(scene)
+
+
+def test_a_response_is_kept_unless_it_should_not_be() -> None:
+    async def scene(rig: Rig) -> None:
+        kept, lost = await created(rig), await created(rig, store=False)
+        assert await got(rig, kept["id"]) == (200, kept)
+        assert (await got(rig, lost["id"]))[0] == 404
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+            assert (await exchange.json())["deleted"] is True
+        for path in ("", "/input_items"):
+            status, told = await got(rig, f"{kept['id']}{path}")
+            assert (status, told["error"]["code"]) == (404, "response_not_found")
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+            assert await exchange.start() == 404
+
+    play(scene)
+
+
+def test_another_key_sees_nothing_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        kept = await created(rig, key("a"))
+        for path in ("", "/input_items"):
+            assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
+        body = ask(previous_response_id=kept["id"])
+        async with rig.client.post(PATH, body, key("b")) as exchange:
+            assert await exchange.start() == 404
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b")) as exchange:
+            assert await exchange.start() == 404
+        assert (await got(rig, kept["id"], key("a")))[0] == 200
+
+    play(scene, Setting(keys=("a", "b")))
+
+
+def test_input_items_come_in_pages() -> None:
+    items = [{"role": "user", "content": str(i)} for i in range(5)]
+
+    def contents(page: Any) -> list[str]:
+        return [item["content"][0]["text"] for item in page["data"]]
+
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, input=items)
+        _, page = await got(rig, f"{told['id']}/input_items?limit=2")
+        assert (contents(page), page["has_more"]) == (["4", "3"], True)
+        _, rest = await got(rig, f"{told['id']}/input_items?after={page['last_id']}")
+        assert (contents(rest), rest["has_more"]) == (["2", "1", "0"], False)
+        status, refused = await got(rig, f"{told['id']}/input_items?after=msg_none")
+        assert (status, refused["error"]["param"]) == (400, "after")
+
+    play(scene)
+
+
+async def kept_of(rig: Rig, responses: Sequence[Any]) -> list[bool]:
+    return [(await got(rig, response["id"]))[0] == 200 for response in responses]
+
+
+def test_the_least_used_go_first_when_there_are_too_many() -> None:
+    async def scene(rig: Rig) -> None:
+        first, second = await created(rig), await created(rig)
+        await got(rig, first["id"])
+        third = await created(rig)
+        assert await kept_of(rig, [first, second, third]) == [True, False, True]
+
+    play(scene, Setting(responses=ResponseLimits(count=2)))
+
+
+def test_they_have_so_many_bytes_in_all() -> None:
+    async def scene(rig: Rig) -> None:
+        responses = [await created(rig, metadata={"a": "x" * 500}) for _ in range(5)]
+        assert await kept_of(rig, responses) == [False, False, False, True, True]
+        large = await created(rig, metadata={str(i): "x" * 500 for i in range(16)})
+        assert await kept_of(rig, [large]) == [False]
+
+    play(scene, Setting(responses=ResponseLimits(num_bytes=5000)))
+
+
+def test_they_are_kept_for_so_long() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await created(rig)
+        await asyncio.sleep(57)
+        assert await kept_of(rig, [told]) == [True]
+        await asyncio.sleep(3)
+        assert await kept_of(rig, [told]) == [False]
+
+    play(scene, Setting(responses=ResponseLimits(seconds=60)))
+
+
+LONG = "a long story " * 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_is_cancelled_and_nothing_is_kept(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(stream=stream)):
+            await asyncio.sleep(3.5 * STEP)
+        await asyncio.sleep(STEP)
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
+
+
+def test_a_response_is_cancelled_by_its_id_while_it_is_made() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(stream=True)) as exchange:
+            events = exchange.events()
+            response_id = (await anext(events))["response"]["id"]
+            async with rig.client.post(f"{PATH}/{response_id}/cancel", b"") as cancelling:
+                told = await cancelling.json()
+            assert (cancelling.status, told["status"]) == (200, "cancelled")
+            *_, last = [event async for event in events]
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "cancelled"
+        done = await created(rig, max_output_tokens=1)
+        async with rig.client.post(f"{PATH}/{done['id']}/cancel", b"") as cancelling:
+            assert await cancelling.start() == 400
+        async with rig.client.post(f"{PATH}/{response_id}/cancel", b"") as cancelling:
+            assert await cancelling.start() == 404
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert rig.ended[0].abort is Abort.EXPLICIT
+
+
+def test_a_stream_that_fails_says_so_in_its_own_words() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(stream=True)) as exchange:
+            await exchange.start()
+            await rig.engine.drain(0)
+            *_, last = [event async for event in exchange.events()]
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
+        assert last["response"]["error"]["code"] == "server_error"
+
+    play(scene, Setting(texts=(LONG,)))
+
+
+def test_the_oldest_turns_are_left_out_where_that_is_wanted() -> None:
+    items = [
+        {"role": "system", "content": "Rules."},
+        *({"role": "user", "content": f"{i}" * 20} for i in range(10)),
+    ]
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(input=items)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, "input")
+        told = await created(rig, input=items, truncation="auto", max_output_tokens=20)
+        assert told["truncation"] == "auto"
+        (prompt,) = prompts(rig)
+        assert prompt.startswith("system:Rules.\nuser:4")
+        assert prompt.endswith("user:" + "9" * 20 + "\n")
+        assert 180 - 26 < len(prompt) <= 180
+        body = ask(input="x" * 300, truncation="auto")
+        async with rig.client.post(PATH, body) as exchange:
+            assert await exchange.start() == 400
+
+    play(scene)
+
+
+def test_lines_of_a_batch_can_be_responses() -> None:
+    async def scene(rig: Rig) -> None:
+        lines = [a_line("a", ask(), url=PATH), a_line("b", ask(background=True), url=PATH)]
+        told = await ended(rig, await started(rig, b"\n".join(lines), endpoint=PATH))
+        (line,) = await lines_of(rig, told["output_file_id"])
+        answer = line["response"]["body"]
+        assert texts(answer) == "Hello!"
+        assert told["usage"]["output_tokens"] == answer["usage"]["output_tokens"]
+        assert (await got(rig, answer["id"]))[0] == 200
+        (error,) = await lines_of(rig, told["error_file_id"])
+        assert error["response"]["body"]["error"]["param"] == "background"
+
+    play(scene)
