@@ -263,7 +263,8 @@ class WorkerSettings:
     means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker chooses from the
     memory that is free. `host_kv_bytes`, over all workers too, are for KV that is swapped out.
     `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit. A
-    worker that `traces` tells the times of each step.
+    worker that `traces` tells the times of each step. With `lookahead` steps may go on from tokens
+    that only the workers know.
     """
 
     model: str
@@ -280,6 +281,7 @@ class WorkerSettings:
     max_batch_size: int = 64
     threads: int = 0
     traces: bool = False
+    lookahead: int = 0
     placement: Placement = Placement()
 
 

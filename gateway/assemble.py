@@ -223,6 +223,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_size=settings.max_batch_size,
         threads=settings.threads,
+        lookahead=settings.lookahead,
     )
 
 

@@ -269,8 +269,6 @@ class Settings(BaseSettings):
             raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key need each other: give both or none")
-        if self.lookahead and self.pipeline_stages * self.tensor_ranks > 1:
-            raise ValueError("--lookahead needs one worker: no --pipeline-stages, --tensor-ranks")
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(
                 f"--max-batch-tokens ({self.max_batch_tokens}) must be at least "

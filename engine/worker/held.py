@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.step import HELD_TOKEN, Fault, RequestId, Step, StepEntry
+from engine.step import HELD_TOKEN, Fault, RequestId, Step, StepEntry, StepId
 from engine.worker.layout import RaggedLayout
 
 STAND_IN = 0
@@ -19,14 +19,12 @@ class HeldTokens:
     """Tokens of the last `num_steps` steps; a step is opened before anything can fail in it."""
 
     def __init__(self, num_steps: int) -> None:
-        self._before: deque[dict[RequestId, int]] = deque(maxlen=num_steps)
-        self._now: dict[RequestId, int] = {}
+        self._steps: deque[tuple[StepId, dict[RequestId, int]]] = deque(maxlen=num_steps + 1)
 
     def open(self, step: Step) -> None:
         """The step is about to run: until `keep` it has stand-ins for all that it samples."""
-        self._before.append(self._now)
         draws = [entry.request_id for entry in step.entries if entry.draw is not None]
-        self._now = dict.fromkeys(draws, STAND_IN)
+        self._steps.append((step.step_id, dict.fromkeys(draws, STAND_IN)))
 
     def complete(self, step: Step, layout: RaggedLayout) -> Step:
         """The step and its layout with the tokens that were held back, also for penalties.
@@ -47,9 +45,16 @@ class HeldTokens:
         """The step has run; `tokens` are one per draw, and those of `faults` mean nothing."""
         if not tokens:
             return
-        self._now.update(zip(self._now, tokens, strict=True))
+        _, held = self._steps[-1]
+        held.update(zip(held, tokens, strict=True))
         for fault in faults:
-            self._now[step.entries[fault.entry].request_id] = STAND_IN
+            held[step.entries[fault.entry].request_id] = STAND_IN
+
+    def fill(self, step_id: StepId, tokens: Sequence[int]) -> None:
+        """The tokens of a step, one per draw, if it is not forgotten by now."""
+        for opened, held in self._steps:
+            if opened == step_id:
+                held.update(zip(held, tokens, strict=True))
 
     def _completed(self, entry: StepEntry) -> StepEntry:
         if entry.tokens[0] != HELD_TOKEN:
@@ -61,7 +66,7 @@ class HeldTokens:
         return entry._replace(tokens=(token,), draw=draw)
 
     def _token(self, request_id: RequestId) -> int:
-        for held in reversed(self._before):
+        for _, held in list(self._steps)[-2::-1]:  # the last is the step that asks
             if request_id in held:
                 return held[request_id]
         raise ValueError(f"request {request_id}: no token of it is held")

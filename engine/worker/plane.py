@@ -9,6 +9,7 @@ without end: the executor's watchdog ends whoever waits for a peer that hangs.
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ JOINING = timedelta(minutes=30)  # the slowest worker may take so much longer to
 WAITING = timedelta(hours=24)  # the watchdog that counts is the executor's
 HEADER = struct.Struct("<qd")  # step, seconds
 HEADER_BYTES = 512
-HEADER_TAG, HIDDEN_TAG, LOGITS_TAG = range(3)
+HEADER_TAG, HIDDEN_TAG, LOGITS_TAG, TOKENS_TAG = range(4)
+MOST_TOKENS_SENT = 64  # messages that nobody has taken yet; beyond that, wait
 ERROR_LEN = 200
 
 
@@ -60,6 +62,10 @@ class _Sent:
     works: tuple[Work, ...]
     tensors: tuple[Tensor, ...]
 
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
 
 class Plane:
     """One worker's end of the data plane. Sends and sums belong to the thread that computes,
@@ -69,6 +75,7 @@ class Plane:
         self._placement = placement
         self._store = store
         self._sent: _Sent | None = None
+        self._tokens_sent: deque[_Sent] = deque()
         with _lost_on_error("joining the other workers"):
             self._world = self._group("world", placement.index, placement.num_workers)
             self._ranks = self._world
@@ -129,8 +136,7 @@ class Plane:
         peer = self._placement.index + self._placement.num_ranks
         with _lost_on_error("handing hidden states on"):
             if self._sent is not None:
-                for work in self._sent.works:
-                    work.wait()
+                self._sent.wait()
             self._sent = _Sent(
                 (
                     self._world.send([header], peer, HEADER_TAG),
@@ -158,6 +164,25 @@ class Plane:
             raise WorkerLost(f"hidden states of step {sent_id} came where {step_id} was next")
         fault = packed[HEADER.size :].rstrip(b"\0").decode("utf-8", "replace")
         return Handed(hidden, seconds, fault, at)
+
+    def send_tokens(self, step_id: StepId, tokens: Sequence[int], peers: Sequence[int]) -> None:
+        """Tell the workers `peers` what a step drew; does not wait for them."""
+        message = torch.tensor([step_id, *tokens])
+        with _lost_on_error("sending tokens back"):
+            works = [self._world.send([message], peer, TOKENS_TAG) for peer in peers]
+            self._tokens_sent.append(_Sent(tuple(works), (message,)))
+            if len(self._tokens_sent) > MOST_TOKENS_SENT:
+                self._tokens_sent.popleft().wait()
+
+    def receive_tokens(self, step_id: StepId, count: int, peer: int) -> list[int]:
+        """Wait for what a step drew, the next in order from that worker."""
+        message = torch.empty(1 + count, dtype=torch.int64)
+        with _lost_on_error("waiting for tokens"):
+            self._world.recv([message], peer, TOKENS_TAG).wait()
+        sent_id, *tokens = message.tolist()
+        if sent_id != step_id:
+            raise WorkerLost(f"tokens of step {sent_id} came where {step_id} was next")
+        return tokens
 
     def _group(self, name: str, rank: int, size: int) -> _Group:
         """A process group over part of the workers. Gloo, since only the CPU is served; hidden

@@ -26,7 +26,16 @@ async def texts_of(session: aiohttp.ClientSession, url: str) -> list[str]:
 async def test_two_stages_of_two_ranks_say_what_one_worker_says(
     server_url: str, tmp_path: Path
 ) -> None:
-    flags = ("--pipeline-stages", "2", "--tensor-ranks", "2", "--cost-model", "none")
+    flags = (
+        "--pipeline-stages",
+        "2",
+        "--tensor-ranks",
+        "2",
+        "--cost-model",
+        "none",
+        "--lookahead",
+        "1",
+    )
     with start_server(tmp_path, *flags) as server:
         url = read_url(server)
         async with aiohttp.ClientSession() as session:

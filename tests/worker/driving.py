@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine.step import (
     Draw,
-    Placement,
     RequestId,
     Sampling,
     Step,
@@ -23,7 +22,6 @@ from engine.step import (
 from engine.worker.worker import Worker
 
 GREEDY = Sampling(temperature=0.0)
-WHOLE = Placement()
 
 
 class RunsSteps(Protocol):
@@ -44,7 +42,6 @@ def settings_for(
     weights: str = "auto",
     block_size: int = 4,
     kv_slots: int = 512,
-    placement: Placement = WHOLE,
 ) -> WorkerSettings:
     """A small cache, one thread."""
     return WorkerSettings(
@@ -54,7 +51,6 @@ def settings_for(
         block_size=block_size,
         kv_slots=kv_slots,
         threads=1,
-        placement=placement,
     )
 
 

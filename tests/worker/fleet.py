@@ -4,13 +4,13 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
-from engine.step import Placement, Step, StepResult, WorkerReport, WorkerSettings
+from engine.step import Placement, Step, StepResult, WorkerReport
 from engine.worker.worker import Worker
 from tests.worker.driving import settings_for
 
@@ -55,7 +55,13 @@ def placements(stages: int, ranks: int, rendezvous: str, listener: int) -> list[
 
 @contextmanager
 def fleet(
-    model: Path, stages: int, ranks: int, *, attention: str = "reference", kv_slots: int = 512
+    model: Path,
+    stages: int,
+    ranks: int,
+    *,
+    attention: str = "reference",
+    kv_slots: int = 512,
+    lookahead: int = 0,
 ) -> Iterator[Fleet]:
     """Workers on a small cache; they meet on a port of this machine."""
     with socket.socket() as listener, ThreadPoolExecutor(stages * ranks) as threads:
@@ -64,9 +70,8 @@ def fleet(
         rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def load(placement: Placement) -> Worker:
-            settings: WorkerSettings = settings_for(
-                model, attention, kv_slots=kv_slots, placement=placement
-            )
+            settings = settings_for(model, attention, kv_slots=kv_slots)
+            settings = replace(settings, placement=placement, lookahead=lookahead)
             return Worker.load(settings, lambda what, done, total: None)
 
         places = placements(stages, ranks, rendezvous, listener.fileno())

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from engine.errors import RefusedToStart, StepFailed, WorkerLost
-from engine.step import Draw, Placement, PromptTargets, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import (
+    HELD_TOKEN,
+    Draw,
+    Placement,
+    PromptTargets,
+    RequestId,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.worker.ports import ModelShape
 from engine.worker.shard import Shard, layer_spans
 from engine.worker.stage import Stage
@@ -144,6 +154,44 @@ def test_hidden_states_come_in_while_the_stage_computes(tmp_path: Path) -> None:
     assert all(len(answer.tokens) == 1 for answer in answers)
 
 
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 2), (2, 1), (3, 1), (2, 2)])
+def test_steps_go_on_from_tokens_that_only_the_workers_know(
+    tmp_path: Path, stages: int, ranks: int
+) -> None:
+    alone = Driver(load_worker(make_checkpoint(tmp_path)))
+    prompts = {request: text(5 + request, seed=request) for request in range(stages)}
+    expected = {request: alone.generate(request, prompts[request], 8) for request in prompts}
+    with fleet(tmp_path, stages, ranks, lookahead=1) as workers:
+        driver = Driver(workers)
+        steps: list[Step] = []
+        for turn in range(8):
+            for request, prompt in prompts.items():
+                entry = driver.entry(request, prompt if turn == 0 else [HELD_TOKEN], Draw(GREEDY))
+                steps.append(Step(StepId(len(steps)), (entry,)))
+        answers = workers.on_all(lambda worker: [worker.run(step).tokens for step in steps])
+    told = [token for (token,) in next(each for each in answers if each[0])]
+    assert {request: told[request::stages] for request in prompts} == expected
+
+
+def test_a_step_that_failed_still_lets_the_first_stage_go_on(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with fleet(tmp_path, 2, 1, lookahead=1) as workers:
+        first, last = workers.workers
+        driver = Driver(workers)
+        steps = [
+            Step(StepId(at), (driver.entry(0, tokens, Draw(GREEDY)),))
+            for at, tokens in enumerate(([5, 6], [HELD_TOKEN]))
+        ]
+        with failing_layers(), pytest.raises(ZeroDivisionError):
+            first.run(steps[0])
+        first.abandon(steps[0], "no luck")
+        with pytest.raises(StepFailed):
+            last.run(steps[0])
+        last.abandon(steps[0], "no luck")
+        assert first.run(steps[1]).tokens == ()
+        assert len(last.run(steps[1]).tokens) == 1
+
+
 @contextmanager
 def failing_layers() -> Iterator[None]:
     """The layers of every worker raise."""
@@ -161,7 +209,7 @@ def test_workers_agree_on_the_blocks_of_the_poorest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = iter([1 << 20, 1 << 19])
-    monkeypatch.setattr("engine.worker.worker.available_bytes", lambda: next(memory))
+    monkeypatch.setattr("engine.worker.parts.available_bytes", lambda: next(memory))
     with fleet(make_checkpoint(tmp_path), 2, 1, kv_slots=0) as workers:
         first, last = (worker.report for worker in workers.workers)
     # 1 and 2 layers of 3: a block of the last stage is twice as large, its memory half
