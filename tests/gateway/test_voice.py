@@ -1,174 +1,163 @@
-"""A voice's pieces are the same however its tokens came; streamed, they assemble to the whole."""
+"""A voice's message is the same however its tokens came; streamed, it assembles to the whole."""
 
-import asyncio
-import json
-from collections.abc import Sequence
-from itertools import islice
-from types import SimpleNamespace
+import random
+from itertools import pairwise
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
+from adapters.dialects.dialect import ModelDialect
 from engine.request import Abort, FinishReason
-from engine.stream import TokenChunk
-from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
-from gateway.schema.chat_frames import ChatFrames
-from gateway.schema.envelope import UsageWish
-from gateway.schema.frames import Header, Said, Usage, finished
-from gateway.voice import Ear, Voice
-from tests.gateway.assembling import assembled, payloads
-from tests.gateway.rig import END, ByteDecoder
+from gateway.ports import StreamParser, WantedCalls
+from gateway.schema.frames import Told, Usage
+from gateway.schema.logprobs import Spelling
+from gateway.voice import Ear
+from tests.gateway.hearing import Answer, Lease, a_voice, heard_as_text, heard_in_chat, listen
 
-HEADER = Header("chatcmpl-1", 1_700_000_000, "m", "fp")
-
-
-class Brackets:
-    """A toy dialect: `(thought)`, `<x` calls tool x, `=y` adds to its arguments, `>` ends it."""
-
-    is_complete = False
-
-    def __init__(self) -> None:
-        self.is_reasoning = False
-        self._num_calls = 0
-        self._mode = ""
-
-    def feed(self, text: str) -> Sequence[Piece]:
-        return [piece for char in text for piece in self._feed(char)]
-
-    def _feed(self, char: str) -> list[Piece]:
-        mode, self._mode = self._mode, ""
-        if mode:
-            return self._in_call(mode, char)
-        if char in "()":
-            self.is_reasoning = char == "("
-            return []
-        if char in "<=":
-            self._mode = char
-            return []
-        return [Reasoning(char) if self.is_reasoning else char]
-
-    def _in_call(self, mode: str, char: str) -> list[Piece]:
-        if mode == "<":
-            self._num_calls += 1
-            return [CallBegin(self._num_calls - 1, f"call_{self._num_calls}", char)]
-        return [CallArguments(self._num_calls - 1, char)] if self._num_calls else [mode, char]
-
-    def finish(self) -> Sequence[Piece]:
-        return [self._mode] if self._mode else []
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é🙂"}}\n</tool_call>'
+FRAGMENTS = st.sampled_from(
+    [
+        *("Hi", " there", "\n", " ", "é", "🙂", "\u200d", ".", "<", "\ufffd", "stop"),
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+        *('{"name": "f", "arguments": {', '"a": "', '"}', "}", "}}", "]", "[", ";", CALL),
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+        '{"name": "f", "parameters": {}}',
+    ]
+)
+DATA = st.lists(st.one_of(FRAGMENTS.map(str.encode), st.binary(max_size=2)), max_size=8).map(
+    b"".join
+)
+STOPS = st.lists(
+    st.sampled_from(["stop", "é", "\n\n", "🙂.", "</think>", '"}', "<", " "]), max_size=2
+)
 
 
-class Chunks:
-    """A lease whose tokens come in the given chunks; `closed` says why it was given back."""
-
-    ask = SimpleNamespace(prompt=(1, 2))
-
-    def __init__(self, chunks: Sequence[TokenChunk]) -> None:
-        self._chunks = iter(chunks)
-        self.closed: Abort | None = None
-
-    async def next(self) -> TokenChunk:
-        return next(self._chunks)
-
-    def close(self, reason: Abort) -> None:
-        self.closed = reason
+def a_parser(style: str | None, max_calls: int | None = None) -> StreamParser | None:
+    """A fresh parser whose calls are numbered alike each time."""
+    tools = TOOL_STYLES[style] if style else None
+    dialect = ModelDialect(tools, REASONING_MARKS["think"] if style else None)
+    wanted = WantedCalls(("f",), max_calls)
+    return dialect.parser("", wanted, random.Random(1).getrandbits)
 
 
-class Count:
-    """Counts of one voice."""
-
-    def __init__(self, voice: Voice) -> None:
-        self._voice = voice
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(0, self._voice.num_tokens, reasoning_tokens=self._voice.num_reasoning)
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    borders = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in pairwise(borders)]
 
 
-def chunked(tokens: Sequence[int], sizes: Sequence[int], finish: FinishReason) -> list[TokenChunk]:
-    """The tokens in chunks of these sizes, then all that are left; the last has the end token."""
-    left = iter(tokens)
-    chunks = [TokenChunk(tuple(islice(left, size)), None) for size in sizes]
-    end = (END,) if finish is FinishReason.STOP else ()
-    return [*chunks, TokenChunk((*left, *end), finish)]
-
-
-def heard(voice: Voice) -> list[Said]:
-    """All that it says."""
-
-    async def listen() -> list[Said]:
-        said = []
-        while voice.end is None:
-            said.append(await voice.next())
-        return said
-
-    return asyncio.run(listen())
-
-
-def a_voice(text: bytes, sizes: Sequence[int], stops: Sequence[str], finish: FinishReason) -> Voice:
-    lease: Any = Chunks(chunked(text, sizes, finish))
-    return Voice(0, lease, Ear(ByteDecoder(), stops, Brackets()))
-
-
-def told(voice: Voice) -> tuple[dict[str, Any], dict[str, Any], Usage]:
-    """One voice as a stream that was assembled, and as a whole reply; and its counts."""
-    frames, tally = ChatFrames(HEADER, UsageWish()), Count(voice)
-    said = heard(voice)
-    assert voice.end is not None
-    events = [frames.delta(0, some, tally) for some in said if some]
-    streamed = b"".join((*events, frames.ending(0, voice.end, tally), frames.closing(tally)))
-    pieces = [piece for some in said for piece in some]
-    (whole,) = json.loads(frames.whole([finished(pieces, voice.end)], tally))["choices"]
-    return assembled(payloads(streamed)), whole, tally.usage
-
-
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=500)
 @given(
-    text=st.text("ab(<=>)é🙂", max_size=16),
-    sizes=st.lists(st.integers(0, 4), max_size=12),
-    stops=st.lists(st.text("ab(<=", min_size=1, max_size=2), max_size=2),
+    data=DATA,
+    places=st.lists(st.integers(0, 200), max_size=30),
+    sizes=st.lists(st.integers(0, 4), max_size=20),
+    style=st.sampled_from([None, *sorted(TOOL_STYLES)]),
+    max_calls=st.sampled_from([None, 1]),
+    stops=STOPS,
+    told=st.builds(
+        Told,
+        logprobs=st.sampled_from([None, 1]),
+        token_ids=st.booleans(),
+        stop_string=st.booleans(),
+        prompt_logprobs=st.none(),
+        echo=st.just(False),
+        special_tokens=st.just(False),
+    ),
     finish=st.sampled_from(FinishReason),
 )
-def test_deltas_assemble_to_the_whole_message_for_any_chunking(
-    text: str, sizes: list[int], stops: list[str], finish: FinishReason
+@example(
+    data=CALL.encode() * 2,
+    places=list(range(200)),
+    sizes=[],
+    style="hermes",
+    max_calls=1,
+    stops=[],
+    told=Told(logprobs=1),
+    finish=STOP,
+)
+@example(
+    data=b"a\xf0\x9f\x99stop",
+    places=[1, 2, 3],
+    sizes=[1, 1],
+    style=None,
+    max_calls=None,
+    stops=["stop"],
+    told=Told(logprobs=1),
+    finish=LENGTH,
+)
+def test_any_split_of_the_tokens_gives_the_same_message(
+    data: bytes, places: list[int], sizes: list[int], style: str | None, **more: Any
 ) -> None:
-    streamed, whole, usage = told(a_voice(text.encode(), sizes, stops, finish))
-    message = whole["message"]
-    del message["annotations"]  # there is no such delta
-    assert streamed["message"] == message
-    assert streamed["finish_reason"] == whole["finish_reason"]
-    _, at_once, usage_at_once = told(a_voice(text.encode(), [], stops, finish))
-    del at_once["message"]["annotations"]
-    assert (at_once, usage_at_once) == (whole, usage)
+    answer = Answer(cut(data, places), more["finish"])
+    told: Told = more["told"]
+    spelling = Spelling(answer.feed, told.logprobs, told.token_ids) if told != Told() else None
+
+    def ear() -> Ear:
+        parser = a_parser(style, more["max_calls"])
+        return Ear(answer, tuple(more["stops"]), parser, told)
+
+    at_once = heard_in_chat(a_voice(answer, [], ear()), spelling)
+    for split in (sizes, [1] * len(answer.tokens)):
+        chat = heard_in_chat(a_voice(answer, split, ear()), spelling)
+        assert (chat.whole, chat.usage) == (at_once.whole, at_once.usage)
+        assert chat.streamed["message"] == chat.whole["message"]
+        assert chat.streamed["finish_reason"] == chat.whole["finish_reason"]
+        assert chat.streamed["logprobs"] == (chat.whole["logprobs"] or {"content": []})["content"]
+        if style is None:
+            text = heard_as_text(a_voice(answer, split, ear()), spelling)
+            assert text.streamed["token_ids"] == text.whole.get("token_ids", [])
+            assert {**text.whole, **text.streamed} == {"token_ids": [], **text.whole}
+            assert text.whole["text"] == chat.whole["message"]["content"]
+            assert text.usage == chat.usage
+
+
+@pytest.mark.parametrize("text", ["<think>Hm.</think>\n\nLook: " + CALL, "é🙂 <b>stop</b>"])
+def test_every_split_in_two_gives_the_same_message(text: str) -> None:
+    data = text.encode()
+    answer = Answer([bytes([byte]) for byte in data], STOP)
+    whole = heard_in_chat(a_voice(answer, [], Ear(answer, ("stop",), a_parser("hermes"))))
+    for at in range(len(data)):
+        heard = heard_in_chat(a_voice(answer, [at], Ear(answer, ("stop",), a_parser("hermes"))))
+        assert heard.whole == whole.whole
+        assert heard.usage == whole.usage
+        assert heard.streamed["message"] == whole.whole["message"]
 
 
 def test_a_message_with_a_call_has_null_content_and_ends_with_tool_calls() -> None:
-    streamed, whole, usage = told(a_voice(b"(hm)<f=1=2>"[:-1], [1] * 20, (), FinishReason.STOP))
-    assert whole["message"]["content"] is None
-    assert whole["message"]["reasoning_content"] == whole["message"]["reasoning"] == "hm"
-    assert whole["message"]["tool_calls"] == [
-        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "12"}}
-    ]
-    assert whole["finish_reason"] == streamed["finish_reason"] == "tool_calls"
-    assert usage == Usage(0, 11, reasoning_tokens=4)
+    answer = Answer([b"<think>", b"hm", b"</think>", b"\n", CALL.encode()], STOP)
+    heard = heard_in_chat(a_voice(answer, [1] * 5, Ear(answer, parser=a_parser("hermes"))))
+    message = heard.whole["message"]
+    assert message["content"] is None
+    assert message["reasoning_content"] == message["reasoning"] == "hm"
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": "é🙂"}'}
+    assert heard.whole["finish_reason"] == heard.streamed["finish_reason"] == "tool_calls"
+    assert heard.usage == Usage(0, 6, reasoning_tokens=3)
 
 
 def test_a_call_cut_by_the_limit_ends_with_length() -> None:
-    streamed, _, _ = told(a_voice(b"<f=1", [], (), FinishReason.LENGTH))
-    assert streamed["finish_reason"] == "length"
-    assert streamed["message"]["tool_calls"][0]["function"]["arguments"] == "1"
+    answer = Answer([b'<tool_call>{"name": "f", "arguments": {"a'], LENGTH)
+    heard = heard_in_chat(a_voice(answer, [], Ear(answer, parser=a_parser("hermes"))))
+    assert heard.streamed["finish_reason"] == "length"
+    assert heard.streamed["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
 def test_an_empty_answer_is_an_empty_text_and_its_role_comes_first() -> None:
-    streamed, whole, _ = told(a_voice(b"", [], (), FinishReason.STOP))
-    assert streamed["message"] == {"role": "assistant", "content": "", "refusal": None}
-    assert whole["message"]["content"] == ""
+    answer = Answer([], STOP)
+    heard = heard_in_chat(a_voice(answer, [], Ear(answer)))
+    assert heard.streamed["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert heard.whole["message"]["content"] == ""
 
 
 def test_a_stop_string_gives_the_lease_back_and_is_named() -> None:
-    lease: Any = Chunks([TokenChunk(tuple(b"abcd"), None)])
-    voice = Voice(0, lease, Ear(ByteDecoder(), ("c",)))
-    assert heard(voice) == [["a", "b"]]
+    answer = Answer([b"a", b"b", b"c", b"d"], STOP)
+    lease: Any = Lease(answer.chunks([]))
+    voice = a_voice(answer, [], Ear(answer, ("c",)))
+    voice._tokens = lease
+    assert listen(voice) == [["a", "b"]]
     assert voice.end == ("stop", "c")
     assert lease.closed is Abort.STOP_STRING
     assert voice.num_tokens == 3
