@@ -79,6 +79,7 @@ class Texts:
     tokenizer: "Tokenizer"
     template: "ChatTemplate | None"
     dialect: "Dialect"
+    grammars: "GrammarCompiler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +193,13 @@ def _name(model: str) -> str:
 def _texts(settings: Settings, directory: Path) -> Texts:
     template = _adapter("template")(directory, settings.chat_template)
     source = "" if template is None else template.source
+    tokenizer = _adapter("tokenizer")(directory)
+    table = _adapter("token_table")(directory, tokenizer)
     return Texts(
-        _adapter("tokenizer")(directory),
+        tokenizer,
         template,
         _adapter("dialect")(source, settings.tool_dialect, settings.reasoning_dialect),
+        _adapter("grammar")(table, len(table.tokens)),
     )
 
 
@@ -247,7 +251,7 @@ def build_server(
     service = Service(
         engine=engine,
         model=_served_model(loaded),
-        grammars=GrammarCheck(lambda: _compiler(loaded)),
+        grammars=GrammarCheck(loaded.texts.grammars),
         exposition=Exposition(metrics, scheduler, loaded.name),
         watch=watch,
         clock=time.perf_counter,
@@ -308,11 +312,6 @@ def _terms(settings: Settings, loaded: Loaded) -> Header:
         lookahead=settings.lookahead,
         num_host_blocks=report.num_host_blocks,
     )
-
-
-def _compiler(loaded: Loaded) -> "GrammarCompiler":
-    table = _adapter("token_table")(loaded.directory)
-    return cast("GrammarCompiler", _adapter("grammar")(table, loaded.report.vocab_size))
 
 
 def _served_model(loaded: Loaded) -> ServedModel:

@@ -36,22 +36,20 @@ class GrammarLimits:
 class GrammarCheck:
     """Says of a grammar whether this server can serve it.
 
-    `open_compiler` is called once, in a thread, for the first grammar. `off_loop` runs a function
-    where it does not hold the loop up; None: in a few threads of its own.
+    `compiler` is over the vocabulary of the model. `off_loop` runs a function where it does not
+    hold the loop up; None: in a few threads of its own.
     """
 
     def __init__(
         self,
-        open_compiler: Callable[[], GrammarCompiler],
+        compiler: GrammarCompiler,
         limits: GrammarLimits | None = None,
         off_loop: OffLoop | None = None,
     ) -> None:
-        self._open_compiler = open_compiler
+        self._compiler = compiler
         self._limits = limits or GrammarLimits()
         self._off_loop = off_loop or _in_threads()
         self._seats = asyncio.Semaphore(THREADS)
-        self._compiler: GrammarCompiler | None = None
-        self._opening = asyncio.Lock()
         self._verdicts: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
@@ -78,9 +76,6 @@ class GrammarCheck:
 
     async def _judge(self, grammar: Grammar) -> str | None:
         """Compile it in a seat that is held until the thread is done, whoever gave up on it."""
-        async with self._opening:
-            if self._compiler is None:
-                await self._off_loop(self._open)
         await self._seats.acquire()
         work = asyncio.ensure_future(self._off_loop(lambda: self._try(grammar)))
         work.add_done_callback(lambda _: self._seats.release())
@@ -90,12 +85,8 @@ class GrammarCheck:
             return f"it takes longer than {seconds:g} seconds to compile"
         return work.result()
 
-    def _open(self) -> None:
-        self._compiler = self._open_compiler()
-
     def _try(self, grammar: Grammar) -> str | None:
         """What is wrong with it, if anything is."""
-        assert self._compiler is not None, "it was opened before"
         try:
             mask = self._compiler.compile(grammar).mask()
         except GrammarError as error:

@@ -1,23 +1,29 @@
 """The vocabulary as bytes, for constrained decoding: the `TokenTable` of a checkpoint."""
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adapters.tokenizers.decoding import bytes_of_ids
 from adapters.tokenizers.definition import read_definition
 from adapters.tokenizers.loading import load_tokenizer
 from engine.grammar import TokenTable
 
+if TYPE_CHECKING:
+    from gateway.ports import Tokenizer
 
-def load_token_table(directory: Path) -> TokenTable:
+
+def load_token_table(directory: Path, tokenizer: "Tokenizer | None" = None) -> TokenTable:
     """What each id adds to an answer, wherever in the answer it stands.
 
-    A blank that a decoder takes off the beginning of an answer is here. Raises `RefusedToStart`.
+    A blank that a decoder takes off the beginning of an answer is here. `tokenizer` is that of
+    `directory`, if it is loaded already. Raises `RefusedToStart`.
     """
     definition = read_definition(directory)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = tokenizer or load_tokenizer(directory)
     special = {token.content: token.id for token in definition.added if token.is_special}
     return TokenTable(
         tokens=bytes_of_ids(definition),
         special=special,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        encode=partial(tokenizer.encode, add_special_tokens=False),
     )

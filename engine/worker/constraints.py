@@ -66,15 +66,30 @@ class Wanted:
 
 
 class Constraints:
-    """Computes what grammars allow. `open_compiler` is called for the first one, in a thread."""
+    """Computes what grammars allow, over what `open_compiler` opens.
+
+    Opening reads the vocabulary, which holds the interpreter's lock for long: `open` does it
+    before there are steps that it could hold up.
+    """
 
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
         self._open_compiler = open_compiler
-        self._compiler: GrammarCompiler | None = None
+        self._opened: Future[GrammarCompiler] | None = None
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._places: OrderedDict[RequestId, _Place] = OrderedDict()
+
+    def open(self) -> "Future[GrammarCompiler]":
+        """Open the compiler, once, in the thread that compiles."""
+        if self._opened is None:
+            self._opened = self._compiling.submit(self._open_compiler)
+        return self._opened
+
+    def wait_until_open(self) -> None:
+        """Return when what `open` began is done; what went wrong is told to who asks for masks."""
+        if self._opened is not None:
+            wait([self._opened])
 
     def begin(self, step: Step) -> Wanted:
         """Start on the masks of a step whose tokens are all known."""
@@ -138,13 +153,9 @@ class Constraints:
     def _compile(self, grammar: Grammar) -> "Future[Matcher]":
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
-            compiled = self._compiling.submit(self._make, grammar)
+            opened = self.open()
+            compiled = self._compiling.submit(lambda: opened.result().compile(grammar))
         self._compiled[grammar] = compiled
         if len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)
         return compiled
-
-    def _make(self, grammar: Grammar) -> Matcher:
-        if self._compiler is None:
-            self._compiler = self._open_compiler()
-        return self._compiler.compile(grammar)

@@ -145,6 +145,9 @@ def make_parts(settings: WorkerSettings, progress: Progress) -> Parts:
         load_from_table("adapters.attention:BACKENDS", "attention", attention_name),
     )
     shard, plane = _take_place(shape, placement)
+    constraints = Constraints(checkpoint.open_grammars)
+    if shard.is_last and shard.rank == 0:
+        constraints.open()
 
     threads = settings.threads or max(1, _num_cores() // placement.num_neighbours)
     team = Team(threads)
@@ -178,7 +181,7 @@ def make_parts(settings: WorkerSettings, progress: Progress) -> Parts:
     return Parts(
         stage=Stage(model, backend(spec, cache, team), _gathering(shard, plane)),
         sampler=Sampler(shape.vocab_size, operators),
-        constraints=Constraints(checkpoint.open_grammars),
+        constraints=constraints,
         mover=HostPool(cache, host),
         team=team,
         limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, size),

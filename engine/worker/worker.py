@@ -58,7 +58,9 @@ class Worker:
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Progress) -> "Worker":
         """A worker that has run once to warm up; see `make_parts`."""
-        worker = cls(make_parts(settings, progress))
+        parts = make_parts(settings, progress)
+        worker = cls(parts)
+        parts.constraints.wait_until_open()
         if faults := worker._warm_up():
             raise RefusedToStart(f"{settings.model} cannot be served: {faults[0].line}")
         return worker

@@ -153,3 +153,19 @@ def test_81_a_trace_is_played_twice_alike() -> None:
     sample = EXAMPLES.parent / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
     shown = run(sys.executable, EXAMPLES / "81_azure_hour.py", sample, "--twice")
     assert "identical" in shown
+
+
+def test_90_random_schemas_are_held_to_on_random_weights() -> None:
+    script = EXAMPLES / "90_random_schemas.py"
+    shown = run(sys.executable, script, "--schemas", "30", "--max-tokens", "100")
+    assert int(shown.split("finished and valid")[1].split()[0]) >= 10
+    assert "mask of a token, median" in shown
+
+
+def test_91_two_grammar_libraries_are_compared() -> None:
+    pytest.importorskip("xgrammar")
+    script = EXAMPLES / "91_compare_grammar_libraries.py"
+    shown = run(sys.executable, script, "--random", "2", "--vocabulary", "600")
+    rows = [line for line in shown.splitlines() if line.startswith("| llguidance")]
+    assert len(rows) == 2
+    assert all(row.split("|")[6].strip() == "0" for row in rows)  # wrong

@@ -295,7 +295,7 @@ def build_rig(setting: Setting) -> Rig:
             template=PlainTemplate(),
             dialect=setting.dialect,
         ),
-        grammars=GrammarCheck(byte_grammars, off_loop=at_once),
+        grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
         exposition=Exposition(metrics, scheduler, MODEL),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,

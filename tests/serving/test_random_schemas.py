@@ -1,0 +1,70 @@
+"""Random JSON schemas on random weights at temperature 1: what finishes validates.
+
+`examples/90_random_schemas.py` does the same with a thousand.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import adapters
+from adapters.tokenizers import load_token_table
+from engine.grammar import TokenTable
+from engine.request import Ask, FinishReason
+from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
+from engine.worker.worker import Worker
+from examples.schema_corpus.random_schemas import random_schemas
+from tests.checkpoints import make_checkpoint
+from tests.inline import Heard, play
+
+BUILTIN = Path(adapters.__file__).parent / "builtin"
+
+
+@pytest.fixture(scope="module")
+def table() -> TokenTable:
+    return load_token_table(BUILTIN)
+
+
+@pytest.fixture(scope="module")
+def worker(table: TokenTable, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    directory = tmp_path_factory.mktemp("random")
+    size = len(table.tokens)
+    make_checkpoint(directory, "llama", vocab_size=size, max_position_embeddings=512)
+    shutil.copy(BUILTIN / "tokenizer.json", directory)
+    return Worker.load(WorkerSettings(str(directory), kv_slots=8192), lambda *_: None)
+
+
+def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[Ask]:
+    return [
+        Ask(
+            prompt=tuple(table.encode(f"Number {number}: ")),
+            max_tokens=150,
+            sampling=Sampling(temperature=1.0, seed=number),
+            end_ids=frozenset({table.special["<|im_end|>"]}),
+            grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+        )
+        for number, schema in enumerate(schemas)
+    ]
+
+
+def text_of(heard: Heard, table: TokenTable) -> str:
+    return b"".join(table.tokens[token] for token in heard.tokens).decode()
+
+
+def test_outputs_that_finish_validate_and_the_same_alone_as_together(
+    worker: Worker, table: TokenTable
+) -> None:
+    schemas = random_schemas(50, seed=7)
+    asks = asks_for(schemas, table)
+    heard = play(worker, asks, max_batch_size=32)
+    assert [one.error for one in heard] == [None] * 50
+    assert sum(one.finish is FinishReason.STOP for one in heard) > 25
+    for schema, one in zip(schemas, heard, strict=True):
+        if one.finish is FinishReason.STOP:
+            value = json.loads(text_of(one, table))
+            jsonschema.Draft202012Validator(schema).validate(value)
+    for ask, one in list(zip(asks, heard, strict=True))[::5]:
+        assert play(worker, [ask])[0].tokens == one.tokens
