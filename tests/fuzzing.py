@@ -39,6 +39,36 @@ RAWS = (
     b'{"a":' * 200 + b"1" + b"}" * 200, b'"\xff\xfe"', b'"\xc3"', b'"\x01"', b"undefined",
     b'{"a":1,"a":2}',
 )  # fmt: skip
+LENGTHS = ("max_tokens", "max_output_tokens", "max_completion_tokens")
+WORDS: Mapping[str, tuple[Json, ...]] = {
+    "role": ("user", "assistant", "system", "developer"),
+    "content": ("Hello!", "", "What is 2 + 3?", [{"type": "text", "text": "x"}]),
+    "messages": (
+        [{"role": "user", "content": "Hello!"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    ),
+    "type": ("text", "function", "json_object", "json_schema", "message"),
+    "service_tier": ("auto", "default", "flex", "priority"),
+    "reasoning_effort": ("low", "high"),
+    "tool_choice": ("auto", "none", "required"),
+    "tools": (
+        [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        [],
+    ),
+    "response_format": (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}},
+        {"type": "text"},
+    ),
+    "prompt": ("Once", [1, 2], ["a", "b"], [[1], [2]], ""),
+    "input": ("Hello!", ["a", "b"], [{"role": "user", "content": "x"}]),
+    "stop": ("x", ["a", "\n"], []),
+    "n": (1, 2, 3),
+    "temperature": (0, 1, 2),
+    "logit_bias": ({"5": 1.5}, {}),
+    "arguments": ("{}", "x"),
+}
 
 
 class Sent(NamedTuple):
@@ -56,18 +86,20 @@ class Fuzzer:
         self._model = model
         self._schemas: Mapping[str, Json] = document["components"]["schemas"]
         self._bodies = list(_bodies(document))
+        self._share = 0.0  # of the optional fields that the next body has
 
     def request(self) -> Sent:
         """The next."""
         random = self._random
         path, schema = random.choice(self._bodies)
+        self._share = random.choice((0.02, 0.05, 0.2))
         value = self._sample(schema, 0)
-        if isinstance(value, dict) and random.random() < 0.9:
+        if isinstance(value, dict) and "model" in value and random.random() < 0.95:
             value["model"] = self._model
-            value |= {name: 4 for name in ("max_tokens", "max_output_tokens") if name in value}
-        spoil = random.choice(
-            (self._keep, self._odd, self._odd, self._several, self._raw, self._bytes)
-        )
+        if isinstance(value, dict):
+            value |= {name: 4 for name in LENGTHS if name in value}
+        ways = (self._odd, self._several, self._raw, self._bytes)
+        spoil = self._keep if random.random() < 0.3 else random.choice(ways)
         return Sent(path, spoil(value))
 
     def _keep(self, value: Json) -> bytes:
@@ -133,12 +165,16 @@ class Fuzzer:
 
     def _object(self, schema: Json, depth: int) -> Json:
         required = schema.get("required", ())
-        share = 0.15 if depth < 4 else 0.0
         return {
-            name: self._sample(field, depth + 1)
+            name: self._field(name, field, depth + 1)
             for name, field in schema.get("properties", {}).items()
-            if name in required or self._random.random() < share
+            if name in required or (depth < 4 and self._random.random() < self._share)
         }
+
+    def _field(self, name: str, schema: Json, depth: int) -> Json:
+        if name in WORDS and self._random.random() < 0.9:
+            return self._random.choice(WORDS[name])
+        return self._sample(schema, depth)
 
     def _array(self, schema: Json, depth: int) -> Json:
         items = schema.get("items", {})
