@@ -1,4 +1,4 @@
-// The official npm client: plain, streaming, and the streaming helper.
+// The official npm client: plain, streaming, the streaming helper, and a tool.
 //   npm install --prefix examples && node examples/21_openai_npm.mjs [URL]
 import OpenAI from "openai";
 
@@ -20,3 +20,13 @@ const helper = client.chat.completions.stream(ask("What is Podway?"));
 helper.on("content", (delta) => process.stdout.write(delta));
 const final = await helper.finalChatCompletion();
 console.log(`  (${final.choices[0].finish_reason})`);
+
+const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const called = await client.chat.completions.create({
+  ...ask("What is the weather in Paris?"),
+  temperature: 0,
+  tools: [{ type: "function", function: { name: "get_weather", parameters } }],
+  tool_choice: "required",
+});
+const call = called.choices[0].message.tool_calls[0].function;
+console.log("tool:  ", call.name, call.arguments);

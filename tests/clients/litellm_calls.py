@@ -23,6 +23,15 @@ ASK: dict[str, Any] = {
 }
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
 async def at_once() -> list[str]:
     answers = await asyncio.gather(*(litellm.acompletion(**ASK) for _ in range(3)))
     return [answer.choices[0].message.content for answer in answers]
@@ -44,6 +53,13 @@ def main() -> None:
         "stream_tokens": max(tokens_in(chunk) for chunk in chunks),
         "async": asyncio.run(at_once()),
     }
+    called = litellm.completion(
+        **{**ASK, "messages": [{"role": "user", "content": "What is the weather in Paris?"}]},
+        tools=[TOOL],
+        tool_choice="required",
+    )
+    told["tool"] = called.choices[0].message.tool_calls[0].function.name
+    told["tool_reason"] = called.choices[0].finish_reason
     try:
         litellm.completion(**{**ASK, "temperature": 9})
     except litellm.BadRequestError as error:

@@ -1,8 +1,9 @@
 """LangChain's OpenAI chat model against a real server."""
 
 import pytest
+from langchain_core.messages import AIMessageChunk
 from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 
 @pytest.fixture
@@ -33,3 +34,28 @@ def test_a_stream_adds_up_to_the_whole_message(chat: ChatOpenAI) -> None:
 async def test_many_are_answered_at_once(chat: ChatOpenAI) -> None:
     first, *others = await chat.abatch(["Hello!"] * 3)
     assert [other.content for other in others] == [first.content] * 2
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def test_structured_output_is_an_object(chat: ChatOpenAI) -> None:
+    structured = chat.with_structured_output(Person, method="json_schema")
+    assert isinstance(structured.invoke("Answer in JSON: the name is Ann, the age is 3."), Person)
+
+
+def test_a_bound_tool_is_called_whole_and_streamed(chat: ChatOpenAI) -> None:
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return f"sunny in {city}"
+
+    bound = chat.bind_tools([get_weather])
+    question = "What is the weather in Paris?"
+    message = bound.invoke(question)
+    gathered = sum(bound.stream(question), start=AIMessageChunk(content=""))
+    for calls in (message.tool_calls, gathered.tool_calls):
+        assert [(call["name"], list(call["args"])) for call in calls] == [("get_weather", ["city"])]

@@ -30,6 +30,7 @@ def test_litellm_gets_whole_and_streamed_answers_and_its_own_errors(server_url: 
     assert answers["async"] == [answers["whole"]] * 3
     assert answers["finish_reason"] == "stop"
     assert answers["stream_tokens"] == answers["completion_tokens"] > 0
+    assert (answers["tool"], answers["tool_reason"]) == ("get_weather", "tool_calls")
     assert "temperature" in answers["error"]
 
 
@@ -39,3 +40,4 @@ def test_llama_index_chats_and_completes(server_url: str) -> None:
     assert answers["stream"] == answers["async"] == answers["whole"]
     assert answers["text"]
     assert answers["text_stream"] == answers["text"]
+    assert answers["tool"] == "get_weather"

@@ -71,11 +71,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_21_the_official_npm_client_works_in_all_its_ways(server_url: str, packages: Path) -> None:
     shown = run_node("21_openai_npm.mjs", server_url, packages)
-    assert [line.split(":")[0] for line in shown.splitlines()] == ["whole", "stream", "helper"]
+    assert [line.split(":")[0] for line in shown.splitlines()] == [
+        "whole", "stream", "helper", "tool",
+    ]  # fmt: skip
+    assert "get_weather {" in shown
 
 
 def test_22_the_ai_sdk_answers_whole_and_streaming(server_url: str, packages: Path) -> None:
-    whole, stream = run_node("22_ai_sdk.mjs", server_url, packages).splitlines()
+    whole, stream, called = run_node("22_ai_sdk.mjs", server_url, packages).splitlines()
+    assert re.search(r"weather -> sunny in \w+", called), called
     for line in (whole, stream):
         assert re.search(r"\S+ +\(stop, \d+ tokens\)$", line), line
 

@@ -1,0 +1,163 @@
+"""The official Python client against a real server: parse, tools, files and batches.
+
+Plain answers, streams and errors: `tests/gateway/test_live.py` and `examples/20_openai_python.py`.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from pydantic import BaseModel
+
+WEATHER: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the weather in Paris?"}
+]
+TOOL: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+
+
+class Person(BaseModel):
+    """What an answer is parsed into."""
+
+    name: str
+    age: int
+
+
+PERSON: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "Answer in JSON: the name is Ann, the age is 3."}
+]
+
+
+@pytest.fixture(scope="module")
+def client(server_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def at_once(server_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{server_url}/v1", api_key="any") as client:
+        yield client
+
+
+def test_parse_makes_an_object_of_the_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="builtin", messages=PERSON, response_format=Person, temperature=0
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parse_holds_at_any_temperature(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.parse(
+        model="builtin", messages=PERSON, response_format=Person, temperature=1.5, seed=seed
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_the_stream_helper_parses_as_well(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="builtin", messages=PERSON, response_format=Person, temperature=0
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"content.delta", "content.done"} <= kinds
+    assert isinstance(final.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI, choice: Any) -> None:
+    called = client.chat.completions.create(
+        model="builtin", messages=WEATHER, tools=[TOOL], tool_choice=choice, temperature=0
+    ).choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert called.message.tool_calls is not None
+    call = called.message.tool_calls[0]
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+    spoken: Any = called.message.model_dump(exclude_none=True)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 20 degrees"}
+    answer = client.chat.completions.create(
+        model="builtin", messages=[*WEATHER, spoken, result], tools=[TOOL], temperature=0
+    ).choices[0]
+    assert answer.message.content or answer.message.tool_calls
+
+
+def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="builtin", messages=WEATHER, tools=[TOOL], temperature=0
+    )
+    with client.chat.completions.stream(
+        model="builtin", messages=WEATHER, tools=[TOOL], temperature=0
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    for calls in (whole.choices[0].message.tool_calls, final.choices[0].message.tool_calls):
+        assert calls is not None
+        assert [call.type for call in calls] == ["function"]
+    first, second = (
+        each.choices[0].message.tool_calls[0].function  # type: ignore[index, union-attr] # as seen
+        for each in (whole, final)
+    )
+    assert (first.name, first.arguments) == (second.name, second.arguments)
+
+
+async def test_the_async_client_gets_logprobs(at_once: openai.AsyncOpenAI) -> None:
+    answer = await at_once.chat.completions.create(
+        model="builtin", messages=WEATHER, logprobs=True, top_logprobs=2, max_tokens=4
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [len(token.top_logprobs) for token in logprobs.content] == [2] * 4
+
+
+def test_a_batch_is_uploaded_run_and_read(client: openai.OpenAI) -> None:
+    lines = [
+        json.dumps(
+            {
+                "custom_id": f"line-{index}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": "builtin", "messages": WEATHER, "max_tokens": 4 + index},
+            }
+        )
+        for index in range(3)
+    ]
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed", batch
+    assert batch.output_file_id is not None
+    answers = [
+        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
+    ]
+    assert {answer["custom_id"] for answer in answers} == {"line-0", "line-1", "line-2"}
+    assert all(answer["response"]["status_code"] == 200 for answer in answers)
+    assert batch.id in [each.id for each in client.batches.list()]
+    assert client.files.delete(file.id).deleted
