@@ -33,6 +33,7 @@ from engine.recording import Header
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.transport.trace import TraceFile
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
 from gateway.batch.lines import LineLimits
@@ -146,7 +147,8 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
         step_seconds=settings.step_seconds,
         max_restarts=settings.max_restarts,
     )
-    executor = MultiprocessExecutor(_worker_settings(settings, directory), keeping)
+    trace = None if settings.trace is None else TraceFile(settings.trace)
+    executor = MultiprocessExecutor(_worker_settings(settings, directory), keeping, trace=trace)
     try:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))
@@ -159,6 +161,8 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
         raise failed.exceptions[0] from failed
     finally:
         await executor.close()
+        if trace is not None:
+            trace.close()
 
 
 async def _calibrated(

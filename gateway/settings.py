@@ -245,6 +245,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "how much to log"
     )
+    trace: Path | None = _option(
+        None,
+        "workers",
+        "a file for what each worker does with each step, as a Chrome trace (see ui.perfetto.dev)",
+        "FILE",
+    )
     config: Path | None = _option(
         None, "server", f"a TOML file with these settings; {LOCAL_FILE} here is read anyway", "FILE"
     )

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from engine.errors import StepFailed, WorkerLost
 from engine.step import Placement, Step, StepId, StepResult
 from engine.transport.line import Line
+from engine.transport.trace import TraceFile
 from engine.transport.wire import Failed, FromWorker, Ran, Run, Traced, WireError, frame
 
 StepAnswer = asyncio.Future[StepResult]
-OnTraced = Callable[[Placement, Traced], None]
 
 
 class _InFlight(NamedTuple):
@@ -32,7 +32,8 @@ class StepChannel:
     """The conversation with the workers after loading. Borrows the sockets.
 
     `step_seconds` bounds the time of the oldest step in flight. `on_lost` is called once with
-    the reason, after the futures have failed; not when `close` ends the channel.
+    the reason, after the futures have failed; not when `close` ends the channel. Workers that
+    were told to trace want a `trace`.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class StepChannel:
         connections: Mapping[Placement, socket.socket],
         step_seconds: float,
         on_lost: Callable[[str], None],
-        on_traced: OnTraced | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._step_seconds = step_seconds
         self._on_lost = on_lost
-        self._on_traced = on_traced
+        self._trace = trace
         self._in_flight: deque[_InFlight] = deque()
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
@@ -86,6 +87,8 @@ class StepChannel:
             self._watchdog = self._loop.call_later(self._step_seconds, self._watch)
         for line in self._lines:
             line.write(data)
+        if self._trace is not None:
+            self._trace.submitted(step)
         return answer
 
     def close(self, reason: str) -> None:
@@ -118,8 +121,8 @@ class StepChannel:
 
     def _take(self, placement: Placement, message: FromWorker) -> None:
         match message:
-            case Traced() if self._on_traced is not None:
-                self._on_traced(placement, message)
+            case Traced() if self._trace is not None:
+                self._trace.worked(placement, message)
             case Ran(result) if placement.answers:
                 self._settle(result.step_id, result)
             case Failed(step_id, line) if placement.answers:
@@ -131,6 +134,8 @@ class StepChannel:
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise WireError(f"an answer to step {step_id}, which is not the next one due")
         answer = self._in_flight.popleft().answer
+        if self._trace is not None:
+            self._trace.answered(step_id)
         self._oldest_since = self._loop.time()
         if answer.done():  # the caller gave the future up
             return

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from engine.errors import RefusedToStart, Unavailable
 from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
-from engine.transport.channel import OnTraced, StepAnswer, StepChannel
+from engine.transport.channel import StepAnswer, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher
 from engine.transport.loading import OnProgress, load_all
 from engine.transport.process import LocalLauncher
+from engine.transport.trace import TraceFile
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class MultiprocessExecutor:
     """A `StepExecutor` over processes. `start` before the first step, `close` at last.
 
     The workers are child processes unless another `launcher` is given, which is closed with us.
-    `on_traced` hears the times of each step at each worker, if those are settings that trace.
+    With a `trace` the workers tell the times of each step; it is not ours to close.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class MultiprocessExecutor:
         settings: MultiprocessSettings,
         clock: Clock = time.monotonic,
         launcher: Launcher | None = None,
-        on_traced: OnTraced | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
-        self._worker = worker
+        self._worker = replace(worker, traces=trace is not None)
         self._settings = settings
         self._clock = clock
         self._launcher = launcher or LocalLauncher(settings.worker, settings.env)
-        self._on_traced = on_traced
+        self._trace = trace
         self._workers: Sequence[LaunchedWorker] = ()
         self._channel: StepChannel | None = None
         self._restarts: deque[float] = deque(maxlen=settings.max_restarts)
@@ -163,7 +164,7 @@ class MultiprocessExecutor:
             {worker.placement: worker.connection for worker in self._workers},
             self._settings.step_seconds,
             self._lost,
-            self._on_traced,
+            self._trace,
         )
         return report
 

@@ -82,6 +82,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "cost_model": "none",
         "record": "record.jsonl",
         "cache_dir": "cache",
+        "trace": "trace.json",
         "pipeline_stages": "2",
         "tensor_ranks": "3",
         "step_seconds": "2.5",

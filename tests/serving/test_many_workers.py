@@ -1,6 +1,7 @@
 """A real server of four worker processes says what a server of one says, also after a death."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -23,35 +24,51 @@ async def texts_of(session: aiohttp.ClientSession, url: str) -> list[str]:
     return await asyncio.gather(*(streamed_text(session, url, one) for one in PROMPTS))
 
 
+FLAGS = ["--pipeline-stages=2", "--tensor-ranks=2", "--lookahead=1", "--cost-model=none"]
+
+
 async def test_two_stages_of_two_ranks_say_what_one_worker_says(
     server_url: str, tmp_path: Path
 ) -> None:
-    flags = (
-        "--pipeline-stages",
-        "2",
-        "--tensor-ranks",
-        "2",
-        "--cost-model",
-        "none",
-        "--lookahead",
-        "1",
-    )
-    with start_server(tmp_path, *flags) as server:
+    with start_server(tmp_path, *FLAGS, "--trace=trace.json") as server:
         url = read_url(server)
         async with aiohttp.ClientSession() as session:
             expected = await texts_of(session, server_url)
             assert await texts_of(session, url) == expected
-            workers = psutil.Process(server.pid).children()
-            assert len(workers) == 4
+            before = psutil.Process(server.pid).children()
             pieces: list[str] = []
             async for chunk in stream(session, url, PROMPTS[0]):
                 if not pieces:
-                    os.kill(workers[1].pid, signal.SIGKILL)
+                    os.kill(before[1].pid, signal.SIGKILL)
                 pieces += [choice["text"] for choice in chunk["choices"]]
             assert "".join(pieces) == expected[0]
-            assert not any(worker.is_running() for worker in workers)
-            workers = psutil.Process(server.pid).children()
-            assert len(workers) == 4
+            after = psutil.Process(server.pid).children()
+        assert (len(before), len(after)) == (4, 4)
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
-    assert not any(worker.is_running() for worker in workers)
+    assert not any(worker.is_running() for worker in (*before, *after))
+    check_control_came_first(json.loads((tmp_path / "trace.json").read_text()))
+
+
+def check_control_came_first(events: list[Json]) -> None:
+    """The last stage knew of steps before the first had computed what it handed on."""
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert sorted(names.values()) == [
+        "loop",
+        *(f"stage {s} rank {r}" for s in (0, 1) for r in (0, 1)),
+    ]
+    computed = {
+        (names[each["pid"]], each["args"]["step"]): each for each in events if each["ph"] == "X"
+    }
+    steps = {step for name, step in computed if name == "stage 1 rank 0"}
+    ahead = [
+        step
+        for step in steps
+        if computed["stage 1 rank 0", step]["args"]["learned_at"]
+        < computed["stage 0 rank 0", step]["ts"] + computed["stage 0 rank 0", step]["dur"]
+    ]
+    assert len(steps) > 50
+    assert len(ahead) > len(steps) / 2  # the others were held up by whatever else runs here
+    for step in steps:
+        own = computed["stage 1 rank 0", step]
+        assert own["args"]["learned_at"] <= own["args"]["data_at"] <= own["ts"]
