@@ -24,6 +24,7 @@ from gateway.routes import (
     docs,
     files,
     health,
+    messages,
     models,
     requests,
     responses,
@@ -62,6 +63,8 @@ ROUTES = (
     _route("/v1/batches", GET=batches.list_batches, POST=batches.create_batch),
     _route("/v1/batches/{batch_id}", GET=batches.retrieve_batch),
     _route("/v1/batches/{batch_id}/cancel", POST=batches.cancel_batch),
+    Route("/v1/messages", messages.create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/responses", responses.create_response, methods=["POST"]),
     _route(
         "/v1/responses/{response_id}",

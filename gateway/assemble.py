@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import quote
 
 import uvloop
+from platformdirs import user_state_path
 
 from engine.cost import LiveCost
 from engine.events import Audience, Observer
@@ -51,7 +52,7 @@ from gateway.routes.batches import ENDPOINTS
 from gateway.schema.sampling import Vocabulary
 from gateway.server import Server, Signals, bind, raise_file_limit, unless_told
 from gateway.service import Pace, ServedModel, Service
-from gateway.settings import BUILTIN_MODEL, IN_MEMORY, Settings, state_directory
+from gateway.settings import BUILTIN_MODEL, IN_MEMORY, Settings
 from gateway.store.files import FileLimits
 from gateway.store.store import Store, open_named, open_or_forget, open_store
 
@@ -242,7 +243,8 @@ def _store(settings: Settings, model: str) -> Store:
         return open_store(None, limits)
     if settings.store is not None:
         return open_named(Path(settings.store).expanduser(), limits)
-    return open_or_forget(state_directory() / f"{quote(model, safe='')}.sqlite", limits)
+    folder = user_state_path("podway", appauthor=False)
+    return open_or_forget(folder / f"{quote(model, safe='')}.sqlite", limits)
 
 
 def build_server(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 UNGUARDED = frozenset({"/health"})
 PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
 METERED = "/v1/"  # POSTs there count against the limits of their key,
+ANTHROPIC = "/v1/messages"
 UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
 EXPOSED = (
     "x-request-id",
@@ -62,7 +63,8 @@ class Door:
             service = self._service
             offered = _header(scope, b"x-request-id")
             request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
-            scope["podway.caller"] = Caller(request_id, service.clock())
+            is_anthropic = scope["path"].startswith(ANTHROPIC)
+            scope["podway.caller"] = Caller(request_id, service.clock(), is_anthropic=is_anthropic)
             scope["podway.send"] = send
         await self._app(scope, receive, send)
 

@@ -208,6 +208,25 @@ def error_body(error: BaseException) -> bytes:
     return orjson.dumps({"error": told})
 
 
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: BaseException, request_id: str) -> bytes:
+    """The JSON body at Anthropic's paths."""
+    status = verdict(error).status
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": kind, "message": message_of(error)}
+    return orjson.dumps({"type": "error", "error": told, "request_id": request_id})
+
+
 def error_headers(error: BaseException) -> dict[str, str]:
     """Headers that belong to this error besides the usual ones."""
     retry = verdict(error).retry

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from gateway.routes.admin import PolicyChoice
+from gateway.schema.anthropic_request import AnthropicRequest
 from gateway.schema.batches import BatchRequest
 from gateway.schema.chat import ChatRequest
 from gateway.schema.completions import CompletionRequest
@@ -68,6 +69,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
     ("GET", "/v1/batches/{batch_id}"): Operation("batches", "How far a batch is."),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Stop a batch."),
+    ("POST", "/v1/messages"): Operation(
+        "messages", "The next message, as Anthropic's API has it.", AnthropicRequest, (JSON, EVENTS)
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "messages", "How many tokens such a prompt has.", AnthropicRequest
+    ),
     ("POST", "/v1/responses"): Operation(
         "responses", "The next turn, as items.", ResponseRequest, (JSON, EVENTS)
     ),

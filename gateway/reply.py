@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from engine.request import Abort
 from gateway.answer import Choir
-from gateway.errors import error_body, error_headers, verdict
+from gateway.errors import anthropic_error, error_body, error_headers, verdict
 from gateway.schema.frames import Drawn, Finished, PromptTold, finished
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 2
 def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
     """What the table of `gateway.errors` says about an error."""
     headers = caller.headers(clock()) | error_headers(error)
-    return Response(error_body(error), verdict(error).status, headers, JSON)
+    is_anthropic = caller.is_anthropic
+    body = anthropic_error(error, caller.request_id) if is_anthropic else error_body(error)
+    return Response(body, verdict(error).status, headers, JSON)
 
 
 class Reply:

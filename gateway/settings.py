@@ -288,13 +288,6 @@ def options() -> tuple[Option, ...]:
     return tuple(as_option(name, info) for name, info in Settings.model_fields.items())
 
 
-def state_directory() -> Path:
-    """Where this user's programs keep what should outlive them (XDG base directories)."""
-    named = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
-    return base / "podway"
-
-
 def load(flags: Mapping[str, str | bool]) -> Settings:
     """The settings of this run; `flags` holds what the command line said, unparsed but for
     switches.

@@ -16,12 +16,13 @@ from gateway.routes.generation import Ordered, respond, spelling
 from gateway.routes.models import check_model
 from gateway.running import Made
 from gateway.schema.paging import list_json, read_page
+from gateway.schema.renaming import in_our_words
 from gateway.schema.response_frames import ResponseFrames
 from gateway.schema.response_items import Item, kept_items
 from gateway.schema.response_request import (
+    NAMES,
     ResponseRequest,
     decode_response,
-    in_our_words,
     response_head,
 )
 from gateway.service import caller_of, service_of
@@ -64,7 +65,9 @@ def _ordered(
     chat = request.as_chat(items)
     head = response_head(request, service.new_id("resp_"), service.unix_now())
     frames = ResponseFrames(head, service.new_id, service.unix_now, spelling(chat, service))
-    ordered = in_our_words(partial(order_request, chat, frames, caller, service, param="input"))
+    ordered = in_our_words(
+        partial(order_request, chat, frames, caller, service, param="input"), NAMES
+    )
     order = ordered.order
     if request.truncation == "auto":
         order = replace(order, read=partial(_read_what_fits, request, items, ordered, service))

@@ -165,7 +165,10 @@ class Frames(Protocol):
     delta, which is the place to announce it.
     """
 
-    ping: bytes  # what keeps a silent stream warm
+    @property
+    def ping(self) -> bytes:
+        """What keeps a silent stream warm."""
+        ...
 
     def delta(self, index: int, said: Said, tally: Tally) -> bytes:
         """The events of a choice that has something to say."""

@@ -1,8 +1,8 @@
 """`POST /v1/responses`: the request, and the chat request that asks the model for the same."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -10,10 +10,9 @@ from engine.errors import InvalidRequest
 from gateway.schema.batches import check_metadata
 from gateway.schema.chat import ChatRequest, chat_of
 from gateway.schema.decoding import check_unicode, check_word, decode, refuse_unless
+from gateway.schema.renaming import in_our_words
 from gateway.schema.response_items import InputItem, Item, as_messages
 from gateway.schema.scheduling import SchedulingRequest
-
-T = TypeVar("T")
 
 INCLUDABLE = (
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
@@ -218,7 +217,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             body["response_format"] = self.text.format and self.text.format.as_chat()
         body |= {name: getattr(self, name) for name in _PASSED_ON}
         given = {name: value for name, value in body.items() if value is not None}
-        return in_our_words(partial(chat_of, given))
+        return in_our_words(partial(chat_of, given), NAMES)
 
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
@@ -293,25 +292,3 @@ def _choice(choice: Any) -> Any:
                 "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in tools]},
             }
     return choice
-
-
-def in_our_words(make: Callable[[], T], names: Mapping[str, str] = NAMES) -> T:
-    """What `make` makes; its complaint names the field as our caller spelled it."""
-    try:
-        return make()
-    except InvalidRequest as error:
-        if error.param is None:
-            raise
-        param = _renamed(error.param, names)
-        error.args = (str(error).replace(f"'{error.param}", f"'{param}"),)
-        error.param = param
-        raise
-
-
-def _renamed(param: str, names: Mapping[str, str]) -> str:
-    if param.startswith("tools["):
-        return param.replace("].function.", "].")
-    for name, ours in names.items():
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return ours + param[len(name) :]
-    return param

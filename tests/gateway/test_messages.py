@@ -1,0 +1,330 @@
+"""Anthropic's API: blocks and events, its words for errors, and the same engine behind them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from adapters.dialects.choosing import choose_dialect
+from engine.request import Abort
+from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play
+
+PATH = "/v1/messages"
+COUNT = f"{PATH}/count_tokens"
+HERMES = choose_dialect("", "hermes", "think")
+TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+LONG = "a long story " * 10
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 100, "messages": USER, **fields}
+
+
+async def created(rig: Rig, **fields: Any) -> Any:
+    async with rig.client.post(PATH, ask(**fields)) as exchange:
+        told = await exchange.json()
+    assert exchange.status == 200, told
+    Message.model_validate(told, strict=True)
+    return told
+
+
+async def streamed(rig: Rig, **fields: Any) -> list[Any]:
+    async with rig.client.post(PATH, ask(stream=True, **fields)) as exchange:
+        events = []
+        async for chunk in exchange.chunks():
+            for frame in chunk.split(b"\n\n"):
+                if frame.startswith(b"event: "):
+                    kind, _, data = frame.removeprefix(b"event: ").partition(b"\ndata: ")
+                    events.append(parsed(kind.decode(), data))
+    return events
+
+
+def parsed(kind: str, data: bytes) -> Any:
+    event: Any = TypeAdapter(Any).validate_json(data)
+    assert event["type"] == kind
+    if kind not in ("ping", "error"):
+        EVENT.validate_python(event)
+    return event
+
+
+def prompts(rig: Rig) -> list[str]:
+    return [bytes(request.ask.prompt).decode() for request in rig.ended]
+
+
+def test_a_message_is_answered_with_a_message() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, system="Be brief.", metadata={"user_id": "me"})
+        assert told["content"] == [{"type": "text", "text": "Hello!"}]
+        assert (told["stop_reason"], told["stop_sequence"]) == ("end_turn", None)
+        assert told["usage"] == {
+            "input_tokens": len("system:Be brief.\nuser:hi\n"),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": len("Hello!") + 1,
+            "output_tokens_details": {"thinking_tokens": 0},
+        }
+        assert prompts(rig) == ["system:Be brief.\nuser:hi\n"]
+
+    play(scene)
+
+
+def test_the_events_of_a_text_come_in_order() -> None:
+    async def scene(rig: Rig) -> None:
+        events = await streamed(rig)
+        assert [event["type"] for event in events] == [
+            *("message_start", "ping", "content_block_start"),
+            *["content_block_delta"] * len("Hello!"),
+            *("content_block_stop", "message_delta", "message_stop"),
+        ]
+        assert "".join(e["delta"]["text"] for e in events[3:-3]) == "Hello!"
+        assert events[0]["message"]["content"] == []
+        assert events[0]["message"]["usage"]["input_tokens"] == len("user:hi\n")
+        assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+        assert events[-2]["usage"]["output_tokens"] == len("Hello!") + 1
+
+    play(scene)
+
+
+ALL = "<think>Hm.</think>Well." + CALL
+
+
+def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+    fields = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 50}}
+
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, **fields)
+        thought, text, call = told["content"]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
+        assert text == {"type": "text", "text": "Well."}
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+        assert told["stop_reason"] == "tool_use"
+        events = await streamed(rig, **fields)
+        blocks: list[str] = ["", "", ""]
+        for event in events:
+            if event["type"] == "content_block_delta":
+                delta = event["delta"]
+                said = {"text_delta": "text", "thinking_delta": "thinking"}
+                name = said.get(delta["type"], "partial_json")
+                blocks[event["index"]] += delta.get(name, "")
+        assert blocks == ["Hm.", "Well.", '{"a": 1}']
+        kinds = [event["type"] for event in events]
+        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+    play(scene, Setting(texts=(ALL,), dialect=HERMES))
+
+
+def test_thoughts_are_left_out_where_that_is_wanted() -> None:
+    fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
+
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, **fields)
+        assert [block.get("thinking") for block in told["content"]] == ["", None]
+        assert told["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+        events = await streamed(rig, **fields)
+        assert "Hm" not in str(events)
+
+    play(scene, Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "sequence"),
+    [
+        ({"max_tokens": 3}, "max_tokens", None),
+        ({"stop_sequences": ["lo"]}, "stop_sequence", "lo"),
+    ],
+)
+def test_why_it_ended_is_told(fields: dict[str, Any], reason: str, sequence: str | None) -> None:
+    async def scene(rig: Rig) -> None:
+        for told in (await created(rig, **fields), (await streamed(rig, **fields))[-2]["delta"]):
+            assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+
+    play(scene)
+
+
+def test_blocks_become_the_messages_of_a_chat() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "c", "citations": None},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "d"}],
+                    "cache_control": {"type": "ephemeral"},
+                },
+                {"type": "tool_result", "tool_use_id": "t1", "content": "e", "is_error": True},
+                {"type": "text", "text": "f"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}]
+
+    async def scene(rig: Rig) -> None:
+        await created(rig, messages=messages, system=system, tools=[TOOL])
+        assert prompts(rig) == [
+            "tools:add\nsystem:S\nuser:a\nb\nassistant:c\ntool:d\ntool:Error: e\nuser:f\n"
+        ]
+
+    play(scene, Setting(dialect=HERMES))
+
+
+def test_an_answer_that_was_begun_is_gone_on_with() -> None:
+    async def scene(rig: Rig) -> None:
+        await created(rig, messages=[*USER, {"role": "assistant", "content": "Once upon"}])
+        assert prompts(rig) == ["user:hi\nassistant:Once upon"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("choice", "must_call"),
+    [
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "add", "disable_parallel_tool_use": True}, True),
+        ({"type": "auto"}, False),
+        ({"type": "none"}, False),
+    ],
+)
+def test_tools_are_chosen_as_in_a_chat(choice: dict[str, Any], must_call: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        await created(rig, tools=[TOOL], tool_choice=choice)
+        assert (rig.ended[0].ask.grammar is not None) == must_call
+
+    play(scene, Setting(texts=(CALL,), dialect=HERMES))
+
+
+def test_a_format_holds_the_text() -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+    async def scene(rig: Rig) -> None:
+        await created(rig, output_config={"format": {"type": "json_schema", "schema": schema}})
+        assert rig.ended[0].ask.grammar is not None
+
+    play(scene, Setting(texts=("{}",)))
+
+
+def test_a_prompt_is_counted_without_being_answered() -> None:
+    async def scene(rig: Rig) -> None:
+        body = {"model": MODEL, "messages": USER, "system": "Be brief."}
+        async with rig.client.post(COUNT, body) as exchange:
+            told = await exchange.json()
+        assert told == {"input_tokens": len("system:Be brief.\nuser:hi\n")}
+
+    rig = play(scene)
+    assert not rig.ended
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
+        ({"output_config": {"effort": "immense"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"container": "c"}, "container"),
+        ({"context_management": {"edits": [{"type": "clear"}]}}, "context_management"),
+        ({"service_tier": "fast"}, "service_tier"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name_in_anthropics_words(
+    path: str, fields: dict[str, Any], named: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, ask(**fields)) as exchange:
+            told = await exchange.json()
+        assert exchange.status == 400
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+        assert named in told["error"]["message"]
+        assert told["request_id"] == exchange.headers["request-id"]
+
+    play(scene, Setting(dialect=HERMES))
+
+
+def test_an_answer_needs_a_bound_and_a_count_does_not() -> None:
+    async def scene(rig: Rig) -> None:
+        body = {"model": MODEL, "messages": USER}
+        async with rig.client.post(PATH, body) as exchange:
+            assert "max_tokens" in (await exchange.json())["error"]["message"]
+        async with rig.client.post(COUNT, body) as exchange:
+            assert await exchange.start() == 200
+
+    play(scene)
+
+
+def test_edits_that_keep_everything_are_taken() -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+    async def scene(rig: Rig) -> None:
+        await created(rig, context_management=edits)
+
+    play(scene)
+
+
+def test_every_error_speaks_anthropics_words() -> None:
+    async def scene(rig: Rig) -> None:
+        for method, path, headers, status, kind in [
+            ("POST", PATH, {}, 401, "authentication_error"),
+            ("POST", f"{PATH}/batches", {"x-api-key": "a"}, 404, "not_found_error"),
+            ("GET", PATH, {"x-api-key": "a"}, 405, "invalid_request_error"),
+        ]:
+            async with rig.client.send(method, path, [b"{}"], headers) as exchange:
+                told = await exchange.json()
+            assert (exchange.status, told["error"]["type"]) == (status, kind)
+        async with rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"}) as exchange:
+            assert (await exchange.json())["error"]["type"] == "not_found_error"
+
+    play(scene, Setting(keys=("a",)))
+
+
+def test_a_stream_that_fails_says_so_in_an_event() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(stream=True)) as exchange:
+            await exchange.start()
+            await rig.engine.drain(0)
+            body = await exchange.read()
+        last = body.rstrip(b"\n").split(b"\n\n")[-1]
+        event = parsed("error", last.removeprefix(b"event: error\ndata: "))
+        assert event["error"]["type"] == "overloaded_error"
+
+    play(scene, Setting(texts=(LONG,)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_is_cancelled(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(PATH, ask(stream=stream)):
+            await asyncio.sleep(3.5 * STEP)
+        await asyncio.sleep(STEP)
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
