@@ -9,11 +9,13 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
+from gateway.client.answer import Answer
 from gateway.client.flags import Parser, positive
 from gateway.client.wire import (
     DEFAULT_URL,
@@ -21,7 +23,6 @@ from gateway.client.wire import (
     Frames,
     ServerSaid,
     base_url,
-    error_text,
     first_model,
     open_session,
     refusal,
@@ -32,9 +33,9 @@ HELP = """\
 /system TEXT  set the system message (without TEXT: remove it)
 /reset        forget the conversation
 /exit         leave (or Ctrl-D)
-Ctrl-C stops the answer."""
+Ctrl-C stops the answer. After a tool call (→) the next line is its result."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -43,11 +44,26 @@ class Conversation:
 
     system: str = ""
     turns: list[Message] = field(default_factory=list)
+    unanswered: list[Message] = field(default_factory=list)  # tool calls whose result is due
 
     @property
     def messages(self) -> list[Message]:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self.turns
+
+    def say(self, line: str) -> bool:
+        """Take the person's next line; False: more tool calls wait for their result."""
+        if not self.unanswered:
+            self.turns.append({"role": "user", "content": line})
+            return True
+        call = self.unanswered.pop(0)
+        self.turns.append({"role": "tool", "tool_call_id": call["id"], "content": line})
+        return not self.unanswered
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.turns.clear()
+        self.unanswered.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +74,8 @@ class Peer:
     session: aiohttp.ClientSession
     params: dict[str, Any]
 
-    async def answer(self, messages: list[Message], show: Callable[[str], None]) -> None:
-        """Stream one answer to `show`. Leaving early closes the connection."""
+    async def answer(self, messages: list[Message], hear: Callable[[bytes], None]) -> None:
+        """Stream one answer's events to `hear`. Leaving early closes the connection."""
         body = {**self.params, "messages": messages, "stream": True}
         frames = Frames()
         try:
@@ -70,22 +86,9 @@ class Peer:
                     for data in frames.feed(chunk):
                         if data == DONE:
                             return
-                        show(_delta(data))
+                        hear(data)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerSaid(unreachable(self.url, error)) from error
-
-
-def _delta(data: bytes) -> str:
-    """The text that one event adds, without control characters that could move the cursor."""
-    try:
-        event = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ServerSaid("the server sent an event that is not JSON") from error
-    if "error" in event:
-        raise ServerSaid(error_text(event["error"]))
-    deltas = (choice.get("delta") or {} for choice in event.get("choices") or ())
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def parser() -> Parser:
@@ -103,6 +106,9 @@ def parser() -> Parser:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--max-tokens", type=positive)
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--tools", metavar="FILE", help="tools to offer: a JSON array as in the API"
+    )
     return parser
 
 
@@ -112,6 +118,12 @@ def main(argv: list[str]) -> int:
     url = base_url(args.url)
     given = {name: getattr(args, name) for name in ("temperature", "max_tokens", "seed")}
     params = {name: value for name, value in given.items() if value is not None}
+    if args.tools is not None:
+        try:
+            params["tools"] = _read_tools(args.tools)
+        except ServerSaid as error:
+            _say(str(error))
+            return 1
     with asyncio.Runner() as runner:
         session = runner.run(_opened(args.api_key))
         try:
@@ -125,6 +137,16 @@ def main(argv: list[str]) -> int:
             runner.run(session.close())
 
 
+def _read_tools(path: str) -> list[Any]:
+    try:
+        tools = orjson.loads(Path(path).read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ServerSaid(f"cannot read the tools in {path}: {error}") from error
+    if not isinstance(tools, list):
+        raise ServerSaid(f"{path} is not a JSON array of tools")
+    return tools
+
+
 def converse(runner: asyncio.Runner, peer: Peer, talk: Conversation, *, is_tty: bool) -> int:
     """One turn after the other until the input ends."""
     if is_tty:
@@ -134,31 +156,32 @@ def converse(runner: asyncio.Runner, peer: Peer, talk: Conversation, *, is_tty: 
             break
         if line.startswith("/"):
             _obey(line, talk)
-        elif not _take_turn(runner, peer, talk, line) and not is_tty:
+        elif talk.say(line) and not _take_turn(runner, peer, talk, is_tty=is_tty) and not is_tty:
             return 1
     return 0
 
 
-def _take_turn(runner: asyncio.Runner, peer: Peer, talk: Conversation, line: str) -> bool:
+def _take_turn(runner: asyncio.Runner, peer: Peer, talk: Conversation, *, is_tty: bool) -> bool:
     """Ask and show; False if the server refused. A stopped answer stays as far as it came."""
-    talk.turns.append({"role": "user", "content": line})
-    said: list[str] = []
+    answer = Answer(is_tty)
 
-    def show(text: str) -> None:
-        said.append(text)
-        sys.stdout.write(text)
+    def hear(data: bytes) -> None:
+        sys.stdout.write(answer.feed(data))
         sys.stdout.flush()
 
     try:
-        runner.run(peer.answer(talk.messages, show))
+        runner.run(peer.answer(talk.messages, hear))
     except KeyboardInterrupt:
-        sys.stdout.write(" [stopped]")
+        answer.calls.clear()  # they may be half
+        sys.stdout.write(answer.finish() + " [stopped]")
     except ServerSaid as error:
-        _say(("\n" if said else "") + str(error))
+        sys.stdout.write(answer.finish())
+        _say(("\n" if answer.has_shown else "") + str(error))
         talk.turns.pop()
         return False
-    sys.stdout.write("\n")
-    talk.turns.append({"role": "assistant", "content": "".join(said)})
+    sys.stdout.write(answer.finish() + "\n")
+    talk.turns.append(answer.message)
+    talk.unanswered = list(answer.calls)
     return True
 
 
@@ -167,7 +190,7 @@ def _obey(line: str, talk: Conversation) -> None:
     if command == "/system":
         talk.system = rest.strip()
     elif command == "/reset":
-        talk.turns.clear()
+        talk.reset()
     else:
         _say(HELP if command == "/help" else f"unknown command {command}; /help lists them")
 

@@ -16,6 +16,7 @@ class Peer:
     """Answers with `words`; with `hold` it keeps the stream open after them until left."""
 
     words: list[str] = field(default_factory=lambda: ["Hel", "lo", "!"])
+    deltas: list[dict[str, Any]] = field(default_factory=list)  # of chat, instead of words
     hold: bool = False
     break_off: bool = False
     refuse: tuple[int, str] | None = None
@@ -43,8 +44,9 @@ class Peer:
             return web.json_response({"error": {"message": message}}, status=status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
-        for word in self.words:
-            await _event(response, {"choices": [choice(word) | {"finish_reason": None}]})
+        deltas = [{"delta": delta} for delta in self.deltas] or map(choice, self.words)
+        for delta in deltas:
+            await _event(response, {"choices": [delta | {"finish_reason": None}]})
         try:
             if self.hold:
                 await asyncio.Event().wait()

@@ -8,10 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import orjson
 import pytest
 
 from gateway.client import chat
+from gateway.client.answer import Answer
 from tests.client.conftest import Peer
 
 
@@ -96,6 +99,64 @@ def test_an_answer_cannot_move_the_cursor(
     peer.words = ["\x1b[2J", "a\tb\n", "\x07é 🐋"]
     _, out, _ = talk(monkeypatch, capsys, "Hi\n", peer.url)
     assert out == "[2Ja\tb\né 🐋\n"
+
+
+def test_reasoning_is_dim_on_a_terminal_and_left_out_of_a_pipe(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.deltas = [{"reasoning_content": "Hm"}, {"reasoning_content": "."}, {"content": "Yes."}]
+    _, out, _ = talk(monkeypatch, capsys, "Well?\nSure?\n", peer.url)
+    assert out == "Yes.\nYes.\n"
+    assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+    answer = Answer(is_tty=True)
+    events = [orjson.dumps({"choices": [{"delta": delta}]}) for delta in peer.deltas]
+    shown = "".join(map(answer.feed, events)) + answer.finish()
+    assert shown == "\x1b[2mHm.\x1b[0m\n\nYes."
+
+
+def test_reasoning_that_is_cut_leaves_the_screen_bright() -> None:
+    answer = Answer(is_tty=True)
+    shown = answer.feed(b'{"choices": [{"delta": {"reasoning": "Hm"}}]}')
+    assert shown + answer.finish() == "\x1b[2mHm\x1b[0m"
+
+
+def test_a_tool_call_is_a_line_and_the_next_line_is_its_result(
+    peer: Peer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (tmp_path / "tools.json").write_bytes(orjson.dumps(tools))
+    peer.deltas = [
+        {"content": "Let me see."},
+        {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "2", "function": {"name": "g", "arguments": "{}"}}]},
+    ]
+    path = str(tmp_path / "tools.json")
+    code, out, _ = talk(monkeypatch, capsys, "Hi\nfour\nfive\n", peer.url, "--tools", path)
+    shown = 'Let me see.\n→ f {"a": 1}\n→ g {}\n'
+    assert (code, out) == (0, shown * 2)
+    assert len(peer.bodies) == 2
+    assert peer.bodies[0]["tools"] == tools
+    _, called, first, second = peer.bodies[1]["messages"]
+    arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
+    assert arguments == ['{"a": 1}', "{}"]
+    assert first == {"role": "tool", "tool_call_id": "1", "content": "four"}
+    assert second == {"role": "tool", "tool_call_id": "2", "content": "five"}
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', None])
+def test_tools_that_cannot_be_read_are_one_line(
+    text: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tools.json"
+    if text is not None:
+        path.write_text(text)
+    assert chat.main(["--tools", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer) -> None:
