@@ -124,3 +124,23 @@ def test_an_unknown_decoder_is_refused_by_name(tmp_path: Path, decoder: object) 
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(RefusedToStart, match=r"decoder .* is not supported"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", families.PIECES)
+def test_tokens_bytes_are_those_inside_a_text(pair: Pair, text: str) -> None:
+    tokenizer, _ = pair
+    before, after = (tokenizer.encode(part, add_special_tokens=False) for part in ("x", "x" + text))
+    if after[: len(before)] != before:
+        return  # they merged
+    ids = after[len(before) :]
+    inside = fed(tokenizer, after)[len(fed(tokenizer, before)) :]
+    shown = [i for i in ids if i not in tokenizer.special_ids]
+    assert b"".join(map(tokenizer.token_bytes, shown)) == inside
+
+
+def test_a_control_token_has_its_own_text_and_no_token_has_none(pair: Pair) -> None:
+    tokenizer, _ = pair
+    assert set(tokenizer.special_tokens.values()) == set(tokenizer.special_ids)
+    for text, token_id in tokenizer.special_tokens.items():
+        assert tokenizer.token_bytes(token_id) == text.encode()
+    assert tokenizer.token_bytes(10**9) == b""
