@@ -49,9 +49,9 @@ class Terms:
 
     admission: Admission
     max_preemptions: int
+    max_swaps: int
     reuses_prefixes: bool
     swap: Swap = Swap.OFF
-    max_swaps: int = 0
     min_run: int = 1  # tokens that a request produces before it gives way to one that waits
 
     @property

@@ -85,13 +85,9 @@ class IterationScheduler:
         self.pool = RequestPool()
         self.cost = cost or LiveCost(UNMEASURED)
         self._observer = observer or Silence()
-        terms = Terms(
-            settings.admission,
-            settings.max_preemptions,
-            settings.reuses_prefixes,
-            settings.swap if ledger.host.num_blocks else Swap.OFF,
-            settings.max_swaps,
-        )
+        swap = settings.swap if ledger.host.num_blocks else Swap.OFF
+        most = (settings.max_preemptions, settings.max_swaps)
+        terms = Terms(settings.admission, *most, settings.reuses_prefixes, swap)
         self.memory = Memory(terms, ledger, self.pool, policy, self._observer)
         self.swap = SwapPlanner(terms, ledger, self.pool, self.memory, settings.max_batch_size)
         self.endings = Endings(ledger, self.pool, self.memory, self._observer, settings.max_crashes)
@@ -265,9 +261,10 @@ class IterationScheduler:
         return min(num_ready, draft.seats - 1)
 
     def _admit(self, draft: Draft, request: Request, now: float) -> bool:
-        """Start a waiting or swapped request if it fits; whether others behind it may still be
-        looked at."""
+        """Start a request without KV here if it fits; whether others behind it may be looked at."""
         if request.is_suspect and draft.keeps_apart(request):
+            return True
+        if self.swap.may_wait(request, self._ready_left(draft) - draft.seats):
             return True
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:

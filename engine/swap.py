@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see pool)
 DECAY = 0.98  # per plan, of the largest burst of late
 MOST_SPARE = 0.25  # of all blocks
+MOST_WAITS = 4  # iterations of others, before a swapped request is brought in at once
 CLEARLY = 2.0  # times as long until its turn, and a request gives way to another
 
 
@@ -49,9 +50,21 @@ class SwapPlanner:
         """It will want blocks for its prompt at once."""
         self._arrived += self._ledger.blocks_for(request.prompt_len)
 
+    def may_wait(self, request: Request, num_others: int) -> bool:
+        """Whether a swapped request whose turn it is waits to be brought in beside an iteration:
+        ready are all who are needed for that and `num_others` more. A few times in a row only."""
+        if request.state is not SWAPPED or num_others < 0 or not self._looks_ahead:
+            return False
+        request.num_step_overs += 1
+        return request.num_step_overs <= MOST_WAITS
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self._is_on and self._memory.policy.preempts
+
     def look_ahead(self, now: float) -> None:
         """Order moves that are not awaited, to go with the iteration that has been planned."""
-        if not self._is_on or not self._memory.policy.preempts:
+        if not self._looks_ahead:
             return
         spare = self._spare()
         if self._short(spare) <= 0 and not self._pool.count(SWAPPED):

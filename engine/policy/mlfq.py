@@ -74,17 +74,18 @@ class SkipJoinMLFQ:
 
     def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """Seconds until each is promoted for starving, or those above it have sunk to its queue,
-        whichever is sooner (FastServe, section 4.3). Order within a queue is left to the caller.
+        whichever is sooner (FastServe, section 4.3); in a queue, those before it use their quanta.
         """
-        ahead, num_above, seconds = [], 0, 0.0
+        turns: dict[Request, float] = dict.fromkeys(requests, 0.0)
+        num_above, above = 0, 0.0  # and the seconds that they take to sink to the level
         for level, queue in enumerate(self._levels):
-            ahead.append(seconds)
+            share = self._quantum(level) / self._settings.seats
+            for place, request in enumerate(queue):
+                if request in turns:
+                    turns[request] = above + place * share
             num_above += len(queue)
-            seconds += num_above * self._quantum(level) / self._settings.seats
-        return [
-            min(self._patience.left(request, now), ahead[self._jobs[request].level])
-            for request in requests
-        ]
+            above += num_above * share
+        return [min(self._patience.left(r, now), turn) for r, turn in turns.items()]
 
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""
