@@ -35,6 +35,10 @@ class ModelNotFound(InvalidRequest):
         )
 
 
+class NotOfThisModel(InvalidRequest):
+    """The endpoint is there, but the model that is served cannot do this."""
+
+
 class PathNotFound(InvalidRequest):
     """No endpoint at this path."""
 
@@ -159,6 +163,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     ContextTooLong: Verdict(400, _INVALID, "context_length_exceeded"),
     InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
     ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
+    NotOfThisModel: Verdict(400, _INVALID, "unsupported_model"),
     PathNotFound: Verdict(404, _INVALID, "not_found"),
     RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
     FileNotFound: Verdict(404, _INVALID, "file_not_found"),

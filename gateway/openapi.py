@@ -15,6 +15,7 @@ from gateway.schema.anthropic_request import AnthropicRequest
 from gateway.schema.batches import BatchRequest
 from gateway.schema.chat import ChatRequest
 from gateway.schema.completions import CompletionRequest
+from gateway.schema.embeddings import EmbeddingRequest
 from gateway.schema.response_request import ResponseRequest
 from gateway.schema.sampling import LEAST, RANGES
 from gateway.schema.tokens import DetokenizeRequest, TokenizeRequest
@@ -69,6 +70,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
     ("GET", "/v1/batches/{batch_id}"): Operation("batches", "How far a batch is."),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Stop a batch."),
+    ("POST", "/v1/embeddings"): Operation(
+        "text", "Refused: no model that is served here was trained for it.", EmbeddingRequest
+    ),
     ("POST", "/v1/messages"): Operation(
         "messages", "The next message, as Anthropic's API has it.", AnthropicRequest, (JSON, EVENTS)
     ),
