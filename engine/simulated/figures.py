@@ -72,6 +72,7 @@ class Spread:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     highest: float
 
@@ -81,8 +82,8 @@ class Spread:
         if not len(samples):
             return None
         values = numpy.asarray(samples, dtype=numpy.float64)
-        p50, p90, p99 = numpy.percentile(values, (50, 90, 99)).tolist()
-        return cls(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+        p50, p90, p95, p99 = numpy.percentile(values, (50, 90, 95, 99)).tolist()
+        return cls(len(values), float(values.mean()), p50, p90, p95, p99, float(values.max()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,16 +84,18 @@ def play_all(
 ) -> Played:
     """As `play`, for loads at which some requests may be refused. Arrivals are by time; `accepted`
     hears which of them became which request."""
-    return run_virtual(_play(scheduler, executor, arrivals, accepted, lookahead))
+    return run_virtual(play_out(scheduler, executor, arrivals, accepted, lookahead))
 
 
-async def _play(
+async def play_out(
     scheduler: "IterationScheduler",
     executor: "StepExecutor",
     arrivals: "Sequence[Arrival]",
-    accepted: "Accepted | None",
-    lookahead: int,
+    accepted: "Accepted | None" = None,
+    lookahead: int = 0,
 ) -> Played:
+    """As `play_all`, in the time of the running loop: on a real one with a real executor, this is
+    the engine that serves, and what is measured is real."""
     clock = asyncio.get_running_loop().time
     engine = Engine(scheduler, executor, clock, lookahead=lookahead)
     audience = _Audience(engine, len(arrivals), accepted)
@@ -119,11 +121,13 @@ class _Audience:
 
     async def arrive(self, arrivals: "Sequence[Arrival]") -> None:
         loop = asyncio.get_running_loop()
+        began = loop.time()
         if not arrivals:
             self.is_served.set()
         for index, arrival in enumerate(arrivals):
-            if arrival.at > loop.time():
-                await asyncio.sleep(arrival.at - loop.time())
+            at = began + arrival.at
+            if at > loop.time():
+                await asyncio.sleep(at - loop.time())
             stream = _Patient(arrival.ask(index), self._engine, self._watch(index, arrival))
             try:
                 stream.__enter__()
@@ -133,7 +137,7 @@ class _Audience:
             if self._accepted is not None:
                 self._accepted(stream.request, arrival)
             if arrival.patience is not None:
-                loop.call_at(arrival.at + arrival.patience, stream.leave)
+                loop.call_at(at + arrival.patience, stream.leave)
 
     def played(self) -> Played:
         finished = [self._fared[index] for index in sorted(self._fared)]

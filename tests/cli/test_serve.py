@@ -12,6 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from engine.simulated.figures import SLO
+from engine.simulated.follow import Follower
+from engine.simulated.replay import read_recording
 from gateway import cli
 from gateway.settings import options
 from tests.certificates import make_certificate
@@ -141,3 +144,36 @@ async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> 
             assert (await status("k1"), await status("k2")) == (401, 200)
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
+
+
+async def test_a_recorded_server_is_followed_event_by_event(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with start_server(tmp_path, "--record", str(path), "--max-batch-size", "2") as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(prompt: str, max_tokens: int) -> None:
+                body = {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+
+            async def leave() -> None:
+                body = {"model": "builtin", "prompt": "a", "max_tokens": 900, "stream": True}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    await answer.content.readline()
+
+            prompt = "the harbour " * 20
+            await asyncio.gather(*(ask(prompt, 5 + index) for index in range(5)), leave())
+            async with session.post(f"{url}/admin/policy", json={"policy": "mlfq"}) as switched:
+                assert switched.status == 200
+            await asyncio.gather(*(ask(prompt, 5 + index) for index in range(5)))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    recording = read_recording(path)
+    followed = Follower(recording).follow(SLO())
+    assert followed.difference is None
+    assert followed.figures is not None
+    assert followed.figures.num_arrived == 11
+    assert followed.figures.cached_tokens > 0
+    assert {row.switched for row in recording.rows} == {None, "mlfq"}
+    assert "harbour" not in path.read_text()

@@ -173,3 +173,26 @@ def test_91_two_grammar_libraries_are_compared() -> None:
     rows = [line for line in shown.splitlines() if line.startswith("| llguidance")]
     assert len(rows) == 2
     assert all(row.split("|")[6].strip() == "0" for row in rows)  # wrong
+
+
+def test_83_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
+    shown = run(
+        sys.executable, EXAMPLES / "83_real_engine.py", "--quick", "6", "--out", tmp_path / "out"
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "README.md",
+        "figures.json",
+        "jct.png",
+    }
+    for policy in ("fcfs", "mlfq", "fair", "deadline", "no reuse"):
+        assert f"| {policy} |" in shown
+
+
+def test_84_the_simulator_is_held_against_the_real_engine(tmp_path: Path) -> None:
+    compare = EXAMPLES / "84_simulator_accuracy.py"
+    flags = ("--tiny", "--requests", "12", "--repeats", "1", "--loads", "1", "--out", tmp_path)
+    run(sys.executable, compare, *flags)
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("| measured |") == 2
+    assert page.count("| cost from a recording |") == 2
+    assert "2 of 2 rows came out\nthe same" in page

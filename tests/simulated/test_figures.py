@@ -33,7 +33,7 @@ def test_two_requests_one_after_the_other_by_hand() -> None:
     assert figures.at("jct", "highest") == pytest.approx(5.5)
     assert figures.at("norm", "mean") == pytest.approx((2.0 / 2 + 5.5 / 4) / 2)
     assert figures.at("itl", "p50") == pytest.approx(1.0)
-    assert figures.spreads["itl"] == Spread(4, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert figures.spreads["itl"] == Spread(4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     assert (figures.seconds, figures.num_iterations, figures.busy_seconds) == (6.0, 6, 6.0)
     assert figures.throughput == pytest.approx(2 / 6)
     assert figures.output_rate == pytest.approx(1.0)
