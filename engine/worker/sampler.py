@@ -20,6 +20,7 @@ from engine.step import Draw, TokenLogprobs
 from engine.worker.filters import Floats
 from engine.worker.logprobs import log_probabilities
 from engine.worker.ports import Operators
+from engine.worker.processors import process, strangers
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -70,7 +71,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _is_plain(draw: Draw) -> bool:
-    return not (draw.banned or draw.sampling.logit_bias or draw.reads_output)
+    sampling = draw.sampling
+    return not (draw.banned or draw.grammar or sampling.logit_bias or sampling.reads_output)
 
 
 def _is_greedy(draw: Draw) -> bool:
@@ -97,26 +99,6 @@ def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
     return draw
 
 
-def process(logits: Floats, draw: Draw) -> None:
-    """Apply bias, bans and penalties to one row `[vocab]` in place."""
-    sampling = draw.sampling
-    if sampling.logit_bias:
-        ids, bias = zip(*sampling.logit_bias, strict=True)
-        np.add.at(logits, list(ids), np.array(bias, dtype=np.float32))
-    if draw.banned:
-        logits[list(draw.banned)] = -np.inf
-    if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.array(draw.prompt + draw.output, dtype=np.int64))
-        penalty = np.float32(sampling.repetition_penalty)
-        values = logits[seen]
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and draw.output:
-        out, counts = np.unique(np.array(draw.output, dtype=np.int64), return_counts=True)
-        logits[out] -= np.float32(sampling.frequency_penalty) * counts.astype(
-            np.float32
-        ) + np.float32(sampling.presence_penalty)
-
-
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Draws one token per row."""
@@ -140,12 +122,10 @@ class Sampler:
         largest = self.operators.largest(logits)
         tokens: list[int] = largest.ids.tolist()
         faults = {**_blemishes(largest.values), **masks.faults}
-        for row, draw in enumerate(draws):
-            if not (_is_plain(draw) or row in faults or row in masks.late):
-                try:
-                    tokens[row] = self._process(logits[row], draw, masks.allowed.get(row))
-                except RowFault as fault:
-                    faults[row] = fault
+        worked_on = [row for row, draw in enumerate(draws) if not _is_plain(draw)]
+        if worked_on:
+            rows = [row for row in worked_on if not (row in faults or row in masks.late)]
+            self._work_on(logits, {row: draws[row] for row in rows}, masks, tokens, faults)
         idle = masks.late.union(faults)
         drawn = [row for row, draw in enumerate(draws) if not (_is_greedy(draw) or row in idle)]
         if drawn:
@@ -157,31 +137,33 @@ class Sampler:
         logprobs = () if untouched is None else _tell(untouched, draws, tokens)
         return Drawn(tuple(tokens), logprobs, tuple(faults.items()))
 
-    def _process(self, logits: Tensor, draw: Draw, mask: Mask | None) -> int:
-        """Process a row in place; its largest id. Raises `RowFault`."""
-        self._check(draw)
+    def _work_on(
+        self,
+        logits: Tensor,
+        draws: dict[int, Draw],
+        masks: Masks,
+        tokens: list[int],
+        faults: dict[int, RowFault],
+    ) -> None:
+        """Process these rows in place; their largest ids, and what is wrong with some of them."""
         values: Floats = logits.numpy(force=True)
-        if mask is not None:
-            draw = constrain(values, mask, draw)
-        process(values, draw)
-        token = int(values.argmax())
-        if not np.isfinite(values[token]):
-            line = "no token is left to draw: every one is banned"
-            raise RowFault(line, is_asked_for=True)
-        return token
-
-    def _check(self, draw: Draw) -> None:
-        biased = tuple(token for token, _ in draw.sampling.logit_bias)
-        for name, ids in (
-            ("logit_bias", biased),
-            ("banned", draw.banned),
-            ("prompt", draw.prompt),
-            ("output", draw.output),
-            ("ends", draw.ends),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                line = f"{name} holds an id outside the vocabulary of {self.vocab_size}"
-                raise RowFault(line, is_asked_for=True)
+        for place, name in strangers(list(draws.values()), self.vocab_size).items():
+            line = f"{name} holds an id outside the vocabulary of {self.vocab_size}"
+            faults[list(draws)[place]] = RowFault(line, is_asked_for=True)
+        left: dict[int, Draw] = {}
+        for row, draw in draws.items():
+            mask = masks.allowed.get(row)
+            try:
+                if row not in faults:
+                    left[row] = draw if mask is None else constrain(values[row], mask, draw)
+            except RowFault as fault:
+                faults[row] = fault
+        process(values, list(left), list(left.values()))
+        for row in left:
+            tokens[row] = token = int(values[row].argmax())
+            if not np.isfinite(values[row, token]):
+                line = "no token is left to draw: every one is banned"
+                faults[row] = RowFault(line, is_asked_for=True)
 
 
 def _blemishes(largest: Tensor) -> dict[int, RowFault]:

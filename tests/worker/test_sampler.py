@@ -17,7 +17,8 @@ from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
 from engine.worker.ports import Operators
-from engine.worker.sampler import Sampler, process, uniform
+from engine.worker.processors import process
+from engine.worker.sampler import Sampler, uniform
 
 Doubles = NDArray[np.float64]
 
@@ -35,7 +36,7 @@ def noise(vocab: int, seed: int = 0) -> Floats:
 
 def processed(logits: Floats, draw: Draw) -> Floats:
     out = logits.copy()
-    process(out, draw)
+    process(out[None], [0], [draw])
     return out
 
 
@@ -96,6 +97,31 @@ def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
     logits = np.array([-1.0, 0.0], dtype=np.float32)
     sampling = Sampling(logit_bias=((0, 3.0),), repetition_penalty=2.0, presence_penalty=0.5)
     assert processed(logits, Draw(sampling, output=(0,))).tolist() == [0.5, 0.0]
+
+
+def test_rows_are_processed_together_as_each_alone() -> None:
+    rng, vocab = Random(2), 60
+    rows = [noise(vocab, seed) for seed in range(40)]
+    draws = [
+        Draw(
+            Sampling(
+                logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(bias)),
+                repetition_penalty=rng.choice([1.0, 1.0, 0.6, 1.7]),
+                presence_penalty=rng.choice([0.0, 0.0, 1.2]),
+                frequency_penalty=rng.choice([0.0, 0.0, -0.3]),
+            ),
+            banned=tuple(rng.sample(range(vocab), rng.randrange(3))),
+            prompt=tuple(rng.randrange(vocab) for _ in range(rng.randrange(30))),
+            output=tuple(rng.randrange(vocab) for _ in range(rng.randrange(30))),
+        )
+        for bias in [0, 0, 1, 5] * 10
+    ]
+    together = np.stack(rows)
+    places = [row for row in range(40) if row % 7]
+    process(together, places, [draws[row] for row in places])
+    for row in range(40):
+        alone = processed(rows[row], draws[row]) if row % 7 else rows[row]
+        np.testing.assert_array_equal(together[row], alone)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
