@@ -21,6 +21,7 @@ WAYS: tuple[Json, ...] = (
     {"temperature": 0, "stop": ["the", "is "]},
     {"temperature": 0.7, "seed": 6, "min_tokens": 30},
     {"temperature": 0, "ignore_eos": True},
+    {"temperature": 1, "seed": 8, "guided_regex": "[a-z ]{5,30}", "ignore_eos": True},
 )
 
 

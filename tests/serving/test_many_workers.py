@@ -12,10 +12,17 @@ import psutil
 from tests.conftest import read_url, start_server
 from tests.serving.client import Json, stream, streamed_text
 
+COLOUR: Json = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "code": {"type": "string"}},
+    "required": ["colour", "code"],
+    "additionalProperties": False,
+}
 PROMPTS: list[Json] = [
     {"prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True},
     {"prompt": "What is 2 + 3?", "max_tokens": 25, "temperature": 0.8, "seed": 7},
     {"prompt": "Tell me a story about a fox", "max_tokens": 60, "temperature": 0},
+    {"prompt": "A colour", "max_tokens": 50, "temperature": 1.0, "seed": 2, "guided_json": COLOUR},
     {"prompt": "one two three " * 20, "max_tokens": 30, "temperature": 1.0, "seed": 1},
 ]
 
