@@ -9,6 +9,7 @@ there directly, past everything that only looks at the status line.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import orjson
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
@@ -18,6 +19,7 @@ from gateway.reply import error_response
 from gateway.tries import Tries
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from gateway.service import Service
@@ -27,6 +29,8 @@ UNGUARDED = frozenset({"/health"})
 PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
 METERED = "/v1/"  # POSTs there count against the limits of their key,
 ANTHROPIC = "/v1/messages"
+RESPONSES = "/v1/responses"
+LAST = 2**31 - 1  # as number of an event: behind all that were sent, however many those were
 UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
 EXPOSED = (
     "x-request-id",
@@ -124,7 +128,7 @@ class Guard:
         if not response.has_started:
             await error(scope, attempt.receive, response.send)
         elif not response.is_complete:
-            event = b"data: " + bytes(error.body) + b"\n\n" if response.is_stream else b""
+            event = _last_event(scope["path"], error) if response.is_stream else b""
             await response.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -145,6 +149,17 @@ class _Progress:
         else:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
+
+
+def _last_event(path: str, error: "Response") -> bytes:
+    """A failure in the words of the stream that it ends."""
+    body = bytes(error.body)
+    if path.startswith(ANTHROPIC):
+        return b"event: error\ndata: " + body + b"\n\n"
+    if path.startswith(RESPONSES):
+        told = orjson.loads(body)["error"] | {"type": "error", "sequence_number": LAST}
+        return b"event: error\ndata: " + orjson.dumps(told) + b"\n\n"
+    return b"data: " + body + b"\n\n"
 
 
 def _is_metered(scope: "Scope") -> bool:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 
+from tests import anthropic_shapes
+
 Json = dict[str, Any]
 
 _FILE = Path(__file__).parent / "data" / "openai_answers.json.gz"
@@ -216,8 +218,8 @@ def shape_of(method: str, path: str) -> Shape | None:
 
 def whole_complaints(method: str, path: str, status: int, body: object) -> list[str]:
     """What is wrong with a JSON answer."""
-    if path.startswith("/v1/messages"):
-        return []
+    if path.startswith(anthropic_shapes.MESSAGES):
+        return anthropic_shapes.whole_complaints(path, status, body)
     if status >= 400:
         return complaints("ErrorResponse", body)
     shape = shape_of(method, path)
@@ -229,6 +231,8 @@ def whole_complaints(method: str, path: str, status: int, body: object) -> list[
 
 def chunk_complaints(method: str, path: str, chunk: object) -> list[str]:
     """What is wrong with the data of one server-sent event; an error may come at any time."""
+    if path.startswith(anthropic_shapes.MESSAGES):
+        return anthropic_shapes.chunk_complaints(chunk)
     shape = shape_of(method, path)
     if shape is None or chunk == "DONE":
         return []

@@ -161,3 +161,47 @@ def test_a_batch_is_uploaded_run_and_read(client: openai.OpenAI) -> None:
     assert all(answer["response"]["status_code"] == 200 for answer in answers)
     assert batch.id in [each.id for each in client.batches.list()]
     assert client.files.delete(file.id).deleted
+
+
+def test_responses_go_on_from_each_other_whole_and_streamed(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="builtin", input="Hello!", temperature=0)
+    assert first.output_text
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    with client.responses.stream(
+        model="builtin", input="What is 2 + 3?", previous_response_id=first.id, temperature=0
+    ) as stream:
+        kinds = [event.type for event in stream]
+        second = stream.get_final_response()
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert "response.output_text.delta" in kinds
+    assert second.output_text
+    assert [item.type for item in client.responses.input_items.list(second.id)] != []
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_responses_parse_and_call_tools(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model="builtin",
+        input="Answer in JSON: the name is Ann, the age is 3.",
+        text_format=Person,
+        temperature=0,
+    )
+    assert isinstance(parsed.output_parsed, Person)
+    called = client.responses.create(
+        model="builtin",
+        input="What is the weather in Paris?",
+        tools=[
+            {
+                "type": "function",
+                "name": "get_weather",
+                "parameters": TOOL["function"]["parameters"],
+                "strict": True,
+            }
+        ],
+        temperature=0,
+    )
+    calls = [item for item in called.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["get_weather"]

@@ -7,7 +7,7 @@ import pytest
 
 from engine.request import Abort
 from gateway.keys import Allowance
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play
 
 FIRST = {"x-stainless-retry-count": "0"}
 AGAIN = {"x-stainless-retry-count": "1"}
@@ -174,3 +174,28 @@ def test_the_newer_try_counts_against_the_limits() -> None:
             assert one.status == 200
 
     play(scene, Setting(allowance=Allowance(max_concurrent=1)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"max_tokens": 50, "messages": USER}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 50}),
+    ],
+)
+def test_every_surface_says_in_its_own_words_that_a_stream_was_superseded(
+    path: str, body: dict[str, Any]
+) -> None:
+    """The witness of each exchange knows those words."""
+
+    async def scene(rig: Rig) -> None:
+        asked = {"model": MODEL, "stream": True, **body}
+        async with rig.client.post(path, asked) as earlier:
+            await asyncio.sleep(5 * STEP)
+            async with rig.client.post(path, asked, AGAIN) as later:
+                *_, last = [event async for event in earlier.events()]
+                assert "sent again" in str(last)
+                await later.read()
+
+    play(scene, LONG)
