@@ -25,6 +25,7 @@ import uvloop
 from platformdirs import user_state_path
 
 from engine.cost import LiveCost
+from engine.errors import RefusedToStart
 from engine.events import Audience, Observer
 from engine.loop import Engine
 from engine.memory import Admission, Swap
@@ -33,6 +34,7 @@ from engine.profiler import Bounds
 from engine.recording import Header
 from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import WorkerReport, WorkerSettings
+from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
 from gateway.access import BodyLimits, RequestLog
@@ -64,6 +66,7 @@ OnProgress = Callable[[str, int, int], None]  # what, done, total
 OnReady = Callable[[int, "Loaded"], None]  # the port, and what is served on it
 
 TOKENISING_THREADS = 2
+LAUNCHERS = {"ray": "adapters.cluster.ray:RayLauncher"}
 ADAPTERS = {
     "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
     "tokenizer": "adapters.tokenizers:load_tokenizer",
@@ -149,7 +152,12 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
         max_restarts=settings.max_restarts,
     )
     trace = None if settings.trace is None else TraceFile(settings.trace)
-    executor = MultiprocessExecutor(_worker_settings(settings, directory), keeping, trace=trace)
+    executor = MultiprocessExecutor(
+        _worker_settings(settings, directory),
+        keeping,
+        launcher=await asyncio.to_thread(_launcher, settings, keeping.worker),
+        trace=trace,
+    )
     try:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))
@@ -181,6 +189,19 @@ async def _calibrated(
         block_size=report.block_size,
     )
     return await calibrate(settings.cost_model, file, executor, bounds)
+
+
+def _launcher(settings: Settings, worker: str) -> Launcher | None:
+    """Who starts the workers, None for this process itself."""
+    if settings.launcher == "local":
+        return None
+    try:
+        launcher = _by_name(LAUNCHERS[settings.launcher])
+    except ModuleNotFoundError as error:
+        raise RefusedToStart(
+            f"--launcher {settings.launcher} needs pip install podway[{settings.launcher}]: {error}"
+        ) from error
+    return cast("Launcher", launcher(worker, settings.ray_address, max(1, settings.threads)))
 
 
 def _directory(model: str) -> Path:

@@ -245,6 +245,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "how much to log"
     )
+    launcher: Literal["local", "ray"] = _option(
+        "local", "workers", "local: processes of this machine; ray: actors over a Ray cluster"
+    )
+    ray_address: str = _option(
+        "auto", "workers", "the Ray cluster; auto: the one this machine is part of", "ADDRESS"
+    )
     trace: Path | None = _option(
         None,
         "workers",

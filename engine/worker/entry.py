@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, Self
 
@@ -143,8 +144,10 @@ def settle_in(parent: int) -> None:
         sys.exit(0)
 
 
-def serve(parent: Parent, worker_path: str) -> int:
+def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     """The conversation: settings, progress, report, then steps. Returns the exit code.
+
+    `listener` goes into the settings' placement, if this process and not the parent opened it.
 
     Raises `EOFError` or `ConnectionError` when the parent is gone, `WorkerLost` when the worker
     says that it cannot go on.
@@ -152,8 +155,11 @@ def serve(parent: Parent, worker_path: str) -> int:
     opening = parent.receive()
     if not isinstance(opening, Load):
         raise WireError(f"{type(opening).__name__} came before the settings")
+    settings = opening.settings
+    if listener is not None:
+        settings = replace(settings, placement=replace(settings.placement, listener=listener))
     try:
-        worker = load(worker_path, opening.settings, parent.progress)
+        worker = load(worker_path, settings, parent.progress)
         parent.send(frame(Loaded(worker.report)))
     except ConnectionError:
         raise
@@ -168,9 +174,9 @@ def serve(parent: Parent, worker_path: str) -> int:
     gc.freeze()  # the model stays; later collections need not look at it
     for order in orders(parent, worker):
         answered = answer(worker, order.step)
-        if opening.settings.placement.answers:
+        if settings.placement.answers:
             parent.send(answered)
-        if opening.settings.traces:
+        if settings.traces:
             parent.send(frame(Traced(order.step.step_id, order.learned_at, worker.times)))
     return 0
 

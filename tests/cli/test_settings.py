@@ -83,6 +83,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "record": "record.jsonl",
         "cache_dir": "cache",
         "trace": "trace.json",
+        "launcher": "ray",
+        "ray_address": "10.0.0.1:6379",
         "pipeline_stages": "2",
         "tensor_ranks": "3",
         "step_seconds": "2.5",

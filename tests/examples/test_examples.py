@@ -196,3 +196,11 @@ def test_84_the_simulator_is_held_against_the_real_engine(tmp_path: Path) -> Non
     assert page.count("| measured |") == 2
     assert page.count("| cost from a recording |") == 2
     assert "2 of 2 rows came out\nthe same" in page
+
+
+def test_90_a_pipeline_over_two_ray_nodes_survives_a_death() -> None:
+    pytest.importorskip("ray")
+    shown = run(sys.executable, EXAMPLES / "90_ray_cluster.py")
+    assert "2 worker(s)" in shown
+    assert "60 tokens, 1 restart(s)" in shown
+    assert "the same tokens" in shown

@@ -1,0 +1,1 @@
+"""Launchers that start workers elsewhere than on this machine."""

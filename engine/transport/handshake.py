@@ -1,0 +1,83 @@
+"""How loop and worker know each other on a TCP connection: both prove that they hold a secret.
+
+    loop   -> worker   challenge
+    worker -> loop     its index, a challenge of its own, HMAC(secret, "worker", index, both)
+    loop   -> worker   HMAC(secret, "loop", index, both)
+
+The secret never crosses. What follows is neither encrypted nor signed: the network between the
+machines of a cluster is trusted with tokens, but not with who may give orders.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+import struct
+
+CHALLENGE_BYTES = 32
+PROOF_BYTES = 32
+INDEX = struct.Struct(">I")
+REPLY_BYTES = INDEX.size + CHALLENGE_BYTES + PROOF_BYTES
+KEEPALIVE_SECONDS = 10
+
+
+class NotOneOfUs(Exception):
+    """The other end of the connection does not hold the secret, or does not speak like us."""
+
+
+async def admit(connection: socket.socket, secret: bytes) -> int:
+    """The loop's side, over a socket that does not block: who came, by its index.
+
+    Raises `NotOneOfUs` or `OSError`; give it a time limit.
+    """
+    loop = asyncio.get_running_loop()
+    ours = secrets.token_bytes(CHALLENGE_BYTES)
+    await loop.sock_sendall(connection, ours)
+    reply = b""
+    while len(reply) < REPLY_BYTES:
+        piece = await loop.sock_recv(connection, REPLY_BYTES - len(reply))
+        if not piece:
+            raise NotOneOfUs("it hung up")
+        reply += piece
+    index, rest = reply[: INDEX.size], reply[INDEX.size :]
+    theirs, proof = rest[:CHALLENGE_BYTES], rest[CHALLENGE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"worker", index, ours, theirs)):
+        raise NotOneOfUs("it does not hold the secret")
+    await loop.sock_sendall(connection, _proof(secret, b"loop", index, ours, theirs))
+    _tune(connection)
+    return int(INDEX.unpack(index)[0])
+
+
+def introduce(connection: socket.socket, secret: bytes, index: int) -> None:
+    """The worker's side, over a socket that blocks. Raises `NotOneOfUs` or `OSError`."""
+    challenge = _receive(connection, CHALLENGE_BYTES)
+    ours, packed = secrets.token_bytes(CHALLENGE_BYTES), INDEX.pack(index)
+    connection.sendall(packed + ours + _proof(secret, b"worker", packed, challenge, ours))
+    proof = _receive(connection, PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"loop", packed, challenge, ours)):
+        raise NotOneOfUs("the loop does not hold the secret")
+    _tune(connection)
+
+
+def _proof(secret: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"podway".join(parts), "sha256")
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        piece = connection.recv(num_bytes - len(received))
+        if not piece:
+            raise NotOneOfUs("the loop hung up")
+        received += piece
+    return received
+
+
+def _tune(connection: socket.socket) -> None:
+    """Send at once, and find out about a machine that is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
