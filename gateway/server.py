@@ -2,13 +2,15 @@
 
 SIGTERM drains: no new requests, running answers finish within `drain_seconds`. SIGINT, or a
 second signal of any kind, ends what is left at once, each answer with an error. The sockets
-close only then, so that callers get a 503 meanwhile and not a refused connection.
+close only then, so that callers get a 503 meanwhile and not a refused connection. Another SIGINT
+waits for nothing more.
 """
 
 import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -36,6 +38,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
 FILES_OF_OUR_OWN = 128  # not connections: weights, pipes to workers, stores
 FLUSH_SECONDS = 5  # for the last bytes, after the last answer
@@ -90,6 +93,9 @@ class Signals:
             loop.remove_signal_handler(number)
 
     def _take(self, number: signal.Signals) -> None:
+        if number is signal.SIGINT and self.urged.is_set():
+            logger.warning("interrupted again: leaving at once")
+            os._exit(INTERRUPTED)  # the system ends the workers with us
         if number is signal.SIGINT or self.told.is_set():
             self.urged.set()
         if not self.told.is_set():

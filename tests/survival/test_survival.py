@@ -40,10 +40,10 @@ class Served:
     def num_restarts(self) -> int:
         return self.executor.num_restarts
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send the worker a signal, if there is one."""
+    def kill(self, number: int = signal.SIGKILL, which: int = 0) -> None:
+        """Send a worker a signal, if there is one."""
         if self.executor.pids:
-            os.kill(self.executor.pids[0], number)
+            os.kill(self.executor.pids[which], number)
 
 
 class FirstPlan(Silence):
@@ -66,7 +66,7 @@ async def served(
     observer: Observer | None = None,
 ) -> AsyncIterator[Served]:
     """Afterwards nobody holds anything."""
-    settings = replace(settings, depth=1 + lookahead)
+    settings = replace(settings, depth=settings.num_stages + lookahead)
     executor = MultiprocessExecutor(WorkerSettings(model=str(directory)), settings)
     await executor.start(lambda what, done, total: None)
     bounds = SchedulerSettings(max_model_len=MAX_MODEL_LEN, max_batch_size=8, max_batch_tokens=24)
@@ -168,6 +168,24 @@ async def test_streams_go_on_when_their_worker_dies_in_decodes(
 
 
 @LOOKAHEAD
+async def test_any_worker_of_two_stages_and_two_ranks_may_die(
+    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+) -> None:
+    settings = replace(WORKER, num_stages=2, num_ranks=2)
+    async with served(tmp_path, lookahead, settings) as lively:
+        victims = {3: 0, 5: 1, 6: 3}  # by stream
+
+        def on_tokens(stream: int, count: int) -> None:
+            if count > 4 * stream and stream in victims:
+                lively.kill(which=victims.pop(stream))
+
+        assert await all_texts(lively, on_tokens) == undisturbed
+        assert not victims
+        assert len(lively.executor.pids) == 4
+        assert 1 <= lively.num_restarts <= 3
+
+
+@LOOKAHEAD
 async def test_streams_go_on_when_their_worker_dies_in_the_first_prefill(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int
 ) -> None:
@@ -182,9 +200,11 @@ async def test_streams_go_on_when_the_next_worker_dies_while_it_loads(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int
 ) -> None:
     async with served(tmp_path, lookahead) as lively:
+        killed: list[int] = []
 
         def on_tokens(stream: int, count: int) -> None:
-            if stream == 4 and count == 3:
+            if stream == 4 and count >= 3 and not killed:
+                killed.append(count)
                 (tmp_path / "die").touch()
                 lively.kill()
 
@@ -200,7 +220,7 @@ async def test_a_drain_is_not_cut_short_by_a_death(
         drains: list[asyncio.Task[None]] = []
 
         def on_tokens(stream: int, count: int) -> None:
-            if stream == 4 and count == 3 and not drains:
+            if stream == 4 and count >= 3 and not drains:
                 drains.append(asyncio.create_task(lively.engine.drain(30)))
                 lively.kill()
 
@@ -248,7 +268,7 @@ async def test_past_the_bound_every_stream_is_told_and_new_ones_are_refused(
         (tmp_path / "refuse").touch()
 
         def on_tokens(stream: int, count: int) -> None:
-            if stream == 4 and count == 3:
+            if stream == 4 and count >= 3:
                 lively.kill()
 
         with pytest.raises(Unavailable, match="has no worker: the worker was started again 1 ti"):

@@ -54,10 +54,10 @@ class Poison(IntEnum):
 class DigestWorker(LoneWorker):
     """Runs steps in memory; see above."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int) -> None:
         self.report = REPORT
         self._slots: dict[int, int] = {}
-        self._held = HeldTokens(num_steps=1)
+        self._held = HeldTokens(num_stages)
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
@@ -69,7 +69,7 @@ class DigestWorker(LoneWorker):
         if (directory / "die").exists():
             (directory / "die").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        return cls()
+        return cls(settings.placement.num_stages)
 
     def run(self, step: Step) -> StepResult:
         self._held.open(step)

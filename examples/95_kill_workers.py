@@ -1,7 +1,8 @@
 """`kill -9` of a random worker every few seconds under full load: does anybody notice?
 
-    python examples/90_kill_workers.py [--seconds 120] [--every 5] [--streams 32] [--out DIR]
+    python examples/95_kill_workers.py [--seconds 120] [--every 5] [--streams 32] [--out DIR]
                                        [-- FLAGS OF podway serve]
+    python examples/95_kill_workers.py --kills N    # as often, each as soon as tokens flow again
 
 Half of the streams are greedy, half are seeded; each asks one question after another for as long
 as the killing lasts. Before it, every question is asked once, undisturbed. A stream that is told
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ QUESTIONS = (
     "What is 12 + 30?",
     "Write a poem about rain.",
 )
-NUM_BODIES = 64
-TITLE = "# Workers killed under load"
 
 
 @dataclass
@@ -43,12 +42,13 @@ class Counts:
     """What happened while workers were killed."""
 
     kills: int = 0
-    kills_while_loading: int = 0
+    kills_in_vain: int = 0  # before a token had come since the last one
     answers: int = 0
     tokens: int = 0
     told_to_come_back: int = 0
     failures: list[str] = field(default_factory=list)
     longest_pause: float = 0.0  # seconds without a token, in a stream that had begun
+    flows: asyncio.Event = field(default_factory=asyncio.Event)  # tokens come again after a kill
 
 
 class Refused(Exception):
@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 def body_of(index: int) -> dict[str, Any]:
-    """One of `NUM_BODIES` requests; even ones are greedy, odd ones are seeded."""
+    """A request of its own; even ones are greedy, odd ones are seeded."""
     return {
         "model": "builtin",
         "prompt": QUESTIONS[index % len(QUESTIONS)] * (1 + index % 5),
@@ -116,20 +116,21 @@ async def answer(
         if last is not None:
             counts.longest_pause = max(counts.longest_pause, now - last)
         last = now
+        counts.flows.set()
         pieces += [choice["text"] for choice in chunk["choices"]]
         num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
     return "".join(pieces), num_tokens
 
 
 async def one_stream(
-    session: aiohttp.ClientSession, url: str, number: int, until: float, counts: Counts,
+    session: aiohttp.ClientSession, url: str, number: int, over: asyncio.Event, counts: Counts,
     undisturbed: list[tuple[str, int]],
 ) -> None:  # fmt: skip
-    """Ask until the time is over; every answer is held against the undisturbed one."""
+    """Ask until the killing is over; every answer is held against the undisturbed one."""
     index = number
-    while time.perf_counter() < until:
+    while not over.is_set():
         try:
-            said = await answer(session, url, index % NUM_BODIES, counts)
+            said = await answer(session, url, index % len(undisturbed), counts)
         except Refused as refused:
             counts.told_to_come_back += 1
             await asyncio.sleep(refused.seconds)
@@ -139,49 +140,56 @@ async def one_stream(
         else:
             counts.answers += 1
             counts.tokens += said[1]
-            if said != undisturbed[index % NUM_BODIES]:
+            if said != undisturbed[index % len(undisturbed)]:
                 counts.failures.append(f"stream {number}: another text than undisturbed")
         index += 1 if number % 2 else 3
 
 
-async def killing(server: int, every: float, until: float, counts: Counts, seed: int) -> None:
-    """`kill -9` one of the server's workers, whatever it is doing."""
-    random_source = random.Random(seed)
-    while time.perf_counter() + every < until:
-        await asyncio.sleep(every)
+async def killing(server: int, arguments: argparse.Namespace, counts: Counts) -> None:
+    """`kill -9` one of the server's workers, whatever it is doing, again and again."""
+    source = random.Random(arguments.seed)
+    until = time.perf_counter() + arguments.seconds
+    while counts.kills < (arguments.kills or sys.maxsize):
+        if arguments.kills:
+            await counts.flows.wait()
+        elif time.perf_counter() + arguments.every > until:
+            break
+        else:
+            await asyncio.sleep(arguments.every)
         workers = [p for p in psutil.Process(server).children() if p.name() == WORKER_NAME]
         if workers:
-            victim = random_source.choice(workers)
-            is_loading = time.time() - victim.create_time() < every / 2  # noqa: TID251 # psutil's clock
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(source.choice(workers).pid, signal.SIGKILL)
             counts.kills += 1
-            counts.kills_while_loading += is_loading
+            counts.kills_in_vain += not counts.flows.is_set()
+            counts.flows.clear()
 
 
 async def measure(server: int, url: str, arguments: argparse.Namespace) -> Counts:
     """Undisturbed texts, then the killing."""
-    counts = Counts()
+    counts, over = Counts(), asyncio.Event()
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         undisturbed = await asyncio.gather(
-            *(answer(session, url, index, Counts()) for index in range(NUM_BODIES))
+            *(answer(session, url, index, Counts()) for index in range(arguments.bodies))
         )
-        until = time.perf_counter() + arguments.seconds
         async with asyncio.TaskGroup() as group:
-            group.create_task(killing(server, arguments.every, until, counts, arguments.seed))
             for number in range(arguments.streams):
-                group.create_task(one_stream(session, url, number, until, counts, undisturbed))
+                group.create_task(one_stream(session, url, number, over, counts, undisturbed))
+            await killing(server, arguments, counts)
+            over.set()
     return counts
 
 
 def report(arguments: argparse.Namespace, counts: Counts) -> str:
     """A table for people."""
     rows = {
-        "seconds": f"{arguments.seconds:g}",
+        "kill -9 of a random worker": "when tokens flow"
+        if arguments.kills
+        else f"every {arguments.every:g} s for {arguments.seconds:g} s",
         "streams": f"{arguments.streams}, half greedy, half seeded",
         "flags of the server": f"`{' '.join(arguments.flags)}`" if arguments.flags else "none",
-        "workers killed": f"{counts.kills}, of them {counts.kills_while_loading} young ones",
+        "workers killed": f"{counts.kills}, of them {counts.kills_in_vain} before they had worked",
         "answers, each held against its undisturbed text": f"{counts.answers}",
         "tokens": f"{counts.tokens}",
         "failed or different": f"{len(counts.failures)}",
@@ -197,7 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill workers under load.")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--kills", type=int, help="so many, each when tokens flow again")
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--bodies", type=int, default=64, help="different requests")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
     parser.add_argument("--out", type=Path, help="write NAME.json here")
     parser.add_argument("--name", default="survival")
@@ -209,7 +219,8 @@ def main() -> None:
     for failure in counts.failures[:20]:
         print(failure, file=sys.stderr)
     if arguments.out is not None:
-        told = asdict(counts) | {"flags": arguments.flags, "seconds": arguments.seconds}
+        counted = {name: value for name, value in vars(counts).items() if name != "flows"}
+        told = counted | {"flags": arguments.flags, "seconds": arguments.seconds}
         (arguments.out / f"{arguments.name}.json").write_text(json.dumps(told, indent=1) + "\n")
     sys.exit(bool(counts.failures))
 

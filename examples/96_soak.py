@@ -1,6 +1,6 @@
 """Thousands of short requests, many of them left early: what does the server still hold?
 
-    python examples/91_soak.py [--requests 10000] [--clients 32] [--out DIR]
+    python examples/96_soak.py [--requests 10000] [--clients 32] [--out DIR]
                                [-- FLAGS OF podway serve]
 
 Random prompts and lengths; a third of the clients hang up at a random moment. Along the way, and
