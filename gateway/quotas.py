@@ -71,15 +71,18 @@ class Quotas(Silence):
 
     def arrived(self, request: "Request", now: float) -> None:
         """The prompt is known."""
-        self._pay(request.ask.tenant, request.prompt_len, now)
+        self._pay(request, request.prompt_len, now)
 
     def ended(self, request: "Request", now: float) -> None:
         """The answer is known."""
-        self._pay(request.ask.tenant, request.produced, now)
+        self._pay(request, request.produced, now)
 
-    def _pay(self, tenant: str, num_tokens: int, now: float) -> None:
-        account = self._accounts.get(tenant)
-        if account is not None and account.allowance.tokens_per_minute:
+    def _pay(self, request: "Request", num_tokens: int, now: float) -> None:
+        """Only for what somebody waits for: lines of batches take from nobody."""
+        account = self._accounts.get(request.ask.tenant)
+        if account is None or request.ask.is_background:
+            return
+        if account.allowance.tokens_per_minute:
             account.tokens.refill(account.allowance.tokens_per_minute, now)
             account.tokens.level -= num_tokens
 

@@ -30,7 +30,7 @@ from gateway.batch.lines import (
     request_id,
     tokens_of,
 )
-from gateway.errors import StoreFailed, error_body, verdict
+from gateway.errors import PathNotFound, StoreFailed, error_body, verdict
 from gateway.reply import compose
 from gateway.store.batches import Answer, BatchRecord, Line
 from gateway.store.files import FileRecord
@@ -90,7 +90,7 @@ class _Run:
         self._last_number = 0  # of the lines that were begun
         self._limits = runner.limits
         self._service = runner.service
-        self._order = runner.endpoints[record.endpoint]
+        self._order = runner.endpoints.get(record.endpoint, _no_endpoint)
         self._batches = runner.service.store.desk.batches
 
     async def to_the_end(self) -> None:
@@ -243,6 +243,10 @@ class _Run:
             created_at=now,
             expires_at=now + (record.output_seconds or OUTPUT_SECONDS),
         )
+
+
+async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> Ordered:
+    raise PathNotFound("This server does not have the endpoint of the batch any more.")
 
 
 def _failed(record: BatchRecord, line: Line, error: Exception) -> Answer:

@@ -11,6 +11,7 @@ import pytest
 from engine.memory import Admission
 from engine.request import Abort
 from gateway.batch.lines import LineLimits
+from gateway.keys import Allowance
 from tests.gateway.forms import (
     a_line,
     batch_of,
@@ -373,6 +374,19 @@ def test_another_key_sees_nothing_of_it() -> None:
         await asyncio.sleep(10 * STEP)
 
     play(scene, Setting(keys=("a", "b")))
+
+
+def test_lines_do_not_count_against_the_limits_of_their_key() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(30), key("a"))
+        await asyncio.sleep(20)
+        async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
+            assert (await exchange.json())["status"] == "completed"
+        async with rig.client.post(CHAT, chat(), key("a")) as exchange:
+            assert await exchange.start() == 200
+        assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
+
+    play(scene, Setting(keys=("a",), allowance=Allowance(tokens_per_minute=40)))
 
 
 def test_a_line_can_be_cancelled_by_its_request_id() -> None:
