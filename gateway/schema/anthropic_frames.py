@@ -65,15 +65,26 @@ class AnthropicFrames:
     def whole(self, choices: Sequence[Finished], tally: Tally) -> bytes:
         (choice,) = choices
         content: list[Json] = []
-        if choice.reasoning is not None:
-            content.append(_block("thinking", self._shown(choice.reasoning)))
-        if choice.content:
-            content.append(_block("text", choice.content))
-        content += (
-            _tool_use(call.call_id, call.name, _input(call.arguments)) for call in choice.calls
-        )
+        for piece in choice.said:
+            if not isinstance(piece, Drawn | PromptTold):
+                self._gather(piece, content)
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = _input(block["input"])
         message: Json = {**self._head, "content": content, **_stop(choice.end)}
         return orjson.dumps({**message, "usage": _usage(tally.usage)})
+
+    def _gather(self, piece: Piece, content: list[Json]) -> None:
+        """Add a piece to the last block, or begin the next; the input of a call is text so far."""
+        match piece:
+            case str():
+                _extend(content, "text", piece)
+            case Reasoning(text):
+                _extend(content, "thinking", self._shown(text))
+            case CallBegin(_, call_id, name):
+                content.append({"type": "tool_use", "id": call_id, "name": name, "input": ""})
+            case CallArguments(_, text):
+                content[-1]["input"] += text
 
     def _opening(self, tally: Tally) -> bytes:
         if self._has_begun:
@@ -137,9 +148,11 @@ def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
-def _block(kind: str, text: str) -> Json:
-    block = {"type": kind, kind: text}
-    return {**block, "signature": SIGNATURE} if kind == "thinking" else block
+def _extend(content: list[Json], kind: str, text: str) -> None:
+    if not content or content[-1]["type"] != kind:
+        signed = {"signature": SIGNATURE} if kind == "thinking" else {}
+        content.append({"type": kind, kind: "", **signed})
+    content[-1][kind] += text
 
 
 def _tool_use(call_id: str, name: str, arguments: Mapping[str, Any]) -> Json:

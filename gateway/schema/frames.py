@@ -82,6 +82,7 @@ class Finished(NamedTuple):
     end: End
     drawn: tuple[Drawn, ...] = ()
     prompt: PromptTold | None = None
+    said: Said = ()  # all of it, in order
 
     @property
     def num_told(self) -> int:
@@ -119,6 +120,7 @@ def finished(said: Said, end: End) -> Finished:
         end=end,
         drawn=tuple(piece for piece in said if isinstance(piece, Drawn)),
         prompt=next((piece for piece in said if isinstance(piece, PromptTold)), None),
+        said=said,
     )
 
 

@@ -6,7 +6,7 @@ Items follow each other: what the model thinks is one, what it says, each functi
 An item is complete when the next begins. Every event has the next sequence number.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -46,6 +46,7 @@ class ResponseFrames:
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
         self._drawn: list[Drawn] = []  # of the open item
+        self._pending: list[Drawn] = []  # that no event has told
         self._delta_head = b""  # up to the number of a delta of the open item
         self._status = "in_progress"
         self._end: dict[str, Any] = {}
@@ -68,18 +69,19 @@ class ResponseFrames:
     # As events
 
     def delta(self, index: int, said: Said, tally: Tally) -> bytes:
-        drawn = [piece for piece in said if isinstance(piece, Drawn) and not piece.is_end]
         events = [self._opening()]
-        for piece in said:
-            if not isinstance(piece, Drawn | PromptTold):
-                events.append(self._say(piece, drawn))
-                drawn = []
-        self._drawn += drawn
+        for piece, drawn in _with_tokens(said):
+            self._pending += drawn
+            if piece is not None:
+                events.append(self._say(piece))
         return b"".join(events)
 
     def ending(self, index: int, end: End, tally: Tally) -> bytes:
         self._status = _STATUS.get(end.reason, "completed")
-        return self._opening() + self._close(self._status)
+        events = self._opening()
+        if not self.output:
+            events += self._open_text("message", "output_text")  # with nothing in it
+        return events + self._close(self._status)
 
     def closing(self, tally: Tally) -> bytes:
         self._conclude(tally)
@@ -96,16 +98,10 @@ class ResponseFrames:
     # As a whole
 
     def whole(self, choices: Sequence[Finished], tally: Tally) -> bytes:
+        """What the events come to."""
         (choice,) = choices
-        status = _STATUS.get(choice.end.reason, "completed")
-        if choice.reasoning is not None:
-            self._add(_reasoning(self._new_id("rs_"), choice.reasoning))
-        if choice.content is not None and (choice.content or not choice.calls):
-            self._add(self._message(choice.content, choice.drawn, status))
-        for call in choice.calls:
-            begin = CallBegin(0, call.call_id, call.name)
-            self._add(_call(self._new_id("fc_"), begin, call.arguments, status))
-        self._status = status
+        self.delta(0, choice.said, tally)
+        self.ending(0, choice.end, tally)
         self._conclude(tally)
         return orjson.dumps(self.snapshot())
 
@@ -128,12 +124,6 @@ class ResponseFrames:
         if self._status == "incomplete":
             self._end["incomplete_details"] = {"reason": "max_output_tokens"}
 
-    def _add(self, item: Item) -> None:
-        self.output.append(item)
-
-    def _message(self, text: str, drawn: Sequence[Drawn], status: str) -> Item:
-        return _message(self._new_id("msg_"), text, self._logprobs(drawn), status)
-
     def _logprobs(self, drawn: Sequence[Drawn]) -> list[Any]:
         told = None if self._spelling is None else self._spelling.chat(drawn)
         return [] if told is None else list(told["content"])
@@ -150,7 +140,8 @@ class ResponseFrames:
             for kind in ("response.created", "response.in_progress")
         )
 
-    def _say(self, piece: Piece, drawn: Sequence[Drawn]) -> bytes:
+    def _say(self, piece: Piece) -> bytes:
+        drawn, self._pending = self._pending, []
         match piece:
             case str():
                 events = self._open_text("message", "output_text")
@@ -185,7 +176,7 @@ class ResponseFrames:
         return events
 
     def _open(self, item: Item) -> bytes:
-        self._add(item)
+        self.output.append(item)
         self._is_open = True
         self._texts, self._drawn = [], []
         return self._event("response.output_item.added", output_index=self._at, item=item)
@@ -212,9 +203,10 @@ class ResponseFrames:
             return b""
         self._is_open = False
         item, text = self.output[-1], "".join(self._texts)
+        drawn = self._drawn + self._pending
         match item["type"]:
             case "message":
-                part = {**_text_part(text), "logprobs": self._logprobs(self._drawn)}
+                part = {**_text_part(text), "logprobs": self._logprobs(drawn)}
                 item["status"] = status
                 logprobs = {"logprobs": _without_bytes(part["logprobs"])}
                 done = self._done_text("response.output_text.done", part, item, **logprobs)
@@ -267,6 +259,19 @@ def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[Item]:
         }
         for entry in logprobs
     ]
+
+
+def _with_tokens(said: Said) -> Iterator[tuple[Piece | None, list[Drawn]]]:
+    """Each piece with the tokens that it is of; they are told after it."""
+    current: Piece | None = None
+    drawn: list[Drawn] = []
+    for told in said:
+        if isinstance(told, Drawn):
+            drawn += () if told.is_end else (told,)
+        elif not isinstance(told, PromptTold):
+            yield current, drawn
+            current, drawn = told, []
+    yield current, drawn
 
 
 def _text_part(text: str) -> Item:
