@@ -9,12 +9,10 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from adapters.grammar.tags import read_tags, tags_to_lark
+from adapters.grammar.tags import JSON_BLANKS, read_tags, tags_to_lark
 from engine.grammar import GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
 
-# Blanks between the parts of a JSON text: enough to indent, not enough to fill an answer with.
-JSON_BLANKS = r"\x20|\n[\x20\t]{0,32}"
 MAX_GRAMMAR_SYMBOLS = 100_000
 MAX_LINE_LEN = 300
 

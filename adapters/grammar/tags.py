@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _FIELDS = {"triggers", "structures", "at_least", "at_most", "has_text", "answer"}
+# Blanks between the parts of a JSON text: enough to indent, not enough to fill an answer with.
+JSON_BLANKS = r"\x20|\n[\x20\t]{0,32}"
 MAX_STRUCTURES = 128
 MAX_TIMES = 128
 
@@ -60,7 +62,7 @@ def read_tags(text: str) -> Tags:
         at_least=_count(data.get("at_least", 0), "at_least"),
         at_most=None if data.get("at_most") is None else _count(data["at_most"], "at_most"),
         has_text=bool(data.get("has_text", True)),
-        answer=f"%json {json.dumps(data['answer'])}" if "answer" in data else "",
+        answer=_json(data["answer"]) if "answer" in data else "",
     )
     if tags.answer and tags.has_text:
         raise ValueError("answer is for tags without text")
@@ -97,10 +99,17 @@ def _structure(found: Any) -> Structure:
     if ("schema" in found) == ("regex" in found):
         raise ValueError("a structure has either schema or regex")
     if "schema" in found:
-        return Structure(begin, f"%json {json.dumps(found['schema'])}", end)
+        return Structure(begin, _json(found["schema"]), end)
     if not isinstance(found["regex"], str):
         raise ValueError("regex is a string")
     return Structure(begin, _regex(found["regex"]), end)
+
+
+def _json(schema: Any) -> str:
+    """JSON that matches the schema, in Lark."""
+    if isinstance(schema, dict):
+        schema = {"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **schema}
+    return f"%json {json.dumps(schema)}"
 
 
 def _count(found: Any, name: str) -> int:

@@ -42,8 +42,8 @@ class ChatFrames(Envelope):
     def delta(self, index: int, said: Said, tally: Tally) -> bytes:
         """One event for each piece; tokens are told with the last of them."""
         head = self._plain_heads.get(index)
-        if head is not None and len(said) == 1 and isinstance(said[0], str):
-            return head + orjson.dumps(said[0]) + self._tail
+        if head is not None and len(said) == 1 and isinstance(piece := said[0], str):
+            return head + orjson.dumps(piece) + self._tail
         pieces = [piece for piece in said if not isinstance(piece, Drawn | PromptTold)]
         events = [self._opening(index, said, tally)]
         deltas = [_delta(piece, is_old=self._is_old) for piece in pieces] or [{}]

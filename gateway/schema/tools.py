@@ -89,7 +89,8 @@ def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool |
     offered = functions if names is None else _named(functions, names, "tool_choice")
     if mode == "none":
         return ToolPlan()
-    return ToolPlan(offered, mode == "required", 1 if is_parallel is False else None)
+    is_one = is_parallel is False or mode == "named"
+    return ToolPlan(offered, mode in ("required", "named"), 1 if is_one else None)
 
 
 def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) -> ToolPlan:
@@ -133,7 +134,7 @@ def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
 
 
 def _chosen(choice: Any) -> tuple[str, list[str] | None]:
-    """The mode, and the names that it is limited to."""
+    """The mode ("named": one call, of the one name), and the names that it is limited to."""
     match choice:
         case None:
             return "auto", None
@@ -141,7 +142,7 @@ def _chosen(choice: Any) -> tuple[str, list[str] | None]:
             check_word(choice, "tool_choice", _CHOICES)
             return choice, None
         case {"type": "function", "function": {"name": str(name)}}:
-            return "required", [name]
+            return "named", [name]
         case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}}:
             check_word(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
             return mode, [_allowed(tool, i) for i, tool in enumerate(tools)]

@@ -140,5 +140,12 @@ def test_a_function_without_parameters_takes_none(style: str) -> None:
     assert not allows(grammar, WRITTEN[style] % ("f", '{"a": 1}'))
 
 
+@pytest.mark.parametrize("style", sorted(WRITTEN))
+def test_arguments_cannot_be_filled_with_blanks(style: str) -> None:
+    grammar = held(style, HeldCalls({"f": TREE}, must_call=True))
+    assert allows(grammar, WRITTEN[style] % ("f", '{\n    "child": {}\n}'))
+    assert not allows(grammar, WRITTEN[style] % ("f", '{"child":\n\n\n\n{}}'))
+
+
 def test_calls_without_a_mark_cannot_be_held_in_free_text() -> None:
     assert choose_dialect("", "llama3").hold_calls(HeldCalls({"f": TREE})) is None

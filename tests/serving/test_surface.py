@@ -1,0 +1,157 @@
+"""Tools, formats and log-probabilities of a real server: what comes out holds what was promised."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import jsonschema
+import pytest
+
+from tests.gateway.assembling import assembled
+from tests.serving.client import Json, stream, whole
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CITY: Json = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Json = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather of a city", "parameters": CITY},
+}
+OTHER: Json = {"type": "function", "function": {"name": "nothing", "parameters": {}}}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+async def both_ways(session: aiohttp.ClientSession, url: str, body: Json) -> Json:
+    """The one choice of a whole reply, after the stream of the same seed has said the same."""
+    reply = await whole(session, url, CHAT, body)
+    chunks = [chunk async for chunk in stream(session, url, body, CHAT)]
+    (choice,) = reply["choices"]
+    streamed = assembled(chunks)
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    for name in ("content", "reasoning_content"):
+        assert streamed["message"].get(name) == choice["message"].get(name)
+    assert calls_of(streamed) == calls_of(choice)
+    told: Json = choice
+    return told
+
+
+def calls_of(choice: Json) -> list[Json]:
+    return [call["function"] for call in choice["message"].get("tool_calls", ())]
+
+
+async def test_the_model_calls_a_tool_that_fits(server_url: str) -> None:
+    simple = json.loads(json.dumps(WEATHER))
+    simple["function"]["parameters"] = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+    }
+    body = {"messages": [{"role": "user", "content": "What is the weather in Paris?"}]}
+    async with aiohttp.ClientSession() as session:
+        choice = await both_ways(
+            session, server_url, {**body, "tools": [simple], "temperature": 0, "max_tokens": 60}
+        )
+    (call,) = calls_of(choice)
+    assert call["name"] == "weather"
+    assert json.loads(call["arguments"]) == {"city": "Paris"}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ],
+)
+async def test_a_call_that_must_come_comes_however_wild_the_model(
+    server_url: str, fields: dict[str, Any]
+) -> None:
+    body = {"messages": HELLO, "tools": [WEATHER, OTHER], "temperature": 1.3, "max_tokens": 120}
+    async with aiohttp.ClientSession() as session:
+        bodies = [{**body, **fields, "seed": seed} for seed in range(6)]
+        choices = await asyncio.gather(*(both_ways(session, server_url, b) for b in bodies))
+    ended = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
+    assert len(ended) >= 3
+    for choice in ended:
+        assert choice["message"]["content"] is None
+        calls = calls_of(choice)
+        assert len(calls) == 1 or (calls and "parallel_tool_calls" not in fields)
+        for call in calls:
+            arguments = json.loads(call["arguments"])
+            if call["name"] == "weather":
+                jsonschema.validate(arguments, CITY)
+            else:
+                assert (call["name"], arguments) == ("nothing", {})
+                assert fields["tool_choice"] == "required"
+
+
+async def test_an_answer_in_a_format_matches_it(server_url: str) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY, "strict": True}}
+    body = {"messages": HELLO, "response_format": named, "temperature": 1.3, "max_tokens": 80}
+    async with aiohttp.ClientSession() as session:
+        bodies = [{**body, "seed": seed} for seed in range(6)]
+        choices = await asyncio.gather(*(both_ways(session, server_url, b) for b in bodies))
+    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
+    assert len(ended) >= 3
+    for choice in ended:
+        jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+
+
+async def test_a_strict_tool_beside_a_format_is_called_or_answered_around(server_url: str) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY}}
+    body = {"messages": HELLO, "tools": [strict], "response_format": named, "max_tokens": 80}
+    async with aiohttp.ClientSession() as session:
+        bodies = [{**body, "seed": seed, "temperature": 1.3} for seed in range(6)]
+        choices = await asyncio.gather(*(both_ways(session, server_url, b) for b in bodies))
+    for choice in choices:
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+        elif choice["finish_reason"] == "tool_calls":
+            for call in calls_of(choice):
+                jsonschema.validate(json.loads(call["arguments"]), CITY)
+
+
+async def test_an_answer_echoed_as_a_prompt_has_the_log_probabilities_it_had(
+    server_url: str,
+) -> None:
+    asked = {"prompt": "What is Podway?", "temperature": 0.8, "seed": 3, "max_tokens": 12}
+    asked |= {"logprobs": 2, "return_token_ids": True}
+    async with aiohttp.ClientSession() as session:
+        (answer,) = (await whole(session, server_url, TEXT, asked))["choices"]
+        shown = len(answer["logprobs"]["tokens"])
+        ids = answer["prompt_token_ids"] + answer["token_ids"][:shown]
+        again = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
+        (echoed,) = (await whole(session, server_url, TEXT, again))["choices"]
+    assert echoed["text"].endswith(answer["text"])
+    assert echoed["logprobs"]["tokens"][-shown:] == answer["logprobs"]["tokens"]
+    was, now = answer["logprobs"]["token_logprobs"], echoed["logprobs"]["token_logprobs"][-shown:]
+    assert now == pytest.approx(was, abs=1e-4)
+    offsets = echoed["logprobs"]["text_offset"]
+    for at, token in zip(offsets, echoed["logprobs"]["tokens"], strict=True):
+        assert echoed["text"].startswith(token, at)
+
+
+async def test_the_best_of_several_has_the_highest_mean(server_url: str) -> None:
+    asked = {"prompt": "Once upon a time", "seed": 5, "max_tokens": 8, "logprobs": 0}
+    async with aiohttp.ClientSession() as session:
+        all_of_them = await whole(session, server_url, TEXT, {**asked, "n": 5})
+        best = await whole(session, server_url, TEXT, {**asked, "best_of": 5, "n": 1})
+    said = {
+        choice["text"]: choice["logprobs"]["token_logprobs"] for choice in all_of_them["choices"]
+    }
+    (text,) = [choice["text"] for choice in best["choices"]]
+    full = {text: values for text, values in said.items() if len(values) == 8}
+    if len(full) == len(said):
+        assert text == max(said, key=lambda text: sum(said[text]))
+    assert text in said
+    assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]
