@@ -29,7 +29,7 @@ class TraceFile:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise RefusedToStart(f"cannot write the trace {path}: {error.strerror}") from error
-        self._origin = time.monotonic()
+        self.origin = time.monotonic()
         self._named: set[int] = set()
         self._file.write("[")
         self._write({"name": "process_name", "ph": "M", "pid": LOOP, "args": {"name": "loop"}})
@@ -87,7 +87,7 @@ class TraceFile:
             self._write({"name": "thread_name", "tid": thread, "args": {"name": name}, **told})
 
     def _micros(self, at: float) -> int:
-        return round((at - self._origin) * 1e6)
+        return round((at - self.origin) * 1e6)
 
     def _write(self, event: dict[str, object]) -> None:
         self._file.write(json.dumps(event) + ",\n")

@@ -198,9 +198,17 @@ def test_84_the_simulator_is_held_against_the_real_engine(tmp_path: Path) -> Non
     assert "2 of 2 rows came out\nthe same" in page
 
 
-def test_90_a_pipeline_over_two_ray_nodes_survives_a_death() -> None:
+def test_93_a_pipeline_over_two_ray_nodes_survives_a_death() -> None:
     pytest.importorskip("ray")
-    shown = run(sys.executable, EXAMPLES / "90_ray_cluster.py")
+    shown = run(sys.executable, EXAMPLES / "93_ray_cluster.py")
     assert "2 worker(s)" in shown
     assert "60 tokens, 1 restart(s)" in shown
     assert "the same tokens" in shown
+
+
+def test_92_a_pipeline_is_measured_and_simulated(tmp_path: Path) -> None:
+    flags = ("--requests", "2", "--repeats", "1", "--queue", "1", "--out", tmp_path)
+    shown = run(sys.executable, EXAMPLES / "92_pipeline.py", *flags)
+    assert "| **2 stages, two batches of 8 in flight** |" in shown
+    assert "| pipelined iterations (Orca) |" in shown
+    assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "pipeline.json"}

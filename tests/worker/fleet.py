@@ -1,5 +1,6 @@
 """All workers of a model in this process, a thread each, with a real data plane between them."""
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from engine.errors import Unavailable
 from engine.step import Placement, Step, StepResult, WorkerReport
 from engine.worker.worker import Worker
 from tests.worker.driving import settings_for
@@ -45,6 +47,37 @@ class Fleet:
         return answers[0]
 
 
+class FleetExecutor:
+    """A `StepExecutor` over a fleet: every worker runs its steps in a thread of its own, so that
+    as many steps are under way as there are stages."""
+
+    def __init__(self, workers: Fleet, lookahead: int) -> None:
+        self.is_alive = True
+        self.depth = len(workers.workers) // workers.num_ranks + lookahead
+        self._workers = workers.workers
+        self._threads = [ThreadPoolExecutor(1) for _ in self._workers]
+        self._drawer = len(self._workers) - workers.num_ranks
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """These workers are not lost."""
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        for worker in self._workers:
+            worker.learn(step)
+        runs = [
+            threads.submit(worker.run, step)
+            for worker, threads in zip(self._workers, self._threads, strict=True)
+        ]
+        return asyncio.wrap_future(runs[self._drawer])
+
+    async def restart(self) -> None:
+        raise Unavailable("a fleet is not started again")
+
+    def close(self) -> None:
+        for threads in self._threads:
+            threads.shutdown()
+
+
 def placements(stages: int, ranks: int, rendezvous: str, listener: int) -> list[Placement]:
     return [
         Placement(stage, stages, rank, ranks, rendezvous, listener if stage == rank == 0 else None)
@@ -62,6 +95,7 @@ def fleet(
     attention: str = "reference",
     kv_slots: int = 512,
     lookahead: int = 0,
+    host_kv_bytes: int = 0,
 ) -> Iterator[Fleet]:
     """Workers on a small cache; they meet on a port of this machine."""
     with socket.socket() as listener, ThreadPoolExecutor(stages * ranks) as threads:
@@ -71,7 +105,9 @@ def fleet(
 
         def load(placement: Placement) -> Worker:
             settings = settings_for(model, attention, kv_slots=kv_slots)
-            settings = replace(settings, placement=placement, lookahead=lookahead)
+            settings = replace(
+                settings, placement=placement, lookahead=lookahead, host_kv_bytes=host_kv_bytes
+            )
             return Worker.load(settings, lambda what, done, total: None)
 
         places = placements(stages, ranks, rendezvous, listener.fileno())

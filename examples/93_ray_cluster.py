@@ -1,6 +1,6 @@
 """A pipeline over the nodes of a Ray cluster: two nodes, one stage on each, and one of them dies.
 
-    python examples/90_ray_cluster.py
+    python examples/93_ray_cluster.py
 
 Needs `pip install podway[ray]`. Both nodes are made on this machine; in a real cluster there is
 nothing to make, and `podway serve MODEL --launcher ray --pipeline-stages 2` is all.

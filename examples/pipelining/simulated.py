@@ -1,0 +1,120 @@
+"""Pipelined iterations against microbatches, on 1 to 8 stages of hardware that is only described.
+
+Orca (section 4.2) keeps a batch of its own in every stage. FasterTransformer has one
+batch, cut into microbatches that follow each other through the stages, and starts its next
+iteration when the last of them is done.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.cost import CostModel
+from engine.kv import KVLedger
+from engine.memory import Admission
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.simulated.catalogue import DEVICES
+from engine.simulated.hardware import Deployment, Shape
+from engine.simulated.play import play_all
+from engine.simulated.trace import Arrival
+from engine.step import Step, StepResult
+
+MODEL = Shape.gpt("GPT-3 101B", layers=80, hidden=10240)  # Orca's, on 8 GPUs a stage
+UNBOUNDED = 10**9
+
+
+class Pipeline:
+    """A `StepExecutor` of `stages` equal stages, with `depth` steps in flight, each cut into at
+    most `parts` microbatches of whole requests."""
+
+    def __init__(self, cost: CostModel, stages: int, depth: int, parts: int) -> None:
+        self.is_alive = True
+        self.depth = depth
+        self.busy = 0.0  # seconds, over all stages
+        self.ended = 0.0
+        self._cost = cost
+        self._parts = parts
+        self._free_at = [0.0] * stages
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """There will be nothing to tell."""
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        loop = asyncio.get_running_loop()
+        at, stages = loop.time(), len(self._free_at)
+        for part in microbatches(step, self._parts):
+            done, seconds = loop.time(), self._cost.step(part) / stages
+            for stage in range(stages):
+                done = max(done, self._free_at[stage]) + seconds
+                self._free_at[stage] = done
+            self.busy += stages * seconds
+            at = max(at, done)
+        self.ended = at
+        draws = sum(entry.draw is not None for entry in step.entries)
+        future: asyncio.Future[StepResult] = loop.create_future()
+        result = StepResult(step.step_id, (0,) * draws, at - loop.time())
+        loop.call_at(at, future.set_result, result)
+        return future
+
+    async def restart(self) -> None:
+        """Nothing here dies."""
+
+    @property
+    def bubbles(self) -> float:
+        """The share of all stages' time in which they had nothing to do."""
+        return 1 - self.busy / (len(self._free_at) * self.ended)
+
+
+def microbatches(step: Step, parts: int) -> list[Step]:
+    """The step's requests dealt out to `parts` shares, prompts and decodes to each."""
+    count = min(parts, len(step.entries))
+    return [Step(step.step_id, step.entries[part::count]) for part in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A schedule: whether stages have batches of their own, and who may join a batch."""
+
+    name: str
+    admission: Admission
+    is_pipelined: bool
+    is_cut: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Output tokens a second, and the bubbles."""
+
+    rate: float
+    bubbles: float
+
+
+SYSTEMS = (
+    System("pipelined iterations (Orca)", Admission.RESERVE, is_pipelined=True),
+    System("iterations, one batch in microbatches", Admission.RESERVE, is_pipelined=False),
+    System("request level, one batch in microbatches", Admission.REQUEST, is_pipelined=False),
+    System("request level, one batch uncut", Admission.REQUEST, is_pipelined=False, is_cut=False),
+)
+
+
+def flow(system: System, stages: int, batch: int, arrivals: Sequence[Arrival]) -> Flow:
+    """The rate at which a full queue is worked off, with `batch` requests in flight a stage."""
+    hardware = Deployment(DEVICES["a100-40gb"], MODEL, stages=stages, ranks=8)
+    settings = SchedulerSettings(
+        max_model_len=2048,
+        max_batch_size=batch if system.is_pipelined else stages * batch,
+        max_batch_tokens=UNBOUNDED,
+        admission=system.admission,
+        max_queue_requests=UNBOUNDED,
+        max_queue_tokens=UNBOUNDED,
+        reuses_prefixes=False,
+    )
+    depth, parts = (stages, 1) if system.is_pipelined else (1, stages if system.is_cut else 1)
+    executor = Pipeline(hardware.cost(), stages, depth, parts)
+    ledger = KVLedger(hardware.num_slots, block_size=1)
+    played = play_all(
+        IterationScheduler(settings, ledger, FirstComeFirstServed()), executor, arrivals
+    )
+    tokens = sum(one.arrival.output_len for one in played.fared)
+    return Flow(tokens / executor.ended, executor.bubbles)
