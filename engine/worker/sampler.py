@@ -24,6 +24,9 @@ from engine.worker.processors import process, strangers
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+# The most that the logits of eight ids may be, for each byte of a mask: infinite, or minus that.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MOST = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
 _COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
 
 
@@ -86,16 +89,16 @@ def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
     is allowed as text, and ends the answer all the same.) Raises `RowFault`.
     """
     bits = np.frombuffer(mask.bits, dtype=np.uint8)
-    allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(bool)
-    ends = list(draw.ends)
-    allowed[ends] |= mask.accepts
-    logits[~allowed] = -np.inf
-    if not allowed.any():
+    most = _MOST.take(bits, axis=0).reshape(-1)[: len(logits)]
+    if mask.accepts:
+        most[list(draw.ends)] = np.inf
+    np.minimum(logits, most, out=logits)
+    if most.max() < 0:
         raise RowFault("its grammar allows no token here", is_asked_for=True)
     if draw.banned and mask.accepts:
-        allowed[list(draw.banned)] = False
-        if not allowed.any():
-            return draw._replace(banned=tuple(set(draw.banned) - set(ends)))
+        most[list(draw.banned)] = -np.inf
+        if most.max() < 0:
+            return draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
     return draw
 
 

@@ -159,16 +159,16 @@ def test_81_a_trace_is_played_twice_alike() -> None:
     assert "identical" in shown
 
 
-def test_90_random_schemas_are_held_to_on_random_weights() -> None:
-    script = EXAMPLES / "90_random_schemas.py"
+def test_93_random_schemas_are_held_to_on_random_weights() -> None:
+    script = EXAMPLES / "93_random_schemas.py"
     shown = run(sys.executable, script, "--schemas", "30", "--max-tokens", "100")
     assert int(shown.split("finished and valid")[1].split()[0]) >= 10
     assert "mask of a token, median" in shown
 
 
-def test_91_two_grammar_libraries_are_compared() -> None:
+def test_92_two_grammar_libraries_are_compared() -> None:
     pytest.importorskip("xgrammar")
-    script = EXAMPLES / "91_compare_grammar_libraries.py"
+    script = EXAMPLES / "92_compare_grammar_libraries.py"
     shown = run(sys.executable, script, "--random", "2", "--vocabulary", "600")
     rows = [line for line in shown.splitlines() if line.startswith("| llguidance")]
     assert len(rows) == 2

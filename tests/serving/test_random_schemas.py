@@ -1,6 +1,6 @@
 """Random JSON schemas on random weights at temperature 1: what finishes validates.
 
-`examples/90_random_schemas.py` does the same with a thousand.
+`examples/93_random_schemas.py` does the same with a thousand.
 """
 
 import json

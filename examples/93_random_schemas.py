@@ -1,11 +1,11 @@
 """Random JSON schemas on random weights at temperature 1: every output that finishes validates.
 
-    python examples/90_random_schemas.py [--schemas 1000] [--seed 1] [--max-tokens 400]
+    python examples/93_random_schemas.py [--schemas 1000] [--seed 1] [--max-tokens 400]
 
 A tiny model with random weights and the built-in vocabulary answers one request per schema, all of
 them served by the engine together. Outputs that `max_tokens` cuts are counted apart; a finished
 one that is not valid JSON, or not valid under its schema, is an error. Then every output is fed to
-its grammar again, alone, to time the masks.
+its grammar again, alone, to time the masks (CPU time of the thread, as for compiling).
 """
 
 import argparse
@@ -63,10 +63,10 @@ def time_masks(compiler: GrammarCompiler, ask: Ask, said: Said) -> list[float]:
     for token in said.tokens:
         if token in ask.end_ids:
             break
-        started = time.perf_counter()
+        started = time.thread_time()
         matcher.feed([token])
         matcher.mask()
-        spent.append(1000 * (time.perf_counter() - started))
+        spent.append(1000 * (time.thread_time() - started))
     return spent
 
 
@@ -93,14 +93,14 @@ def main() -> None:
     refused: Counter[str] = Counter()
     for number, schema in enumerate(schemas):
         ask = ask_for(schema, table, number, flags.max_tokens)
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             assert ask.grammar is not None
             compiler.compile(ask.grammar)
         except GrammarError as error:
             refused[f"refused: {error}"] += 1
             continue
-        compiling.append(1000 * (time.perf_counter() - started))
+        compiling.append(1000 * (time.thread_time() - started))
         served.append((schema, ask))
     with tempfile.TemporaryDirectory() as directory:
         worker = random_worker(Path(directory))
