@@ -104,6 +104,13 @@ class StoreFull(InvalidRequest):
         )
 
 
+class TooManyBatches(InvalidRequest):
+    """The caller's batches have to end before there can be more."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"You have {limit} batches that have not ended, and may have no more.")
+
+
 class StoreFailed(EngineError):
     """The database that keeps files, batches and responses does not work."""
 
@@ -177,6 +184,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     RequestCancelled: Verdict(499, _INVALID, "request_cancelled"),
     NothingAllowed: Verdict(400, _INVALID, "nothing_allowed"),
     Superseded: Verdict(409, _INVALID, "superseded", retry=False),
+    TooManyBatches: Verdict(429, "requests", "batch_limit_exceeded", retry=False),
     TooManyRequests: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
     TooManyAtOnce: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
     TooManyTokens: Verdict(429, "tokens", "rate_limit_exceeded", retry=True),

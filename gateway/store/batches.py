@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from gateway.errors import BatchNotFound
+from gateway.errors import BatchNotFound, TooManyBatches
 from gateway.store.database import Database
 from gateway.store.files import FileRecord, read_piece, write_file
 
@@ -25,6 +25,7 @@ Status = Literal[
     "cancelled",
 ]  # fmt: skip
 ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
+MAX_LIVE = 50  # batches of a tenant that have not ended: each keeps its lines until then
 MAX_TOLD = 100  # errors of an input file that a batch lists
 
 
@@ -112,9 +113,15 @@ class Batches:
         self._database = database
 
     async def add(self, record: BatchRecord, forget_before: int) -> None:
-        """Keep a new batch, and forget those that ended and were made before that moment."""
+        """Keep a new batch, and forget those that ended and were made before that moment.
+
+        Raises `TooManyBatches`.
+        """
 
         def write(db: sqlite3.Connection) -> None:
+            live = "SELECT count(*) FROM batch WHERE tenant = ? AND is_live = 1"
+            if db.execute(live, (record.tenant,)).fetchone()[0] >= MAX_LIVE:
+                raise TooManyBatches(MAX_LIVE)
             old = "DELETE FROM batch WHERE is_live = 0 AND created_at < ?"
             db.execute(old, (forget_before,))
             db.execute(

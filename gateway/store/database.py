@@ -66,6 +66,9 @@ CREATE TABLE response (
 CREATE INDEX response_by_use ON response (used_at);
 """
 
+# Uploads that a dead process had begun.
+_TIDY = "DELETE FROM file_piece WHERE file_id NOT IN (SELECT id FROM file)"
+
 
 class Aside(Protocol):
     """Runs work where it holds nobody up, one piece at a time, in the order of the calls."""
@@ -124,7 +127,8 @@ class Database:
 
 def _opened(path: Path | None) -> sqlite3.Connection:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # what people ask is theirs
     connection = sqlite3.connect(
         path or ":memory:", timeout=0.0, isolation_level=None, check_same_thread=False
     )
@@ -135,7 +139,9 @@ def _opened(path: Path | None) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"it has version {version}, this server reads {VERSION}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
+        if version == VERSION:
+            connection.execute(_TIDY)
+        else:
             connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
     except sqlite3.Error:
         connection.close()

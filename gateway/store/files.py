@@ -94,14 +94,6 @@ class Files:
 
         await self._database.do(remove)
 
-    async def tidy(self) -> None:
-        """Remove what uploads left that a dead process had begun. For the start."""
-        await self._database.do(
-            lambda db: db.execute(
-                "DELETE FROM file_piece WHERE file_id NOT IN (SELECT id FROM file)"
-            )
-        )
-
 
 def find_file(db: sqlite3.Connection, file_id: str, tenant: str, now: int) -> FileRecord:
     """Raises `FileNotFound` for one that is not there, no longer there, or another's."""

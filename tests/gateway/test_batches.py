@@ -12,6 +12,7 @@ from engine.memory import Admission
 from engine.request import Abort
 from gateway.batch.lines import LineLimits
 from gateway.keys import Allowance
+from gateway.store.batches import MAX_LIVE
 from tests.gateway.forms import (
     a_line,
     batch_of,
@@ -308,6 +309,23 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) ->
         assert (exchange.status, told["error"]["param"]) == (400, param)
 
     play(scene)
+
+
+def test_batches_that_have_not_ended_are_bounded() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, chat_lines(1))
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        for _ in range(MAX_LIVE):
+            exchange, _ = await create(rig, **body)
+            assert exchange.status == 200
+        exchange, told = await create(rig, **body)
+        assert (exchange.status, told["error"]["code"]) == (429, "batch_limit_exceeded")
+        await asyncio.sleep(3600)
+        exchange, told = await create(rig, **body)
+        assert exchange.status == 200
+        await ended(rig, told["id"])
+
+    play(scene, Setting(max_batch_size=2))
 
 
 def test_an_output_file_is_no_input() -> None:

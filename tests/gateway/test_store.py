@@ -49,6 +49,24 @@ def test_what_is_no_store_of_ours_is_refused_and_left_alone(
     assert path.read_bytes() == content
 
 
+def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "store.sqlite"
+    open_named(path, LIMITS).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+async def test_what_a_dead_upload_has_left_is_removed(tmp_path: Path) -> None:
+    path, count = tmp_path / "store.sqlite", "SELECT count(*) FROM file_piece"
+    for expected in (1, 0):
+        database = Database(path)
+        if expected:
+            insert = "INSERT INTO file_piece VALUES ('f', 0, 'x')"
+            await database.do(lambda db, insert=insert: db.execute(insert))  # type: ignore[misc]
+        assert await database.do(lambda db: db.execute(count).fetchone()) == (expected,)
+        database.close()
+
+
 async def test_the_loop_never_touches_the_file() -> None:
     database, threads = Database(None), set()
 
