@@ -7,12 +7,20 @@ the same rate through a bare uvloop transport, with as much time between two wri
 has (writes in a row find the reader awake and cost half). Budget: 2.5 times that.
 
     python examples/70_streaming_cost.py [--streams 256] [--rate 40] [--seconds 5] [--json FILE]
+                                         [--profile FILE]
+
+With `--profile` the gateway is measured once more under cProfile, which is slow itself: read the
+shares, not the times.
 """
 
 import argparse
 import asyncio
+import cProfile
+import io
 import json
 import multiprocessing
+import os
+import pstats
 import random
 import socket
 import time
@@ -35,11 +43,13 @@ from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Step, StepEntry, StepResult
 from gateway.access import BodyLimits, RequestLog
 from gateway.app import build_app
+from gateway.connection import Connection
 from gateway.exposition import Exposition
 from gateway.grammar import GrammarCheck
 from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
+from gateway.quotas import Quotas
 from gateway.schema.sampling import Vocabulary
 from gateway.server import calm_collector
 from gateway.service import Pace, ServedModel, Service
@@ -47,6 +57,8 @@ from gateway.store.files import FileLimits
 from gateway.store.store import open_store
 
 MODEL = "mock"
+MAX_TOKENS = 1_000_000  # no stream comes to its end
+SHOWN = 25  # functions of a profile
 LETTERS = b" abcdefghijklmnopqrstuvwxyz"
 FRAME = (
     b'data: {"id":"chatcmpl-000000000000000000000000","object":"chat.completion.chunk",'
@@ -117,6 +129,7 @@ class Load:
     streams: int
     rate: float
     seconds: float
+    settle: float  # seconds before it is measured
     space: float = 0.0
 
 
@@ -136,14 +149,14 @@ def no_grammars() -> GrammarCompiler:
 
 def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
     """A service over the mock executor, with everything that is on in production."""
-    metrics = Metrics()
+    metrics, quotas = Metrics(), Quotas()
     scheduler = IterationScheduler(
         SchedulerSettings(
             max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
         ),
-        KVLedger(load.streams * 4096, 16),
+        KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
         FirstComeFirstServed(),
-        Audience(metrics, RequestLog()),
+        Audience(metrics, RequestLog(), quotas),
     )
     tokenizer = Words()
     service = Service(
@@ -158,6 +171,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         keys=Keys(()),
         limits=BodyLimits(),
         pace=Pace(),
+        quotas=quotas,
         store=open_store(None, FileLimits()),
     )
     return service, metrics
@@ -171,7 +185,7 @@ async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(
         uvicorn.Config(
-            build_app(service), http="httptools", ws="none", lifespan="off", log_level="error",
+            build_app(service), http=Connection, ws="none", lifespan="off", log_level="error",
             access_log=False, timeout_graceful_shutdown=1,
         )
     )  # fmt: skip
@@ -184,6 +198,7 @@ async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
         await serving
         running.cancel()
         watching.cancel()
+    service.store.close()
     print(f"  loop lag p99 at most {_p99(metrics)} s")
 
 
@@ -236,7 +251,7 @@ def read_streams(port: int, streams: int, stop: Any) -> None:
 
     async def main() -> None:
         body = json.dumps(
-            {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": 1_000_000}
+            {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": MAX_TOKENS}
         ).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         request = head + b"content-length: %d\r\n\r\n" % len(body) + body
@@ -253,7 +268,9 @@ def read_streams(port: int, streams: int, stop: Any) -> None:
     uvloop.run(main())
 
 
-async def measure(serve: Callable[[Load], Any], load: Load, settle: float = 2.0) -> Cost:
+async def measure(
+    serve: Callable[[Load], Any], load: Load, profile: cProfile.Profile | None = None
+) -> Cost:
     """CPU and tokens between two moments, after the streams have begun."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -262,9 +279,13 @@ async def measure(serve: Callable[[Load], Any], load: Load, settle: float = 2.0)
         reader.start()
         while count() < 2 * load.streams:  # noqa: ASYNC110 # a benchmark may poll
             await asyncio.sleep(0.1)
-        await asyncio.sleep(settle)
+        await asyncio.sleep(load.settle)
         cpu, wall, tokens = time.process_time(), time.perf_counter(), count()
+        if profile is not None:
+            profile.enable()
         await asyncio.sleep(load.seconds)
+        if profile is not None:
+            profile.disable()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         tokens = count() - tokens
         cpu -= tokens * load.space
@@ -274,7 +295,7 @@ async def measure(serve: Callable[[Load], Any], load: Load, settle: float = 2.0)
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    load = Load(arguments.streams, arguments.rate, arguments.seconds)
+    load = Load(arguments.streams, arguments.rate, arguments.seconds, arguments.settle)
     print(f"{load.streams} streams x {load.rate:g} iterations/s, {load.seconds:g} s each")
     spaced = replace(load, space=20e-6)
     results = {
@@ -291,9 +312,22 @@ async def main(arguments: argparse.Namespace) -> None:
             f"{name:20}{cost.microseconds:10.1f}{cost.microseconds / yard:8.2f}"
             f"{cost.tokens_per_second:12.0f}{cost.busy:7.0%}"
         )
+    print(f"load average {' '.join(f'{load:.1f}' for load in os.getloadavg())}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
             json.dump({name: asdict(cost) for name, cost in results.items()}, file, indent=1)
+    if arguments.profile:
+        profile = cProfile.Profile()
+        await measure(gateway, load, profile)
+        with open(arguments.profile, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
+            file.write(summary(profile))
+
+
+def summary(profile: cProfile.Profile) -> str:
+    """Where the time goes: the functions that use most of it themselves."""
+    told = io.StringIO()
+    pstats.Stats(profile, stream=told).strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    return told.getvalue()
 
 
 if __name__ == "__main__":
@@ -301,8 +335,10 @@ if __name__ == "__main__":
     flags.add_argument("--streams", type=int, default=256)
     flags.add_argument("--rate", type=float, default=40)
     flags.add_argument("--seconds", type=float, default=5)
+    flags.add_argument("--settle", type=float, default=2)
     flags.add_argument("--json")
+    flags.add_argument("--profile")
     given = flags.parse_args()
-    if given.seconds < 1 or given.streams < 16:
-        flags.error("too little to measure: at least 16 streams for a second")
+    if given.seconds <= 0 or given.streams < 1 or given.rate <= 0:
+        flags.error("--streams, --rate and --seconds must be above 0")
     uvloop.run(main(given))

@@ -135,10 +135,22 @@ def test_61_the_built_in_model_is_examined_through_a_server(server_url: str) -> 
     assert "overall" in shown
 
 
-def test_70_a_streamed_token_is_weighed_against_a_bare_write() -> None:
-    cost = EXAMPLES / "70_streaming_cost.py"
-    shown = run(sys.executable, cost, "--streams", "16", "--seconds", "1")
+def test_70_a_streamed_token_is_weighed_against_a_bare_write(tmp_path: Path) -> None:
+    cost, profile = EXAMPLES / "70_streaming_cost.py", tmp_path / "profile.txt"
+    load = ("--streams", "1", "--seconds", "0.3", "--settle", "0.1")
+    shown = run(sys.executable, cost, *load, "--profile", profile)
     assert {"bare write", "gateway"} <= {line[:20].strip() for line in shown.splitlines()}
+    assert "scheduler.py" in profile.read_text()
+
+
+def test_71_a_whole_server_is_measured_with_two_clients() -> None:
+    shown = run(
+        sys.executable,
+        EXAMPLES / "71_front_end.py",
+        EXAMPLES.parent / "adapters" / "builtin",
+        *("-c", "4", "-n", "8", "--output-tokens", "4", "--highest-id", "300"),
+    )
+    assert shown.count("bench, ") == shown.count("raw, ") == 2
 
 
 def test_72_both_weight_formats_read_the_same_texts() -> None:
