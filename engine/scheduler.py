@@ -229,7 +229,8 @@ class IterationScheduler:
         if num_tokens > 1:
             others = self._num_others(draft, request, self._ready_left(draft) - 1)
             num_tokens = min(num_tokens, draft.tokens_left - others)
-            if num_tokens > LEAST_PIECE and self.settings.max_step_seconds < inf:
+            is_bounded = self.settings.max_step_seconds < inf and not request.is_suspect
+            if num_tokens > LEAST_PIECE and is_bounded:  # a suspect is to be cleared soon
                 num_tokens = self._num_tokens_in_time(draft, request, num_tokens, others)
         return num_tokens if num_tokens <= draft.tokens_left else 0
 

@@ -19,3 +19,11 @@ def test_96_nothing_is_left_of_requests_that_left_early(tmp_path: Path) -> None:
     shown = run(sys.executable, *soak, "--", "--pipeline-stages", "2", "--cost-model", "none")
     assert "0 failures" in shown
     assert (tmp_path / "soak.json").exists()
+
+
+def test_97_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
+    measure = EXAMPLES / "97_lookahead.py"
+    flags = ("--clients", "2", "--rounds", "1", "--seconds", "0.5", "--out", tmp_path)
+    shown = run(sys.executable, measure, *flags)
+    assert shown.splitlines()[-1].startswith("| 2 |")
+    assert (tmp_path / "lookahead.json").exists()
