@@ -1,10 +1,11 @@
 """Policies and prefix reuse on the real engine, on this machine's CPU, under overload.
 
 A small model with random weights, a worker process, and the engine as it serves; callers without
-HTTP. Four comparisons: mlfq with fcfs, fair with fcfs beside a greedy tenant, deadline with fcfs,
-and prefix reuse on sessions of the Mooncake trace. Writes README.md, figures.json and a plot.
+HTTP. Compared: mlfq with fcfs, fair with fcfs beside a greedy tenant, deadline with fcfs, and
+prefix reuse on sessions of the Mooncake trace. Writes README.md, figures.json and plots; with
+--only, what was measured before stays.
 
-    python examples/83_real_engine.py [--only mlfq fair deadline prefix] [--quick] [--out DIR]
+    python examples/83_real_engine.py [--only mlfq] [--quick N] [--clock cpu] [--out DIR]
 """
 
 import argparse
@@ -12,6 +13,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -21,7 +23,15 @@ import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from real_engine import loads
-from real_engine.machine import LARGE, TINY, Machine, circumstances, machine, make_model
+from real_engine.machine import (
+    LARGE,
+    TINY,
+    Machine,
+    circumstances,
+    clock_of,
+    machine,
+    make_model,
+)
 from real_engine.running import Run, capacity, really
 
 from engine.simulated.figures import SLO
@@ -32,9 +42,11 @@ Table = list[list[str]]
 Results = dict[str, Any]
 
 
-async def mlfq(on: Machine, count: int) -> tuple[Table, Results]:
-    """Mean and tail of JCT by load, on the Azure trace."""
-    calls = loads.azure(count, 1.0)
+async def mlfq(
+    on: Machine, count: int, calls_of: Callable[[int, float], list[loads.Call]]
+) -> tuple[Table, Results]:
+    """Mean and tail of JCT by load."""
+    calls = calls_of(count, 1.0)
     most = await capacity(on, calls)
     pace = on.cost.compute(1, 64) * 1.5
     slo = SLO(norm=10 * pace)
@@ -42,7 +54,7 @@ async def mlfq(on: Machine, count: int) -> tuple[Table, Results]:
     results: Results = {"capacity": most, "slo_seconds_per_token": slo.norm}
     for load in (0.7, 1.2, 1.8):
         for policy in ("fcfs", "mlfq"):
-            moved = loads.azure(count, most * load)
+            moved = calls_of(count, most * load)
             run = await really(on, on.terms(policy), moved, slo)
             jct = [one.jct for one in run.played.fared]
             figures = run.figures
@@ -147,26 +159,33 @@ def _kept(run: Run) -> Results:
 
 Experiment = Callable[[Machine, int], Coroutine[Any, Any, tuple[Table, Results]]]
 EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
+    "skewed": (
+        "mlfq against fcfs, skewed lengths",
+        "FastServe's synthetic workload: prompts and answers of 1..256 tokens by Zipf's law "
+        "(exponent 1.2), Poisson arrivals, at shares of what fcfs carries. Good: within ten times "
+        "the time per token of a lone decode and a half.",
+        partial(mlfq, calls_of=loads.skewed),
+        200,
+    ),
     "mlfq": (
-        "mlfq against fcfs",
+        "mlfq against fcfs, lengths of a chat service",
         "The Azure conversation trace (its first requests; all lengths divided by 8), at shares of "
-        "what fcfs carries. Good: within ten times the time per token of a lone decode and a "
-        "half.",
-        mlfq,
-        300,
+        "what fcfs carries; good as above.",
+        partial(mlfq, calls_of=loads.azure),
+        200,
     ),
     "fair": (
         "fair against fcfs, with one greedy tenant",
         "Five tenants at 160 % of what the machine carries; one of them sends 3/4 of all requests.",
         fair,
-        300,
+        200,
     ),
     "deadline": (
         "deadline against fcfs",
         "Half chats that want their first token within 0.5 s, half long reports that want it "
         "within 10 s; who is refused at once counts as late.",
         deadline,
-        250,
+        160,
     ),
     "prefix": (
         "Prefix reuse",
@@ -187,7 +206,9 @@ def markdown(rows: Table) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """How JCT is distributed under both policies, at each load."""
-    runs = {name: one["jct"] for name, one in results.items() if isinstance(one, dict)}
+    runs = {
+        name: one["jct"] for name, one in results.items() if isinstance(one, dict) and "jct" in one
+    }
     loads_seen = sorted({name.split()[1] for name in runs})
     figure = Figure(figsize=(4 * len(loads_seen), 3.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -202,21 +223,23 @@ def draw(results: Results, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-async def run_all(model: Path, args: argparse.Namespace) -> tuple[list[str], dict[str, Results]]:
-    pages, results = [], {}
-    async with machine(model, args.threads) as on:
+async def run_all(model: Path, args: argparse.Namespace) -> dict[str, Results]:
+    """What was measured, by experiment; each with its part of the page."""
+    results = {}
+    async with machine(model, args.threads, args.clock == "cpu") as on:
         alone, prompt = on.cost.compute(1, 64) * 1e3, on.cost.compute(256, 0) * 1e3
-        pages.append(
+        where = (
             f"{on.report.num_parameters / 1e6:.0f} M parameters, {args.threads} compute thread(s); "
             f"a lone decode takes {alone:.1f} ms, 256 tokens of a prompt {prompt:.0f} ms. "
-            f"{circumstances()}."
+            f"{circumstances()}. {clock_of(on.is_counted)}"
         )
         for name in args.only:
             title, says, experiment, count = EXPERIMENTS[name]
-            rows, results[name] = await experiment(on, args.quick or count)
-            pages.append(f"## {title}\n\n{says}\n\n{markdown(rows)}")
+            rows, found = await experiment(on, args.quick or count)
+            page = f"## {title}\n\n{says}\n\n{markdown(rows)}\n\n{where}"
+            results[name] = found | {"page": page}
             print(f"{title}\n{markdown(rows)}\n", flush=True)
-    return pages, results
+    return results
 
 
 def main() -> None:
@@ -224,24 +247,30 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--quick", type=int, metavar="N", help="a tiny model and N requests a run")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", TINY if args.quick else LARGE)
-        pages, results = asyncio.run(run_all(model, args))
+        measured = asyncio.run(run_all(model, args))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "figures.json").write_text(json.dumps(results))
-    if "mlfq" in results:
-        draw(results["mlfq"], args.out / "jct.png")
-        pages.insert(2, "![distribution of JCT](jct.png)")
-    (args.out / "README.md").write_text("\n\n".join([_HEAD, *pages]) + "\n")
+    kept = args.out / "figures.json"
+    results = (json.loads(kept.read_text()) if kept.exists() else {}) | measured
+    kept.write_text(json.dumps(results))
+    pages = [_HEAD]
+    for name in (name for name in EXPERIMENTS if name in results):
+        pages.append(results[name]["page"])
+        if "capacity" in results[name] and name != "deadline":
+            draw(results[name], args.out / f"jct_{name}.png")
+            pages.append(f"![distribution of JCT](jct_{name}.png)")
+    (args.out / "README.md").write_text("\n\n".join(pages) + "\n")
 
 
 _HEAD = """# Policies on the real engine
 
-`python examples/83_real_engine.py`: a Llama with random weights on one worker process, the engine
-as it serves, callers in the same process without HTTP; batches of 8 requests or 256 tokens. Each
-row is one run, measured in turn."""
+`python examples/83_real_engine.py`: a Llama with random weights, the engine as it serves, callers
+in the same process without HTTP; batches of 8 requests or 256 tokens. Each row is one run, measured
+in turn."""
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 
 from real_engine import loads
-from real_engine.machine import LARGE, TINY, Machine, circumstances, machine, make_model
+from real_engine.machine import (
+    LARGE,
+    TINY,
+    Machine,
+    circumstances,
+    clock_of,
+    machine,
+    make_model,
+)
 from real_engine.running import Run, capacity, really, virtually
 
 from engine.cost import CostModel
@@ -122,12 +130,13 @@ def report(on: Machine, rows: list[dict[str, object]], args: argparse.Namespace)
     count = sum(bool(row["reproduced"]) for row in rows)
     return f"""# Predicted and measured
 
-`python examples/84_simulator_accuracy.py`: the engine as it serves on one worker process, callers
-in the same process without HTTP; a Llama with random weights, {size:.0f} M parameters,
+`python examples/84_simulator_accuracy.py`: the engine as it serves, callers in the same process
+without HTTP; a Llama with random weights, {size:.0f} M parameters,
 {args.threads} compute thread(s), batches of 8 requests or 256 tokens. {args.requests} requests of
 the Azure conversation trace, lengths divided by 8; each load and policy measured {args.repeats}
 times (± how far the runs lie from their mean). Loads are shares of what first come, first served
 carries by simulation. {circumstances()}.
+{clock_of(on.is_counted)}
 
 Errors are those of the simulation, of the mean of the runs. *At the start*: with the cost that a
 server measures before it is ready, here before each row (a lone decode took {alone:.1f} ms).
@@ -142,7 +151,7 @@ the same.
 
 
 async def run_all(model: Path, args: argparse.Namespace) -> None:
-    async with machine(model, args.threads) as on:
+    async with machine(model, args.threads, args.clock == "cpu") as on:
         rows = await compare(on, args)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "README.md").write_text(report(on, rows, args))
@@ -156,6 +165,7 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.2])
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:

@@ -11,7 +11,14 @@ from pathlib import Path
 from random import Random
 
 from engine.request import Ask
-from engine.simulated.trace import GREEDY, Arrival, at_rate, read_trace
+from engine.simulated.trace import (
+    GREEDY,
+    Arrival,
+    at_rate,
+    poisson,
+    read_trace,
+    skewed_lengths,
+)
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 AZURE = DATA / "azure_2023_conv_first_1000.csv.gz"
@@ -57,6 +64,12 @@ def azure(count: int, rate: float, divisor: int = 8) -> list[Call]:
         for one in read_trace(AZURE)[:count]
     ]
     return _at_rate(calls, rate)
+
+
+def skewed(count: int, rate: float, seed: int = 0) -> list[Call]:
+    """FastServe's synthetic workload: both lengths follow Zipf's law, up to 256 tokens."""
+    arrivals = poisson(rate, count, skewed_lengths(256, 256), Random(seed))
+    return [Call(one.at, one.prompt_len, one.output_len) for one in arrivals]
 
 
 def two_kinds(count: int, rate: float, seed: int = 0) -> list[Call]:

@@ -1,5 +1,6 @@
 """A small model with random weights, a worker process that serves it, and what its steps cost."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,8 +19,11 @@ from engine.policy import PolicySettings
 from engine.profiler import Bounds, measure
 from engine.recording import Header
 from engine.scheduler import SchedulerSettings
+from engine.simulated.loop import run_virtual
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.worker.worker import Worker
+from real_engine.counted import CountedExecutor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 CONTEXT = 4096
@@ -91,9 +95,14 @@ def _weights(size: Size, vocabulary: int, heads: int) -> dict[str, torch.Tensor]
 class Machine:
     """A loaded worker, and the cost that was measured before anything else ran."""
 
-    executor: MultiprocessExecutor
+    executor: MultiprocessExecutor | CountedExecutor
     report: WorkerReport
     cost: CostModel
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its seconds are CPU seconds, on a virtual loop."""
+        return isinstance(self.executor, CountedExecutor)
 
     async def measured(self) -> CostModel:
         """What steps cost now."""
@@ -121,26 +130,56 @@ class Machine:
 
 
 @asynccontextmanager
-async def machine(model: Path, threads: int, kv_slots: int = 32_768) -> AsyncIterator[Machine]:
-    """A worker process with the model, measured once."""
+async def machine(
+    model: Path, threads: int, is_counted: bool, kv_slots: int = 32_768
+) -> AsyncIterator[Machine]:
+    """A worker with the model, measured once: a process, or, on a clock of CPU seconds, here."""
     settings = WorkerSettings(
         str(model), kv_slots=kv_slots, threads=threads, max_batch_tokens=BATCH_TOKENS
     )
-    executor = MultiprocessExecutor(settings, MultiprocessSettings())
+    executor: MultiprocessExecutor | CountedExecutor
+    if is_counted:
+        worker = await asyncio.to_thread(Worker.load, settings, _silent)
+        executor, report = CountedExecutor(worker), worker.report
+    else:
+        executor = MultiprocessExecutor(settings, MultiprocessSettings())
+        report = await executor.start(_silent)
     try:
-        report = await executor.start(lambda what, done, total: None)
         yield Machine(executor, report, await profile(executor, report))
     finally:
         await executor.close()
 
 
-async def profile(executor: MultiprocessExecutor, report: WorkerReport) -> CostModel:
+def _silent(what: str, done: int, total: int) -> None:
+    """Loading is brief."""
+
+
+async def profile(
+    executor: MultiprocessExecutor | CountedExecutor, report: WorkerReport
+) -> CostModel:
     """As `podway serve` measures before it is ready."""
     bounds = Bounds(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
-    return await measure(executor, bounds, time.perf_counter, PROFILE_SECONDS)
+    if not isinstance(executor, CountedExecutor):
+        return await measure(executor, bounds, time.perf_counter, PROFILE_SECONDS)
+
+    async def counted() -> CostModel:
+        clock = asyncio.get_running_loop().time
+        return await measure(executor, bounds, clock, PROFILE_SECONDS)
+
+    return await asyncio.to_thread(lambda: run_virtual(counted()))
 
 
 def circumstances() -> str:
     """What else this machine did, for a report: one line."""
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, load average {load:.1f} at the start"
+    return f"{os.cpu_count()} cores, load average {load:.1f}"
+
+
+def clock_of(is_counted: bool) -> str:
+    """What the seconds of a report are."""
+    if not is_counted:
+        return "Seconds are of the clock, on a worker process."
+    return (
+        "Others were using the machine, so seconds are CPU seconds of worker and loop, which ran "
+        "in one process (`--clock cpu`; see `real_engine/counted.py`)."
+    )

@@ -37,14 +37,17 @@ class Run:
 async def really(
     machine: Machine, terms: Header, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
 ) -> Run:
-    """On the worker process, in real time."""
+    """On the worker, in real time or in CPU seconds."""
     rows: list[Row] = []
     recorder = _recorder(arrivals)
     scribe = Scribe(rows.append, terms.block_size)
     scheduler = terms.build(LiveCost(terms.cost), Audience(recorder, scribe))
     recorder.watch(scheduler)
     with _calm():
-        played = await play_out(scheduler, machine.executor, arrivals)
+        if machine.is_counted:
+            played = await asyncio.to_thread(play_all, scheduler, machine.executor, arrivals)
+        else:
+            played = await play_out(scheduler, machine.executor, arrivals)
     recording = await asyncio.to_thread(_recording, terms, rows)
     return Run(played, summarise(terms.policy, played, recorder, slo), recording)
 

@@ -188,13 +188,13 @@ def test_92_two_grammar_libraries_are_compared() -> None:
 
 
 def test_83_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
-    shown = run(
-        sys.executable, EXAMPLES / "83_real_engine.py", "--quick", "6", "--out", tmp_path / "out"
-    )
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+    compare, out = EXAMPLES / "83_real_engine.py", tmp_path / "out"
+    shown = run(sys.executable, compare, "--quick", "6", "--clock", "cpu", "--out", out)
+    assert {path.name for path in out.iterdir()} == {
         "README.md",
         "figures.json",
-        "jct.png",
+        "jct_mlfq.png",
+        "jct_skewed.png",
     }
     for policy in ("fcfs", "mlfq", "fair", "deadline", "no reuse"):
         assert f"| {policy} |" in shown
@@ -202,7 +202,19 @@ def test_83_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
 
 def test_84_the_simulator_is_held_against_the_real_engine(tmp_path: Path) -> None:
     compare = EXAMPLES / "84_simulator_accuracy.py"
-    flags = ("--tiny", "--requests", "12", "--repeats", "1", "--loads", "1", "--out", tmp_path)
+    flags = (
+        "--tiny",
+        "--clock",
+        "cpu",
+        "--requests",
+        "12",
+        "--repeats",
+        "1",
+        "--loads",
+        "1",
+        "--out",
+        tmp_path,
+    )
     run(sys.executable, compare, *flags)
     page = (tmp_path / "README.md").read_text()
     assert page.count("| measured |") == 2

@@ -1,0 +1,57 @@
+"""The real engine on a clock of CPU seconds, for a machine that others use at the same time.
+
+The worker computes every step in this process; the virtual clock then moves by the CPU seconds
+that the step took, and by those that the loop took since the last one. What other processes do
+costs neither, but for the caches and the memory that they share with us.
+"""
+
+import asyncio
+from collections.abc import Callable
+from time import process_time
+from typing import TYPE_CHECKING
+
+from engine.errors import Unavailable
+from engine.step import StepResult
+
+if TYPE_CHECKING:
+    from engine.step import Step
+    from engine.worker.worker import Worker
+
+
+class CountedExecutor:
+    """A `StepExecutor` around a worker in this process; runs on a virtual loop."""
+
+    depth = 1
+    is_alive = True
+
+    def __init__(self, worker: "Worker") -> None:
+        self._worker = worker
+        self._answered_at = process_time()  # of the loop's own work since then
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """There will be nothing to tell."""
+
+    def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
+        loop = asyncio.get_running_loop()
+        submitted = process_time()
+        result = self._worker.run(step)
+        ended = process_time()
+        answer: asyncio.Future[StepResult] = loop.create_future()
+        tokens, seconds = result.tokens, ended - submitted
+        at = loop.time() + seconds + self._loops_share(submitted)
+        loop.call_at(at, self._resolve, answer, StepResult(step.step_id, tokens, seconds))
+        return answer
+
+    def _loops_share(self, submitted: float) -> float:
+        return max(0.0, submitted - self._answered_at)
+
+    def _resolve(self, answer: "asyncio.Future[StepResult]", result: StepResult) -> None:
+        self._answered_at = process_time()
+        if not answer.done():
+            answer.set_result(result)
+
+    async def restart(self) -> None:
+        raise Unavailable("a worker inside this process cannot be restarted")
+
+    async def close(self) -> None:
+        """There is nothing to end."""
