@@ -171,6 +171,14 @@ def test_81_a_trace_is_played_twice_alike() -> None:
     assert "identical" in shown
 
 
+def test_82_the_headline_of_fastserve_is_written_likewise(tmp_path: Path) -> None:
+    script = EXAMPLES / "82_fastserve_headline.py"
+    shown = run(sys.executable, script, "--out", tmp_path, "--requests", "12")
+    files = {"README.md", "fastserve.json", "fastserve.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert "| MLFQ, 30 s |" in shown
+
+
 def test_93_random_schemas_are_held_to_on_random_weights() -> None:
     script = EXAMPLES / "93_random_schemas.py"
     shown = run(sys.executable, script, "--schemas", "30", "--max-tokens", "100")

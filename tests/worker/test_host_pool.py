@@ -1,11 +1,13 @@
 """Blocks copied between the tiers: exactly these, both ways, and nothing out of range."""
 
 import struct
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.cost import LiveCost
 from engine.errors import RefusedToStart
 from engine.kv import KVLedger
 from engine.memory import Swap
@@ -18,7 +20,8 @@ from engine.worker.kv_tensors import allocate
 from engine.worker.ports import ModelShape
 from engine.worker.worker import Worker
 from tests.checkpoints import make_checkpoint
-from tests.worker.driving import GREEDY
+from tests.worker.driving import GREEDY, settings_for
+from tests.worker.fleet import Fleet, fleet
 
 SHAPE = ModelShape(
     num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,
@@ -96,51 +99,59 @@ def test_host_memory_that_cannot_be_had_is_refused() -> None:
         chosen(1001)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+BLOCK_BYTES = 2 * 3 * 4 * 2 * 8 * 4  # of the checkpoint below, over all workers
 
 
-def serve(checkpoint: Path, swap: Swap, kv_slots: int, asks: list[Ask]) -> list[Request]:
-    """All asks at once, on a real worker, to their last tokens."""
-    block_bytes = 2 * 3 * 4 * 2 * 8 * 4
-    settings = WorkerSettings(
-        str(checkpoint), block_size=4, kv_slots=kv_slots, host_kv_bytes=64 * block_bytes, threads=1
-    )
-    worker = Worker.load(settings, lambda *_: None)
-    report = worker.report
+@pytest.fixture(scope="module", params=[(1, 1), (2, 2)], ids=["1x1", "2x2"])
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker | Fleet]:
+    """One worker, or stages and ranks that each hold their share of every block."""
+    model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+    stages, ranks = request.param
+    host_kv_bytes = 64 * BLOCK_BYTES
+    if (stages, ranks) == (1, 1):
+        settings = replace(settings_for(model, "cpu"), host_kv_bytes=host_kv_bytes)
+        yield Worker.load(settings, lambda *_: None)
+    else:
+        with fleet(model, stages, ranks, attention="cpu", host_kv_bytes=host_kv_bytes) as workers:
+            yield workers
+
+
+def serve(runner: Worker | Fleet, swap: Swap, num_blocks: int, asks: list[Ask]) -> list[Request]:
+    """All asks at once, on so many blocks of a real device, to their last tokens."""
+    report = runner.report
     assert report.num_host_blocks == 64
     bounds = SchedulerSettings(
         max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
     )
-    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
-    policy = build("mlfq", UNMEASURED)
-    scheduler = IterationScheduler(bounds, ledger, policy)
+    ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
+    scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     requests = [scheduler.add(ask, 0.0) for ask in asks]
     now = 0.0
     while scheduler.pool:
         iteration = scheduler.plan(now)
         assert iteration is not None
         now += 0.01
-        scheduler.commit(iteration, worker.run(iteration.step), now)
+        scheduler.commit(iteration, runner.run(iteration.step), now)
         ledger.check()
     return requests
 
 
 @pytest.mark.parametrize("swap", [Swap.REACTIVE, Swap.PROACTIVE])
 def test_who_was_swapped_out_and_in_writes_the_same_text_bit_for_bit(
-    checkpoint: Path, swap: Swap
+    runner: Worker | Fleet, swap: Swap
 ) -> None:
     asks = [
         Ask(
             prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),
-            max_tokens=20 + number,
+            max_tokens=16 + number,
             sampling=Sampling(temperature=0.9, seed=number) if number % 2 else GREEDY,
         )
-        for number in range(8)
+        for number in range(6)
     ]
-    calm = serve(checkpoint, Swap.OFF, 1000, asks)
-    short = serve(checkpoint, swap, 60, asks)
-    assert sum(request.num_swaps for request in short) > 3
+    calm = serve(runner, Swap.OFF, runner.report.num_blocks, asks)
+    short = serve(runner, swap, 12, asks)
+    assert sum(request.num_swaps for request in short) > 0
     assert [request.num_preemptions for request in short] == [0] * len(asks)
     assert [request.output for request in short] == [request.output for request in calm]
