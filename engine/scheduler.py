@@ -210,7 +210,8 @@ class IterationScheduler:
         short nobody behind goes ahead, so that all of them can soon be preempted.
         """
         num_tokens = self._num_tokens_now(draft, request)
-        draft.ahead.discard(request)
+        if draft.ahead:
+            draft.ahead.discard(request)
         slots = request.num_planned + num_tokens
         if num_tokens > 0 and self.memory.secure(request, slots, now):
             draft.add(request, num_tokens, self.ledger)
@@ -223,7 +224,7 @@ class IterationScheduler:
 
     def _num_tokens_now(self, draft: Draft, request: Request) -> int:
         """Tokens that the draft has left for a ready request; 0 if it has to wait."""
-        if request.is_suspect and draft.keeps_apart(request):
+        if request.num_crashes and draft.keeps_apart(request):
             return 0
         num_tokens = request.unplanned
         if num_tokens > 1:
