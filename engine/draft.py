@@ -41,11 +41,13 @@ class Draft:
         """Whether a suspect has to wait for another one."""
         return self.has_suspect or suspect.num_crashes > self.least_crashes
 
-    def add(self, request: "Request", num_tokens: int, ledger: "KVLedger") -> None:
-        """Take the next `num_tokens` tokens of a request whose slots are reserved."""
+    def add(
+        self, request: "Request", num_tokens: int, ledger: "KVLedger", *, is_last: bool
+    ) -> None:
+        """Take the next `num_tokens` tokens of a request whose slots are reserved; after the last
+        that it has, one is drawn."""
         start = request.num_planned
         stop = start + num_tokens
-        is_last = num_tokens == request.unplanned
         is_held = is_last and request.num_pending > 0
         is_decode = is_held or (num_tokens == 1 and is_last and bool(request.output))
         if is_held:

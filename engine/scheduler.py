@@ -209,12 +209,13 @@ class IterationScheduler:
         A prefill leaves a token for every other ready request: decodes come first. Where KV is
         short nobody behind goes ahead, so that all of them can soon be preempted.
         """
-        num_tokens = self._num_tokens_now(draft, request)
+        unplanned = request.unplanned
+        num_tokens = self._num_tokens_now(draft, request, unplanned)
         if draft.ahead:
             draft.ahead.discard(request)
         slots = request.num_planned + num_tokens
         if num_tokens > 0 and self.memory.secure(request, slots, now):
-            draft.add(request, num_tokens, self.ledger)
+            draft.add(request, num_tokens, self.ledger, is_last=num_tokens == unplanned)
             self.pool.move(request, PLAN)
             return
         if request.state is READY:
@@ -222,11 +223,10 @@ class IterationScheduler:
         if num_tokens > 0:
             draft.ahead.clear()
 
-    def _num_tokens_now(self, draft: Draft, request: Request) -> int:
-        """Tokens that the draft has left for a ready request; 0 if it has to wait."""
+    def _num_tokens_now(self, draft: Draft, request: Request, num_tokens: int) -> int:
+        """How many of its `num_tokens` unplanned tokens the draft has room for; 0: it waits."""
         if request.num_crashes and draft.keeps_apart(request):
             return 0
-        num_tokens = request.unplanned
         if num_tokens > 1:
             others = self._num_others(draft, request, self._ready_left(draft) - 1)
             num_tokens = min(num_tokens, draft.tokens_left - others)
@@ -298,6 +298,7 @@ class IterationScheduler:
         logprobs = iter(result.logprobs or repeat(None))
         strays = _strays(iteration, result)
         deliveries: list[Delivery] = []
+        count, publish, seconds = self.policy.ran, self.memory.publish, result.seconds
         self.endings.num_committed += 1
         if iteration.step.moves or result.prompt_logprobs:
             self._settle(iteration, result, now)
@@ -315,13 +316,13 @@ class IterationScheduler:
                 continue
             num_tokens = len(entry.tokens)
             request.num_computed = entry.start + num_tokens
-            self.policy.ran(request, num_tokens, result.seconds, now)
+            count(request, num_tokens, seconds, now)
             if strays and request in strays:
                 request.land(request.num_computed - 1)
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
-            self.memory.publish(request, entry.start)
+            publish(request, entry.start)
             if request.finish is not None:
                 self.endings.leave(request, now)
             elif not request.num_in_flight:
@@ -348,7 +349,7 @@ class IterationScheduler:
             request.first_token_at = now
         if token in request.ask.end_ids:
             request.finish = FinishReason.STOP
-        elif request.produced == request.ask.max_tokens:
+        elif len(request.output) == request.ask.max_tokens:
             request.finish = FinishReason.LENGTH
 
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
