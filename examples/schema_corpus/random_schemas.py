@@ -64,7 +64,7 @@ def _number(rng: Random) -> Schema:
 
 
 def _choice(rng: Random) -> Schema:
-    values = [*WORDS, 0, -1, 2.5, True, None, ["a", 1], {"deep": {"er": []}}]
+    values: list[object] = [*WORDS, 0, -1, 2.5, True, None, ["a", 1], {"deep": {"er": []}}]
     return {"enum": rng.sample(values, rng.randrange(1, 6))}
 
 
