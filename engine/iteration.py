@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.request import Request
-    from engine.step import BlockMove, Step, TokenLogprobs
+    from engine.step import BlockMove, Fault, Step, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,12 @@ class Iteration:
     step: "Step"
     requests: "tuple[Request, ...]"
     riders: "tuple[Request, ...]" = ()
+
+    def strays(self, result: "StepResult") -> "dict[Request, Fault | None]":
+        """Who has no result, and why; None for who is late."""
+        strays: dict[Request, Fault | None] = {self.requests[at]: None for at in result.late}
+        strays.update((self.requests[fault.entry], fault) for fault in result.faults)
+        return strays
 
 
 class Swaps(NamedTuple):

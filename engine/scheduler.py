@@ -296,7 +296,7 @@ class IterationScheduler:
         """
         tokens = iter(result.tokens)
         logprobs = iter(result.logprobs or repeat(None))
-        strays = _strays(iteration, result)
+        strays = iteration.strays(result)
         deliveries: list[Delivery] = []
         count, publish, seconds = self.policy.ran, self.memory.publish, result.seconds
         self.endings.num_committed += 1
@@ -389,13 +389,6 @@ def _may_go_ahead(request: Request) -> bool:
     if request.num_pending and request.awaits_grammar:
         return False
     return is_once and request.produced + request.num_pending < request.ask.max_tokens
-
-
-def _strays(iteration: Iteration, result: "StepResult") -> "dict[Request, Fault | None]":
-    """Who has no result, and why; None for who is late."""
-    strays: dict[Request, Fault | None] = {iteration.requests[at]: None for at in result.late}
-    strays.update((iteration.requests[fault.entry], fault) for fault in result.faults)
-    return strays
 
 
 def _error_of(fault: "Fault") -> EngineError:
