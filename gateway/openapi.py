@@ -122,6 +122,19 @@ _ERROR: Json = {
     },
     "required": ["error"],
 }
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+    "required": ["type", "error"],
+}
 
 
 def describe(routes: "Iterable[BaseRoute]") -> Json:
@@ -142,7 +155,7 @@ def describe(routes: "Iterable[BaseRoute]") -> Json:
         },
         "paths": _paths(routes, dict(zip(ordered, refs, strict=True))),
         "components": {
-            "schemas": {**schemas, "Error": _ERROR},
+            "schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -166,6 +179,7 @@ def _paths(routes: "Iterable[BaseRoute]", refs: Mapping[type[msgspec.Struct], Js
 
 def _operation(method: str, path: str, refs: Mapping[type[msgspec.Struct], Json]) -> Json:
     about = OPERATIONS.get((method, path), Operation("more", f"{method} {path}"))
+    error = "AnthropicError" if about.tag == "messages" else "Error"
     told: Json = {
         "operationId": _identifier(method, path),
         "summary": about.summary,
@@ -177,7 +191,7 @@ def _operation(method: str, path: str, refs: Mapping[type[msgspec.Struct], Json]
             },
             "default": {
                 "description": "What went wrong.",
-                "content": {JSON: {"schema": {"$ref": REF.format(name="Error")}}},
+                "content": {JSON: {"schema": {"$ref": REF.format(name=error)}}},
             },
         },
     }
