@@ -27,7 +27,7 @@ class Letters:
         return [0] * add_special_tokens + [*map(ord, text)]
 
     def decoder(self) -> Any:
-        raise NotImplementedError
+        raise AssertionError("prompts are only read here")
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()

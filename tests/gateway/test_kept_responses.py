@@ -1,0 +1,114 @@
+"""What is kept of responses: for whom, how many, how large, and for how long."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.store.responses import ResponseLimits
+from tests.gateway.rig import MODEL, Rig, Setting, play
+
+PATH = "/v1/responses"
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "hi", **fields}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    async with rig.client.post(PATH, ask(**fields), headers) as exchange:
+        told = await exchange.json()
+    assert exchange.status == 200, told
+    return told
+
+
+async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    async with rig.client.get(f"{PATH}/{path}", headers) as exchange:
+        return await exchange.start(), await exchange.json()
+
+
+def test_a_response_is_kept_unless_it_should_not_be() -> None:
+    async def scene(rig: Rig) -> None:
+        kept, lost = await created(rig), await created(rig, store=False)
+        assert await got(rig, kept["id"]) == (200, kept)
+        assert (await got(rig, lost["id"]))[0] == 404
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+            assert (await exchange.json())["deleted"] is True
+        for path in ("", "/input_items"):
+            status, told = await got(rig, f"{kept['id']}{path}")
+            assert (status, told["error"]["code"]) == (404, "response_not_found")
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+            assert await exchange.start() == 404
+
+    play(scene)
+
+
+def test_another_key_sees_nothing_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        kept = await created(rig, key("a"))
+        for path in ("", "/input_items"):
+            assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
+        body = ask(previous_response_id=kept["id"])
+        async with rig.client.post(PATH, body, key("b")) as exchange:
+            assert await exchange.start() == 404
+        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b")) as exchange:
+            assert await exchange.start() == 404
+        assert (await got(rig, kept["id"], key("a")))[0] == 200
+
+    play(scene, Setting(keys=("a", "b")))
+
+
+def test_input_items_come_in_pages() -> None:
+    items = [{"role": "user", "content": str(i)} for i in range(5)]
+
+    def contents(page: Any) -> list[str]:
+        return [item["content"][0]["text"] for item in page["data"]]
+
+    async def scene(rig: Rig) -> None:
+        told = await created(rig, input=items)
+        _, page = await got(rig, f"{told['id']}/input_items?limit=2")
+        assert (contents(page), page["has_more"]) == (["4", "3"], True)
+        _, rest = await got(rig, f"{told['id']}/input_items?after={page['last_id']}")
+        assert (contents(rest), rest["has_more"]) == (["2", "1", "0"], False)
+        status, refused = await got(rig, f"{told['id']}/input_items?after=msg_none")
+        assert (status, refused["error"]["param"]) == (400, "after")
+
+    play(scene)
+
+
+async def kept_of(rig: Rig, responses: Sequence[Any]) -> list[bool]:
+    return [(await got(rig, response["id"]))[0] == 200 for response in responses]
+
+
+def test_the_least_used_go_first_when_there_are_too_many() -> None:
+    async def scene(rig: Rig) -> None:
+        first, second = await created(rig), await created(rig)
+        await got(rig, first["id"])
+        third = await created(rig)
+        assert await kept_of(rig, [first, second, third]) == [True, False, True]
+
+    play(scene, Setting(responses=ResponseLimits(count=2)))
+
+
+def test_they_have_so_many_bytes_in_all() -> None:
+    async def scene(rig: Rig) -> None:
+        responses = [await created(rig, metadata={"a": "x" * 500}) for _ in range(5)]
+        assert await kept_of(rig, responses) == [False, False, False, True, True]
+        large = await created(rig, metadata={str(i): "x" * 500 for i in range(16)})
+        assert await kept_of(rig, [large]) == [False]
+
+    play(scene, Setting(responses=ResponseLimits(num_bytes=5000)))
+
+
+def test_they_are_kept_for_so_long() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await created(rig)
+        await asyncio.sleep(57)
+        assert await kept_of(rig, [told]) == [True]
+        await asyncio.sleep(3)
+        assert await kept_of(rig, [told]) == [False]
+
+    play(scene, Setting(responses=ResponseLimits(seconds=60)))
