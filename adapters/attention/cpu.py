@@ -8,7 +8,7 @@ from adapters.attention import paged
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import RaggedLayout
 from engine.worker.native.operators import Call
-from engine.worker.ports import AttentionSpec, Team
+from engine.worker.ports import AttentionSpec, Team, Turn
 
 ROWS = 24  # of a task: tokens x query heads of one KV head
 ROUND = 16  # floats; a row of scores is written in fours and may run over its end
@@ -43,7 +43,8 @@ class CpuAttention:
             ),
         )
         self._attend.words.view(np.float32)[2 * 5] = spec.scale
-        self._store = Call(team, paged.store, (0,) * 9)
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._enter = Call(team, paged.enter, (0, 0, *heads, *(0,) * 7))
 
     def plan(self, layout: RaggedLayout) -> None:
         """See `AttentionBackend`."""
@@ -70,28 +71,30 @@ class CpuAttention:
             stride,
             score_stride,
         )
-        self._store.words[:3] = self._slots.ctypes.data, len(self._slots), 0
+        self._enter.words[:2] = self._slots.ctypes.data, len(self._slots)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
         """See `AttentionBackend`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        rows = len(q)
-        assert k.stride() == v.stride(), "k and v lie in one tensor"
-        self._store.words[2:8] = (
-            self._kv_heads * self._dim,
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(0),
+        rows, stride = len(q), q.stride(0)
+        ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
+        assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v lie side by side"
+        assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
+        self._enter.words[5:11] = (
+            q.data_ptr(),
+            stride,
+            0 if turn is None else turn.cos.data_ptr(),
+            0 if turn is None else turn.sin.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
         )
-        self._store.over_rows(rows, 8)
+        self._enter.over_rows(rows, 11)
         out = q.new_empty(q.shape)
         self._attend.words[12:] = (
             keys.data_ptr(),
             values.data_ptr(),
             q.data_ptr(),
-            q.stride(0),
+            stride,
             out.data_ptr(),
             out.stride(0),
         )

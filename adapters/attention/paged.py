@@ -1,4 +1,4 @@
-"""Kernels of the CPU's paged attention: write k and v into slots, attend over pages in place.
+"""Kernels of the CPU's paged attention: turn q and k, write k and v into slots, attend in place.
 
 A task is one KV head and a few new tokens of one request, with all query heads that share the
 KV head: rows = tokens x group. Scores of all rows against all keys, softmax per row, then the
@@ -30,34 +30,65 @@ _dot_single = make_dot_tile(1, 1)
 _mix_1, _mix_2, _mix_3 = (make_mix_tile(m) for m in (1, 2, 3))
 
 
-class StoreOperands(NamedTuple):
-    """Rows of k and v, `width` floats each, into their slots."""
+class EnterOperands(NamedTuple):
+    """Rows of q, k and v as they come from a linear: q and k are turned, k and v stored."""
 
     slots: int  # [rows] int64
     rows: int
-    width: int
-    k: int
-    v: int
-    stride: int  # of k and v
+    heads: int
+    kv_heads: int
+    dim: int
+    qkv: int
+    stride: int
+    cos: int  # [rows, dim / 2], or 0 for no turn
+    sin: int
     keys: int
     values: int
     rows_per_chunk: int
 
 
-def store(operands, chunk, thread):
-    """See `StoreOperands`."""
-    slots_at, rows, width, k_at, v_at, stride, keys_at, values_at, per = words(operands, 9)
-    slots = words(slots_at, rows)
+@njit(inline="always")
+def _turn_head(source, target, cos, sin, half):
+    """`target` may be `source`."""
+    first, second = floats(source, half), floats(source + half * BYTES, half)
+    to_first, to_second = floats(target, half), floats(target + half * BYTES, half)
+    for i in range(half):
+        a, b = first[i], second[i]
+        to_first[i] = a * cos[i] - b * sin[i]
+        to_second[i] = b * cos[i] + a * sin[i]
+
+
+@njit(inline="always")
+def _copy(source, target, width):
+    source, target = floats(source, width), floats(target, width)
+    for i in range(width):
+        target[i] = source[i]
+
+
+def enter(operands, chunk, thread):
+    """See `EnterOperands`."""
+    a = words(operands, 12)
+    rows, heads, kv_heads, dim, per = a[1], a[2], a[3], a[4], a[11]
+    slots, half, width = words(a[0], rows), dim // 2, kv_heads * dim
     for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        k, v = (
-            floats(k_at + row * stride * BYTES, width),
-            floats(v_at + row * stride * BYTES, width),
-        )
+        q = a[5] + row * a[6] * BYTES
+        k = q + heads * dim * BYTES
+        v = k + width * BYTES
         place = slots[row] * width * BYTES
-        keys, values = floats(keys_at + place, width), floats(values_at + place, width)
-        for i in range(width):
-            keys[i] = k[i]
-            values[i] = v[i]
+        if a[7] == 0:
+            _copy(k, a[9] + place, width)
+        else:
+            cos, sin = (
+                floats(a[7] + row * half * BYTES, half),
+                floats(a[8] + row * half * BYTES, half),
+            )
+            for head in range(heads):
+                at = q + head * dim * BYTES
+                _turn_head(at, at, cos, sin, half)
+            for head in range(kv_heads):
+                at = head * dim * BYTES
+                _turn_head(k + at, a[9] + place + at, cos, sin, half)
+        _copy(v, a[10] + place, width)
 
 
 class AttendOperands(NamedTuple):
@@ -233,4 +264,4 @@ def attend(operands, chunk, thread):
     _write_out(mixed, shares, a[16] + first * a[17] * BYTES, a[17], head, group, dim, rows)
 
 
-KERNELS = (store, attend)
+KERNELS = (enter, attend)

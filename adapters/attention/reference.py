@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import RaggedLayout
-from engine.worker.ports import AttentionSpec, Team
+from engine.worker.ports import AttentionSpec, Team, Turn
 
 
 class ReferenceAttention:
@@ -25,10 +25,12 @@ class ReferenceAttention:
         self._layout = layout
         self._slots = torch.from_numpy(layout.slots)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
         """See `AttentionBackend`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
+        if turn is not None:
+            q, k = _turned(q, turn), _turned(k, turn)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._slots, k.to(keys.dtype))
         values.flatten(0, 1).index_copy_(0, self._slots, v.to(values.dtype))
@@ -56,3 +58,9 @@ class ReferenceAttention:
             seen &= distance < spec.window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def _turned(heads: Tensor, turn: Turn) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    cos, sin = turn.cos[:, None], turn.sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -71,7 +71,6 @@ class Gpt2:
             num_heads=len(shard.heads.run),
             num_kv_heads=len(shard.kv_heads.run),
             head_dim=shard.shape.head_dim,
-            operators=operators,
             qkv=fan_out(projections, f"{at}.attn.c_attn", width, repeats=3),
             out=fan_in(projections, f"{at}.attn.c_proj", width),
         )

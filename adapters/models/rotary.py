@@ -134,7 +134,6 @@ class RotaryFamily(ABC):
             len(shard.heads.run),
             len(shard.kv_heads.run),
             dim,
-            operators,
             projections.fan_out(
                 {f"{at}.self_attn.{name}_proj": part for name, part in wanted.items()},
                 has_bias=traits.qkv_bias,

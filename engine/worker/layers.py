@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.ports import AttentionBackend, Linear, Norm, Operators
+from engine.worker.ports import AttentionBackend, Linear, Norm, Turn
 from engine.worker.shard import AddUp, Part
 
 
@@ -50,17 +50,10 @@ def inverse_frequencies(
     return inverse if scaling is None else scaling(inverse)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Cosine and sine of every token of a step, `[tokens, dim / 2]`; the same in all layers."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, inverse: Tensor) -> "Turn":
-        angles = positions.to(torch.float32)[:, None] * inverse
-        return cls(angles.cos(), angles.sin())
+def turn_at(positions: Tensor, inverse: Tensor) -> Turn:
+    """The turn of tokens at `positions` `[tokens]` with frequencies `inverse` `[dim / 2]`."""
+    angles = positions.to(torch.float32)[:, None] * inverse
+    return Turn(angles.cos(), angles.sin())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +108,6 @@ class AttentionBlock:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    operators: Operators
     qkv: Linear
     out: Linear
     q_norm: Norm | None = None
@@ -129,9 +121,7 @@ class AttentionBlock:
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.apply_(q)
             self.k_norm.apply_(k)
-        if turn is not None:
-            self.operators.turn_(qkv[:, : heads + kv_heads], turn.cos, turn.sin)
-        return attention.run(self.layer, q, k, v).view(len(x), -1)
+        return attention.run(self.layer, q, k, v, turn).view(len(x), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +175,7 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """See `StageModel`."""
-        turn = None if self.inverse is None else Turn.at(positions, self.inverse)
+        turn = None if self.inverse is None else turn_at(positions, self.inverse)
         for block in self.blocks[:-1]:
             block(hidden, turn, attention)
         return self.blocks[-1](hidden, turn, attention, rows)

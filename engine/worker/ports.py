@@ -61,6 +61,14 @@ class Team(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Cosine and sine of every token of a step, `[tokens, dim / 2]`; the same in all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class AttentionBackend(Protocol):
     """Attention over the paged cache; made as `Backend(spec, cache, team)`.
 
@@ -69,10 +77,12 @@ class AttentionBackend(Protocol):
 
     def plan(self, layout: "RaggedLayout") -> None: ...
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v into their slots, then attend; all `[tokens, heads, dim]`.
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
+        """Turn q and k, write k and v into their slots, attend; all `[tokens, heads, dim]`.
 
-        `layer` counts within the stage. Each token sees its request's slots up to itself.
+        `layer` counts within the stage. Each token sees its request's slots up to itself. The pairs
+        that `turn` rotates are the halves of dim; None leaves q and k as they are. All three lie
+        in one tensor, side by side in this order, and may be overwritten.
         """
         ...
 

@@ -15,7 +15,7 @@ from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.kv_tensors import KVTensors, allocate
 from engine.worker.layout import LayoutLimits, build_layout
 from engine.worker.native.team import Team
-from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape
+from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, Turn
 
 LAYERS = 2
 MAX_POSITIONS = 4096
@@ -43,6 +43,7 @@ class Case:
     head_dim: int = 16
     block_size: int = 4
     window: int | None = None
+    turns: bool = True
     seed: int = 0
 
 
@@ -59,6 +60,7 @@ cases = st.builds(
     head_dim=st.sampled_from([8, 16, 20, 64]),
     block_size=st.sampled_from([1, 4, 16, 32]),
     window=st.none() | st.integers(1, 40),
+    turns=st.booleans(),
     seed=st.integers(0, 1000),
 )
 
@@ -70,6 +72,20 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, case: Case, scale: float) -> 
     hidden = (distance < 0) | (distance >= (case.window or len(k)))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def split(fused: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = case.kv_heads * case.group, case.kv_heads
+    return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
+
+
+def turned(heads: Tensor, turn: Turn | None) -> Tensor:
+    """Each pair of the halves of dim as a complex number, times that of its angle."""
+    if turn is None:
+        return heads
+    pairs = torch.complex(*heads.double().chunk(2, dim=-1))
+    pairs = pairs * torch.complex(turn.cos.double(), turn.sin.double())[:, None]
+    return torch.cat((pairs.real, pairs.imag), dim=-1).float()
 
 
 def check(backend: MakesAttention, case: Case, team: Team) -> None:
@@ -102,9 +118,12 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
     for layer in range(LAYERS):
         before = KVTensors((cache.keys[layer].clone(),), (cache.values[layer].clone(),))
         fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
-        q, k, v = torch.split(fused, [heads, case.kv_heads, case.kv_heads], dim=1)
+        q, k, v = split(fused, case)
+        angles = noise(layout.num_tokens, case.head_dim // 2) * 3
+        turn = Turn(angles.cos(), angles.sin()) if case.turns else None
         with torch.inference_mode():
-            found = attention.run(layer, q, k, v)
+            found = attention.run(layer, *split(fused.clone(), case), turn)
+        q, k = turned(q, turn), turned(k, turn)
         assert found.shape == q.shape
         for i, (cached, _) in enumerate(case.requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
@@ -118,7 +137,9 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
             (before.keys[0], cache.keys[layer], k),
             (before.values[0], cache.values[layer], v),
         ):
-            old_cache.flatten(0, 1)[slots] = new
+            written = now.flatten(0, 1)[slots]
+            torch.testing.assert_close(written, new, rtol=2e-6 * case.turns, atol=2e-6 * case.turns)
+            old_cache.flatten(0, 1)[slots] = written
             assert torch.equal(now, old_cache)
 
 
@@ -160,7 +181,7 @@ def test_one_backend_serves_steps_of_changing_shape(backend: MakesAttention, tea
             build_layout(Step(StepId(0), (entry,)), LayoutLimits(1, MAX_POSITIONS, 8, 4))
         )
         q, k, v = torch.split(whole[start : start + count], [4, 2, 2], dim=1)
-        rows.append(attention.run(0, q, k, v).clone())
+        rows.append(attention.run(0, q, k, v, None).clone())
     q, k, v = torch.split(whole, [4, 2, 2], dim=1)
     expected = expected_rows(q, k, v, Case((), kv_heads=2, group=2), 0.25)
     torch.testing.assert_close(torch.cat(rows).double(), expected, rtol=2e-5, atol=2e-5)
