@@ -4,7 +4,7 @@ Built in numpy on the host. Requests lie one after the other, decodes first; nam
 of the index arrays are FlashInfer's. Whatever a wrong step could do to memory is refused here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class RaggedLayout:
     sampled_rows: Int64s  # [M], row of the last token of each request that draws
     scored_rows: Int64s  # [P], row before each token of a prompt whose likelihood is asked for
     num_decodes: int
+    block_size: int
 
     @property
     def num_requests(self) -> int:
@@ -53,6 +54,35 @@ class RaggedLayout:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_decode_only(self) -> bool:
+        return self.num_decodes == self.num_requests
+
+
+def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayout:
+    """A layout of decodes with requests of one token behind them, so that there are `num_rows`.
+
+    These read and write only `spare_block`, which belongs to nobody; nothing is drawn of them.
+    """
+    assert layout.is_decode_only, "prompts are not padded"
+    count = num_rows - layout.num_requests
+    assert count >= 0, "more rows than they are padded to"
+    size = layout.block_size
+    zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int32)
+    more = np.arange(1, count + 1, dtype=np.int32)
+    return replace(
+        layout,
+        token_ids=np.concatenate((layout.token_ids, zeros)),
+        positions=np.concatenate((layout.positions, zeros)),
+        slots=np.concatenate((layout.slots, zeros + spare_block * size)),
+        qo_indptr=np.concatenate((layout.qo_indptr, layout.qo_indptr[-1] + more)),
+        kv_len=np.concatenate((layout.kv_len, ones)),
+        kv_indptr=np.concatenate((layout.kv_indptr, layout.kv_indptr[-1] + more)),
+        kv_indices=np.concatenate((layout.kv_indices, ones * np.int32(spare_block))),
+        kv_last_page_len=np.concatenate((layout.kv_last_page_len, ones)),
+        num_decodes=num_rows,
+    )
 
 
 def _indptr(lengths: Int64s) -> Int32s:
@@ -126,4 +156,5 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
         sampled_rows=qo_indptr[1:][draws].astype(np.int64) - 1,
         scored_rows=_scored_rows(entries, qo_indptr[:-1], limits.vocab_size),
         num_decodes=int(longer[0]) if len(longer) else len(entries),
+        block_size=size,
     )

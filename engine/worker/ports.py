@@ -87,6 +87,22 @@ class AttentionBackend(Protocol):
         ...
 
 
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend that CUDA graphs can be captured of, for steps of decodes alone.
+
+    There is one graph for each number of rows; steps are padded to it (`layout.padded`).
+    """
+
+    def plan_captured(self, layout: "RaggedLayout") -> None:
+        """Before each warm-up, each capture and each replay with so many rows: as `plan`, but
+        only addresses that are always the same for this number of rows are written and read."""
+        ...
+
+    def baked(self, num_rows: int) -> tuple[int, ...]:
+        """What the last `plan_captured` decided that a graph cannot change."""
+        ...
+
+
 class MakesAttention(Protocol):
     """A class in the table of `adapters.attention`."""
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId
-from engine.worker.layout import LayoutLimits, build_layout
+from engine.worker.layout import LayoutLimits, build_layout, padded
 
 LIMITS = LayoutLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
 
@@ -67,3 +67,28 @@ def test_index_arrays_have_the_types_that_attention_kernels_take() -> None:
 def test_a_step_that_would_leave_its_bounds_is_refused(wrong: Step, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         build_layout(wrong, LIMITS)
+
+
+def test_padding_adds_requests_of_one_token_in_a_block_of_nobody() -> None:
+    layout = build_layout(step(entry(4, (50,), [3, 9]), entry(3, (51,), [5])), LIMITS)
+    wide = padded(layout, 4, spare_block=10)
+    assert wide.token_ids.tolist() == [50, 51, 0, 0]
+    assert wide.positions.tolist() == [4, 3, 0, 0]
+    assert wide.slots.tolist() == [36, 23, 40, 40]
+    assert wide.qo_indptr.tolist() == [0, 1, 2, 3, 4]
+    assert wide.kv_len.tolist() == [5, 4, 1, 1]
+    assert wide.kv_indptr.tolist() == [0, 2, 3, 4, 5]
+    assert wide.kv_indices.tolist() == [3, 9, 5, 10, 10]
+    assert wide.kv_last_page_len.tolist() == [1, 4, 1, 1]
+    assert wide.sampled_rows.tolist() == [0, 1]
+    assert (wide.num_requests, wide.num_decodes, wide.is_decode_only) == (4, 4, True)
+    arrays = ("slots", "qo_indptr", "kv_len", "kv_indptr", "kv_indices", "kv_last_page_len")
+    for name in arrays:
+        assert getattr(wide, name).dtype == getattr(layout, name).dtype
+
+
+def test_prompts_are_not_padded() -> None:
+    layout = build_layout(step(entry(0, (1, 2), [1])), LIMITS)
+    assert not layout.is_decode_only
+    with pytest.raises(AssertionError, match="prompts are not padded"):
+        padded(layout, 4, spare_block=10)
