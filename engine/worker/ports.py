@@ -7,8 +7,9 @@ One worker holds one stage (a run of layers). Everything but attention works on
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from engine.step import BlockMove, Sampling
@@ -40,14 +41,31 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that may come: what is allocated once is sized for it."""
+
+    max_requests: int
+    max_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What all attention layers of a stage share. Scores are `q · k * scale`, in float32."""
+    """What all attention layers of a stage share. Scores are `q · k * scale`, in float32.
+
+    `dtype` is that of q, k, v and of what the heads read; the cache may have another: what lies
+    there times `k_scale` or `v_scale` is the key or value. Backends on a GPU need `limits`.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None
+    dtype: torch.dtype = torch.float32
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    limits: StepLimits | None = None
 
 
 class Team(Protocol):
@@ -107,6 +125,40 @@ class MakesAttention(Protocol):
     """A class in the table of `adapters.attention`."""
 
     def __call__(self, spec: AttentionSpec, cache: "KVTensors", team: Team) -> AttentionBackend: ...
+
+
+class ChoosesShapes(MakesAttention, Protocol):
+    """A class in that table that does not serve every device and shape."""
+
+    def why_not(self, spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
+        """Called on the class: "" if it can serve, else one line to say before another is taken."""
+        ...
+
+
+@runtime_checkable
+class CapturedAttention(AttentionBackend, Protocol):
+    """An attention backend whose decode steps can be recorded in CUDA graphs.
+
+    One graph for each of `capture_sizes`, the largest first: `plan_for_capture(size)`, warm-up and
+    capture of the layers on static inputs of `size` tokens. Before every replay of that graph:
+    `plan_padded(size, layout)`. Tables, slots and workspaces lie in buffers that the backend owns
+    and never moves; ids, positions, hidden states and results are the recorder's. Eager steps
+    (`plan`), plans for graphs and replays share one stream. Rows beyond the layout's requests
+    write and read the last page of the cache, which belongs to nobody.
+    """
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Numbers of requests, ascending; empty where nothing can be captured."""
+        ...
+
+    def plan_for_capture(self, size: int) -> None:
+        """Plan `size` rows of padding, of the shape that `run` then records."""
+        ...
+
+    def plan_padded(self, size: int, layout: "RaggedLayout") -> None:
+        """Plan a layout of at most `size` requests with one new token each."""
+        ...
 
 
 class MovesBlocks(Protocol):
