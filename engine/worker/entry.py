@@ -1,9 +1,10 @@
 """The doorway of a worker process: reads the settings, loads the worker, answers steps in order.
 
 A thread of its own learns of steps as they come, so that a stage knows a step before its hidden
-states arrive. The process ends when told goodbye, when its parent hangs up or dies, and on
-SIGTERM. A step that raises is answered with a failure and the worker lives on, unless it raised
-`WorkerLost`. A load that raises is answered with one readable line.
+states arrive; where steps are answered late, another one does that. The process ends when told
+goodbye, when its parent hangs up or dies, and on SIGTERM. A step that raises is answered with a
+failure and the worker lives on, unless it raised `WorkerLost`. A load that raises is answered with
+one readable line.
 """
 
 import argparse
@@ -22,32 +23,32 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
-from engine.errors import RefusedToStart, StepFailed, WorkerLost
-from engine.step import Step, StepResult, StepTimes, WorkerReport, WorkerSettings
+from engine.errors import RefusedToStart, WorkerLost
+from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
-    Failed,
     FrameReader,
     Load,
     Loaded,
     Progress,
-    Ran,
     Refused,
     Run,
     ToWorker,
-    Traced,
     WireError,
     frame,
     read_to_worker,
 )
+from engine.worker.answering import Answers, Failure, Order, describe, line_of, one_line
+from engine.worker.launched import Launched
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
 RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
-MAX_LINE_LEN = 500
+
+Learned: TypeAlias = "SimpleQueue[Order | Exception | None]"
 
 
 class LoadableWorker(Protocol):
@@ -61,25 +62,20 @@ class LoadableWorker(Protocol):
 
     @property
     def times(self) -> StepTimes:
-        """Of the step run last."""
+        """Of the step launched last."""
         ...
 
     def learn(self, step: Step) -> None:
         """Hear of a step, in another thread than the one that runs those before."""
         ...
 
-    def run(self, step: Step) -> StepResult: ...
-
-    def abandon(self, step: Step, line: str) -> None:
-        """After `run` raised: let nobody wait for the step."""
+    def launch(self, step: Step) -> Launched:
+        """Begin with a step, which may be computed by then. What it raises is its failure."""
         ...
 
-
-class Order(NamedTuple):
-    """A step as this worker learned of it."""
-
-    step: Step
-    learned_at: float  # CLOCK_MONOTONIC
+    def abandon(self, step: Step, line: str) -> None:
+        """After `launch` raised: let nobody wait for the step."""
+        ...
 
 
 class Parent:
@@ -172,18 +168,17 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         return 1
     gc.collect()
     gc.freeze()  # the model stays; later collections need not look at it
-    for order in orders(parent, worker):
-        answered = answer(worker, order.step)
-        if settings.placement.answers:
-            parent.send(answered)
-        if settings.traces:
-            parent.send(frame(Traced(order.step.step_id, order.learned_at, worker.times)))
+    learned: Learned = SimpleQueue()
+    placement = settings.placement
+    answers = Answers(parent.send, learned.put, answers=placement.answers, traces=settings.traces)
+    for order in orders(parent, worker, learned):
+        answers.put(order, launch(worker, order.step))
+    answers.finish()
     return 0
 
 
-def orders(parent: Parent, worker: LoadableWorker) -> Iterator[Order]:
+def orders(parent: Parent, worker: LoadableWorker, learned: Learned) -> Iterator[Order]:
     """Steps in order until goodbye, learned in a thread; raises what ended the conversation."""
-    learned: SimpleQueue[Order | Exception | None] = SimpleQueue()
 
     def listen() -> None:
         try:
@@ -211,29 +206,16 @@ def load(
     return worker_class.load(settings, progress)
 
 
-def answer(worker: LoadableWorker, step: Step) -> bytearray:
-    """Run the step; the frame to answer with. What it raises is its failure, but `WorkerLost`."""
+def launch(worker: LoadableWorker, step: Step) -> Launched | Failure:
+    """Launch the step. What it raises is its failure, but `WorkerLost`."""
     try:
-        return frame(Ran(worker.run(step)))
+        return worker.launch(step)
     except WorkerLost:
         raise
-    except StepFailed as error:  # at a stage before, which has told its log
-        line = one_line(str(error))
-    except Exception as error:
-        logger.exception("step %d failed", step.step_id)
-        line = describe(error)
+    except Exception as error:  # a doorway: the step has failed, and the next one runs
+        line = line_of(error, step.step_id)
     worker.abandon(step, line)
-    return frame(Failed(step.step_id, line))
-
-
-def describe(error: Exception) -> str:
-    """An error on one line, with its kind."""
-    return one_line(f"{type(error).__name__}: {error}")
-
-
-def one_line(text: str) -> str:
-    """The text without line breaks, cut where nobody reads on."""
-    return " ".join(text.split())[:MAX_LINE_LEN]
+    return Failure(line, worker.times)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from engine.step import (
 from engine.worker.constraints import Wanted
 from engine.worker.held import HeldTokens
 from engine.worker.inbox import Inbox
+from engine.worker.launched import Collected, Done, Launched
 from engine.worker.layout import RaggedLayout, build_layout
 from engine.worker.parts import Parts, Progress, make_parts
 from engine.worker.plane import Handed
@@ -69,6 +70,11 @@ class Worker:
         """Hear of a step before it is run; another thread than the one that runs may call this."""
         if not self._shard.is_first:
             self._inbox.put(step)
+
+    def launch(self, step: Step) -> Launched:
+        """Run a step; it is computed when it is launched. Raises as `run` does."""
+        result = self.run(step)
+        return Done(Collected(result, self.times))
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Whatever it raises but `WorkerLost`, the next step can run.

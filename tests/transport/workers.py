@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
-from typing import Self
+from typing import Protocol, Self
 
 from engine.errors import RefusedToStart, WorkerLost
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
+from engine.worker.launched import Collected, Done, Launched
 
 RUBBISH = b"Traceback (most recent call last):"
 
@@ -42,6 +43,14 @@ class Command(IntEnum):
     ENVIRONMENT = 907
 
 
+class RunsSteps(Protocol):
+    """A worker that computes a step when it is told to."""
+
+    times: StepTimes
+
+    def run(self, step: Step) -> StepResult: ...
+
+
 class LoneWorker:
     """What a worker does for its neighbours, done for none."""
 
@@ -49,6 +58,9 @@ class LoneWorker:
 
     def learn(self, step: Step) -> None:
         """Nothing can be done ahead."""
+
+    def launch(self: RunsSteps, step: Step) -> Launched:
+        return Done(Collected(self.run(step), self.times))
 
     def abandon(self, step: Step, line: str) -> None:
         """Nobody waits."""

@@ -30,6 +30,7 @@ from engine.transport.wire import (
     read_from_worker,
 )
 from engine.worker import entry
+from engine.worker.answering import MAX_LINE_LEN, one_line
 from tests.fakes import a_step
 from tests.transport.workers import REPORT, Command
 
@@ -104,7 +105,7 @@ def test_what_a_refusal_says_is_one_line_and_not_too_long(line: Line) -> None:
     line.send(Load(WorkerSettings(model="refuse")))
     assert line.serve() == 1
     assert line.received()[-1] == Refused("layers: no such thing")
-    assert len(entry.one_line("x " * 1000)) == entry.MAX_LINE_LEN
+    assert len(one_line("x " * 1000)) == MAX_LINE_LEN
 
 
 def test_a_worker_whose_device_is_gone_does_not_answer(line: Line) -> None:
