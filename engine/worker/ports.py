@@ -7,7 +7,7 @@ One worker holds one stage (a run of layers). Everything but attention works on
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -132,32 +132,6 @@ class ChoosesShapes(MakesAttention, Protocol):
 
     def why_not(self, spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
         """Called on the class: "" if it can serve, else one line to say before another is taken."""
-        ...
-
-
-@runtime_checkable
-class CapturedAttention(AttentionBackend, Protocol):
-    """An attention backend whose decode steps can be recorded in CUDA graphs.
-
-    One graph for each of `capture_sizes`, the largest first: `plan_for_capture(size)`, warm-up and
-    capture of the layers on static inputs of `size` tokens. Before every replay of that graph:
-    `plan_padded(size, layout)`. Tables, slots and workspaces lie in buffers that the backend owns
-    and never moves; ids, positions, hidden states and results are the recorder's. Eager steps
-    (`plan`), plans for graphs and replays share one stream. Rows beyond the layout's requests
-    write and read the last page of the cache, which belongs to nobody.
-    """
-
-    @property
-    def capture_sizes(self) -> tuple[int, ...]:
-        """Numbers of requests, ascending; empty where nothing can be captured."""
-        ...
-
-    def plan_for_capture(self, size: int) -> None:
-        """Plan `size` rows of padding, of the shape that `run` then records."""
-        ...
-
-    def plan_padded(self, size: int, layout: "RaggedLayout") -> None:
-        """Plan a layout of at most `size` requests with one new token each."""
         ...
 
 
