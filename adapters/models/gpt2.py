@@ -92,16 +92,18 @@ def fan_out(projections: Projections, name: str, part: Part, repeats: int = 1) -
     runs = [
         range(part.run.start + shift, part.run.stop + shift) for shift in range(0, size, part.size)
     ]
-    take = projections.weights.take
-    weights = [take(f"{name}.weight", hidden, size, columns=run).t() for run in runs]
-    biases = [take(f"{name}.bias", size, rows=run) for run in runs]
+    take = projections.weights.take_matrix
+    weights = [take(f"{name}.weight", size, hidden, rows=run, is_transposed=True) for run in runs]
+    biases = [projections.weights.take(f"{name}.bias", size, rows=run) for run in runs]
     return projections.operators.linear(weights, torch.cat(biases))
 
 
 def fan_in(projections: Projections, name: str, part: Part) -> Linear:
     """Back to the hidden states, summed over the ranks; rank 0 adds the bias."""
-    hidden, take = projections.shard.shape.hidden_size, projections.weights.take
-    weight = take(f"{name}.weight", part.size, hidden, rows=part.run)
-    bias = take(f"{name}.bias", hidden)
+    hidden, weights = projections.shard.shape.hidden_size, projections.weights
+    weight = weights.take_matrix(
+        f"{name}.weight", hidden, part.size, columns=part.run, is_transposed=True
+    )
+    bias = weights.take(f"{name}.bias", hidden)
     is_first = projections.shard.rank == 0
-    return projections.added(projections.operators.linear([weight.t()], bias if is_first else None))
+    return projections.added(projections.operators.linear([weight], bias if is_first else None))

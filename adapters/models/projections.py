@@ -20,13 +20,13 @@ class Projections:
 
     def fan_out(self, outputs: Mapping[str, Part], *, has_bias: bool) -> Linear:
         """One linear of several that read the hidden states, one below the other."""
-        take, hidden = self.weights.take, self.shard.shape.hidden_size
+        hidden = self.shard.shape.hidden_size
         weights = [
-            take(f"{name}.weight", part.size, hidden, rows=part.run)
+            self.weights.take_matrix(f"{name}.weight", part.size, hidden, rows=part.run)
             for name, part in outputs.items()
         ]
         biases = [
-            take(f"{name}.bias", part.size, rows=part.run)
+            self.weights.take(f"{name}.bias", part.size, rows=part.run)
             for name, part in outputs.items()
             if has_bias
         ]
@@ -35,7 +35,7 @@ class Projections:
     def fan_in(self, name: str, inputs: Part, *, has_bias: bool) -> Linear:
         """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
         hidden = self.shard.shape.hidden_size
-        weight = self.weights.take(f"{name}.weight", hidden, inputs.size, columns=inputs.run)
+        weight = self.weights.take_matrix(f"{name}.weight", hidden, inputs.size, columns=inputs.run)
         bias = self.weights.take(f"{name}.bias", hidden) if has_bias else None
         return self.added(self.operators.linear([weight], bias if self.shard.rank == 0 else None))
 
@@ -54,15 +54,14 @@ def embedding_and_head(
     """
     weights, shard = projections.weights, projections.shard
     part, hidden = shard.vocabulary, shard.shape.hidden_size
-    tokens = embedding = head = None
-    if shard.is_first or (shard.is_last and is_tied):
+    embedding = head = None
+    if shard.is_first:
         tokens = weights.take(name, part.size, hidden, rows=part.run)
-    if shard.is_first and tokens is not None:
         embedding = Embedding(tokens, part, shard.add_up)
     if shard.is_last:
-        is_stored = weights.has("lm_head.weight")
-        if is_stored or not is_tied:
-            stored = weights.take("lm_head.weight", part.size, hidden, rows=part.run)
-        rows = tokens if is_tied and tokens is not None else stored
+        if is_tied and weights.has("lm_head.weight"):
+            weights.take("lm_head.weight", part.size, hidden, rows=part.run)
+        source = name if is_tied else "lm_head.weight"
+        rows = weights.take_matrix(source, part.size, hidden, rows=part.run)
         head = projections.operators.linear([rows], None)
     return embedding, head

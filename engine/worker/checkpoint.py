@@ -15,6 +15,7 @@ from engine.errors import RefusedToStart
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.operators import TorchLinear, TorchOperators
 from engine.worker.ports import ModelFamily, ReadsFamily
+from engine.worker.rounded import Weight, expanded
 from engine.worker.shard import Shard
 from engine.worker.weights import Weights
 
@@ -36,8 +37,8 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
 class _NoOperators(TorchOperators):
     """For a model without contents: nothing large is put together."""
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> TorchLinear:
-        return TorchLinear(weights[0], bias)
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> TorchLinear:
+        return TorchLinear(expanded(weights[0]), bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from engine.step import Sampling
 from engine.worker.filters import pick, probabilities
 from engine.worker.ports import Largest
+from engine.worker.rounded import Weight, expanded
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -65,8 +66,9 @@ class LayerNorm:
 class TorchOperators:
     """See `Operators`."""
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> TorchLinear:
-        return TorchLinear(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> TorchLinear:
+        parts = [expanded(weight) for weight in weights]
+        return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def rms_norm(self, weight: Tensor, eps: float) -> RmsNorm:
         return RmsNorm(weight, eps)

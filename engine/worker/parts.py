@@ -32,6 +32,7 @@ from engine.worker.ports import (
 from engine.worker.sampler import Sampler
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
+from engine.worker.stored import SafetensorsFiles
 from engine.worker.weights import Weights
 
 Progress = Callable[[str, int, int], None]
@@ -156,7 +157,7 @@ def make_parts(settings: WorkerSettings, progress: Progress) -> Parts:
     if not is_plain:
         compile_all(progress)
     operators = _operators(settings, team, is_plain=is_plain)
-    weights = Weights(checkpoint.directory, dtype, progress)
+    weights = Weights(SafetensorsFiles(checkpoint.directory), dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
     model = checkpoint.family.build(weights, shard, operators)
     weights.drop_pages()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.step import BlockMove, Sampling
+from engine.worker.rounded import Weight
 
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
@@ -178,11 +179,12 @@ class Largest(NamedTuple):
 class Operators(Protocol):
     """What layers are made of, in the form that one kind of device runs fast."""
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> Linear:
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         """From weights `[out, in]`, taken one below the other, and a bias for all rows.
 
         Several linears that read the same input become one. The weights may be views of a file;
-        who needs them elsewhere copies them once.
+        who needs them elsewhere copies them once. Rounded ones are used as they are, or
+        expanded exactly where floats are computed.
         """
         ...
 
@@ -235,6 +237,22 @@ class WeightSource(Protocol):
         """The tensor in the worker's dtype, or some rows and columns of it; None: all.
 
         `shape` is the whole tensor's; raises `RefusedToStart` if missing or misshapen.
+        """
+        ...
+
+    def take_matrix(
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+        is_transposed: bool = False,
+    ) -> Weight:
+        """The same for the weight of a linear, `[out, in]`, which may be rounded already.
+
+        `is_transposed`: it is stored as `[in, out]`; rows are outputs all the same.
         """
         ...
 

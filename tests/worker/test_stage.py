@@ -20,6 +20,7 @@ from engine.worker.operators import TorchOperators
 from engine.worker.ports import AttentionSpec, ModelFamily
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
+from engine.worker.stored import SafetensorsFiles
 from engine.worker.weights import Weights
 from tests.checkpoints import make_checkpoint
 
@@ -37,7 +38,7 @@ def open_family(config: Mapping[str, object]) -> ModelFamily:
 def make_stage(directory: Path, span: range) -> tuple[Stage, Weights]:
     family = open_family(read_config(directory))
     shape = family.shape
-    weights = Weights(directory, torch.float32, lambda *_: None)
+    weights = Weights(SafetensorsFiles(directory), torch.float32, lambda *_: None)
     cache = allocate(shape, len(span), 16, 4, torch.float32)
     spec = AttentionSpec(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.window

@@ -5,7 +5,6 @@ pairs of products in one instruction make batches faster.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,30 +13,27 @@ from engine.worker.native import int8_kernels
 from engine.worker.native.int8_tiles import TURN
 from engine.worker.native.operators import Call, NativeOperators, columns_of_chunks
 from engine.worker.ports import Linear, Team
+from engine.worker.rounded import RoundedWeight, Weight, rounded
 
-ROWS_AT_ONCE = 4096  # output channels that are rounded together
 
-
-def round_weights(weights: Sequence[Tensor], padded: int) -> tuple[Tensor, Tensor]:
-    """Weights `[out, in]` taken one below the other: int8 `[sum of out, padded]`, and the scale
-    of each output channel in float32."""
-    outputs = sum(len(weight) for weight in weights)
-    rounded = torch.zeros((outputs, padded), dtype=torch.int8)
-    scales = torch.empty(outputs)
+def round_weights(weights: Sequence[Weight], padded: int) -> RoundedWeight:
+    """Weights `[out, in]` taken one below the other, `[sum of out, padded]`."""
+    outputs = sum(weight.shape[0] for weight in weights)
+    whole = RoundedWeight(torch.zeros((outputs, padded), dtype=torch.int8), torch.empty(outputs))
     done = 0
-    for part in chain.from_iterable(torch.split(weight, ROWS_AT_ONCE) for weight in weights):
-        here = slice(done, done + len(part))
-        scales[here] = part.abs().amax(dim=1) / int8_kernels.MOST_WEIGHT
-        steps = scales[here].where(scales[here] > 0, 1.0)
-        rounded[here, : part.shape[1]] = (part / steps[:, None]).round_()
-        done += len(part)
-    return rounded, scales
+    for weight in weights:
+        part = rounded(weight)
+        here = slice(done, done + len(part.scales))
+        whole.values[here, : part.shape[1]] = part.values
+        whole.scales[here] = part.scales
+        done = here.stop
+    return whole
 
 
 class Int8Linear:
     """See `engine.worker.native.int8_kernels`."""
 
-    def __init__(self, team: Team, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    def __init__(self, team: Team, weights: Sequence[Weight], bias: Tensor | None) -> None:
         self._inputs = weights[0].shape[1]
         self._padded = -(-self._inputs // TURN) * TURN
         weight, scale = round_weights(weights, self._padded)
@@ -96,5 +92,5 @@ class Int8Linear:
 class Int8Operators(NativeOperators):
     """`NativeOperators`, but for the linear."""
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> Linear:
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         return Int8Linear(self._team, weights, bias)

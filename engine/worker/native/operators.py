@@ -17,6 +17,7 @@ from engine.worker.native.pages import Pages
 from engine.worker.native.tiles import COLUMNS
 from engine.worker.operators import LayerNorm, TorchOperators
 from engine.worker.ports import Largest, Linear, Team
+from engine.worker.rounded import Weight, expanded
 
 ACTIVATION_KINDS = {
     "silu": kernels.SILU,
@@ -163,8 +164,9 @@ class NativeOperators:
         self._largest = Call(team, drawing.largest, (0,) * 5)
         self._draw = Call(team, drawing.draw, (0,) * 8)
 
-    def linear(self, weights: Sequence[Tensor], bias: Tensor | None) -> Linear:
-        return NativeLinear(self._team, self._pages.stack(weights), bias)
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        parts = [expanded(weight) for weight in weights]
+        return NativeLinear(self._team, self._pages.stack(parts), bias)
 
     def rms_norm(self, weight: Tensor, eps: float) -> NativeRmsNorm:
         return NativeRmsNorm(self._team, weight, eps)

@@ -1,0 +1,121 @@
+"""Tensors as they lie in files: what a checkpoint's format must tell, and safetensors.
+
+Files are mapped and read at first touch; a tensor is a view of its file.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Protocol, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.worker.mappings import drop_pages
+from engine.worker.rounded import Weight
+
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+
+
+class Stored(Protocol):
+    """A checkpoint's tensors by the names of Hugging Face, before anything of them is read."""
+
+    @property
+    def names(self) -> Set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there; raises `RefusedToStart` if its type cannot be read."""
+        ...
+
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
+        """A part of a tensor, in the dtype that it is stored in; touches little else."""
+        ...
+
+    def drop_pages(self) -> None:
+        """Give back what was read of the files."""
+        ...
+
+
+def shards_of(directory: Path) -> dict[str, Path]:
+    """Names of all tensors and the file each is in; raises `RefusedToStart`."""
+    index = directory / INDEX
+    if index.exists():
+        return _read_index(index)
+    files = sorted(directory.glob("*.safetensors"))
+    single = directory / "model.safetensors"
+    if single in files:
+        files = [single]
+    if not files:
+        others = sorted(p.name for p in directory.glob("*.bin")) + sorted(
+            p.name for p in directory.glob("*.pth")
+        )
+        found = f", only {others[0]}" if others else ""
+        raise RefusedToStart(
+            f"{directory} has no *.safetensors file{found}; weights are read from safetensors only"
+        )
+    return {name: path for path in files for name in _names(path)}
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards = {name: index.parent / Path(file).name for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefusedToStart(f"{index} is not an index of safetensors: {error!r}") from error
+    for path in sorted(set(shards.values())):
+        missing = {name for name, at in shards.items() if at == path} - _names(path)
+        if missing:
+            raise RefusedToStart(f"tensor {min(missing)} is in {index.name} but not in {path.name}")
+    return shards
+
+
+def _names(path: Path) -> set[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise RefusedToStart(f"cannot read {path}: {error}") from error
+
+
+class Header(Protocol):
+    """safetensors' slice of a tensor before anything of it is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor: ...
+
+
+class SafetensorsFiles:
+    """A directory of safetensors as `Stored`. Mapped tensors keep their file mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self._shards = shards_of(directory)
+        self._files = {
+            path: safe_open(path, framework="pt", device="cpu")
+            for path in sorted(set(self._shards.values()))
+        }
+
+    @property
+    def names(self) -> Set[str]:
+        return self._shards.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        header = self.header(name)
+        if header.get_dtype() not in FLOATS:
+            raise RefusedToStart(f"tensor {name} is {header.get_dtype()}, which is not supported")
+        return tuple(header.get_shape())
+
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
+        return self.header(name)[wanted]
+
+    def header(self, name: str) -> Header:
+        """What the file says of a tensor that is there."""
+        return cast(Header, self._files[self._shards[name]].get_slice(name))
+
+    def drop_pages(self) -> None:
+        drop_pages(self._files)
