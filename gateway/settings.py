@@ -55,7 +55,10 @@ class Settings(BaseSettings):
     )
 
     model: str = _option(
-        BUILTIN_MODEL, "model", "a directory, a Hugging Face hub id, or the built-in model", "MODEL"
+        BUILTIN_MODEL,
+        "model",
+        "a directory, a Hugging Face hub id, the built-in model, or random:SHAPE for measuring",
+        "MODEL",
     )
     served_model_name: str | None = _option(
         None,

@@ -1,6 +1,7 @@
 """A model's name to its directory and the small files in it. No torch here.
 
-A name is a directory or a hub id; from the hub come config, safetensors and tokenizer only.
+A name is a directory, a hub id or `random:SHAPE`; from the hub come config, safetensors and
+tokenizer only.
 """
 
 import json
@@ -15,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import RefusedToStart
 
 WANTED = (
@@ -33,7 +35,9 @@ UNWANTED = ("*/*", "consolidated*")
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The directory of a model, downloaded if it is a hub id; raises `RefusedToStart`."""
+    """The directory of a model, downloaded or made up if need be; raises `RefusedToStart`."""
+    if model.startswith(PREFIX):
+        return random_checkpoint(model.removeprefix(PREFIX))
     directory = Path(model).expanduser()
     if not directory.is_dir():
         if directory.exists():

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.operators import TorchLinear, TorchOperators
 from engine.worker.ports import ModelFamily, ReadsFamily
+from engine.worker.random_weights import RandomWeights
 from engine.worker.rounded import Weight, expanded
 from engine.worker.shard import Shard
+from engine.worker.stored import SafetensorsFiles
 from engine.worker.weights import Weights
 
 
@@ -49,6 +52,7 @@ class Checkpoint:
     architecture: str
     family: ModelFamily
     end_ids: tuple[int, ...]
+    is_random: bool = False  # of contents, then the directory has none
 
     @classmethod
     def open(cls, model: str) -> "Checkpoint":
@@ -73,9 +77,18 @@ class Checkpoint:
             raise RefusedToStart("config.json: quantization_config is not supported")
         reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
         family = cast(ReadsFamily, reads)(config)
-        return cls(directory, str(names[0]), family, end_token_ids(directory))
+        is_random = config.get("random_weights") is True
+        return cls(directory, str(names[0]), family, end_token_ids(directory), is_random)
 
-    def survey(self, weights: Weights, shard: Shard) -> int:
+    def open_weights(
+        self, dtype: torch.dtype, progress: Callable[[str, int, int], None]
+    ) -> Weights | RandomWeights:
+        """Its tensors in this dtype; raises `RefusedToStart`."""
+        if self.is_random:
+            return RandomWeights(dtype, progress)
+        return Weights(SafetensorsFiles(self.directory), dtype, progress)
+
+    def survey(self, weights: Weights | RandomWeights, shard: Shard) -> int:
         """Look at names and shapes of all tensors, also of those that other shards take.
 
         Returns the number of parameters of the whole model. Raises `RefusedToStart`.

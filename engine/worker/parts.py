@@ -32,8 +32,6 @@ from engine.worker.ports import (
 from engine.worker.sampler import Sampler
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
-from engine.worker.stored import SafetensorsFiles
-from engine.worker.weights import Weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -157,7 +155,7 @@ def make_parts(settings: WorkerSettings, progress: Progress) -> Parts:
     if not is_plain:
         compile_all(progress)
     operators = _operators(settings, team, is_plain=is_plain)
-    weights = Weights(SafetensorsFiles(checkpoint.directory), dtype, progress)
+    weights = checkpoint.open_weights(dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
     model = checkpoint.family.build(weights, shard, operators)
     weights.drop_pages()

@@ -8,6 +8,7 @@ refusal, which every worker finds by building the whole model once without its c
 from collections.abc import Callable, Set
 from fnmatch import fnmatch
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -106,10 +107,21 @@ class Weights:
         self._num_wanted = num_tensors
 
 
+class Surveyed(Protocol):
+    """A `WeightSource` that can be asked before anything is taken."""
+
+    @property
+    def names(self) -> Set[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None: ...
+
+
 class Outline:
     """A `WeightSource` of tensors without contents, which notes what it was asked for."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Surveyed) -> None:
         self._weights = weights
         self.taken: dict[str, int] = {}  # elements of each tensor
 

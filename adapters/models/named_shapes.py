@@ -1,0 +1,173 @@
+"""Sizes of well-known models, as their `config.json` says them; nothing of their contents.
+
+`TINY` and `M110` are shapes for trying things out on small machines.
+"""
+
+from collections.abc import Mapping
+
+Config = Mapping[str, object]
+
+
+def _llama_like(
+    architecture: str,
+    *,
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    theta: float,
+    tied: bool = False,
+    **more: object,
+) -> Config:
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rope_theta": theta,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+def _llama3(factor: float) -> dict[str, object]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+SHAPES: Mapping[str, Config] = {
+    "Llama-3.1-8B": _llama_like(
+        "LlamaForCausalLM",
+        layers=32,
+        hidden=4096,
+        inner=14336,
+        heads=32,
+        kv_heads=8,
+        vocab=128256,
+        positions=131072,
+        theta=500000.0,
+        rope_scaling=_llama3(8.0),
+    ),
+    "Llama-3.2-1B": _llama_like(
+        "LlamaForCausalLM",
+        layers=16,
+        hidden=2048,
+        inner=8192,
+        heads=32,
+        kv_heads=8,
+        vocab=128256,
+        positions=131072,
+        theta=500000.0,
+        tied=True,
+        rope_scaling=_llama3(32.0),
+    ),
+    "Qwen2.5-0.5B": _llama_like(
+        "Qwen2ForCausalLM",
+        layers=24,
+        hidden=896,
+        inner=4864,
+        heads=14,
+        kv_heads=2,
+        vocab=151936,
+        positions=32768,
+        theta=1000000.0,
+        tied=True,
+        rms_norm_eps=1e-6,
+    ),
+    "Qwen2.5-1.5B": _llama_like(
+        "Qwen2ForCausalLM",
+        layers=28,
+        hidden=1536,
+        inner=8960,
+        heads=12,
+        kv_heads=2,
+        vocab=151936,
+        positions=32768,
+        theta=1000000.0,
+        tied=True,
+        rms_norm_eps=1e-6,
+    ),
+    "Qwen2.5-7B": _llama_like(
+        "Qwen2ForCausalLM",
+        layers=28,
+        hidden=3584,
+        inner=18944,
+        heads=28,
+        kv_heads=4,
+        vocab=152064,
+        positions=32768,
+        theta=1000000.0,
+        rms_norm_eps=1e-6,
+    ),
+    "Qwen3-0.6B": _llama_like(
+        "Qwen3ForCausalLM",
+        layers=28,
+        hidden=1024,
+        inner=3072,
+        heads=16,
+        kv_heads=8,
+        vocab=151936,
+        positions=40960,
+        theta=1000000.0,
+        tied=True,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+    ),
+    "Mistral-7B": _llama_like(
+        "MistralForCausalLM",
+        layers=32,
+        hidden=4096,
+        inner=14336,
+        heads=32,
+        kv_heads=8,
+        vocab=32768,
+        positions=32768,
+        theta=1000000.0,
+    ),
+    "GPT-2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    },
+    "M110": _llama_like(
+        "LlamaForCausalLM",
+        layers=12,
+        hidden=768,
+        inner=2048,
+        heads=12,
+        kv_heads=4,
+        vocab=32000,
+        positions=4096,
+        theta=10000.0,
+    ),
+    "TINY": _llama_like(
+        "LlamaForCausalLM",
+        layers=2,
+        hidden=64,
+        inner=128,
+        heads=2,
+        kv_heads=1,
+        vocab=32000,
+        positions=4096,
+        theta=10000.0,
+    ),
+}

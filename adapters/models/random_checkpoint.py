@@ -1,0 +1,105 @@
+"""`random:SHAPE`: a model of random weights, for measuring without a download.
+
+It looks like a checkpoint directory to all who read one: config.json says that the weights are
+random, the tokenizer and chat template are the built-in model's, and ids beyond that vocabulary
+stand for words of their own. The directory lies in the user's cache and holds no weights.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from adapters.models.named_shapes import SHAPES
+from engine.errors import RefusedToStart
+
+PREFIX = "random:"
+COPIED = ("tokenizer_config.json", "generation_config.json")
+_DIGITS = 12
+
+
+def config_of(name: str) -> dict[str, object]:
+    """The config of a named shape, or of a directory's config.json; raises `RefusedToStart`."""
+    if name in SHAPES:
+        return dict(SHAPES[name])
+    path = Path(name).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError:
+        known = ", ".join(SHAPES)
+        raise RefusedToStart(
+            f"no shape is named {name!r}; known: {known}, and directories with a config.json"
+        ) from None
+    except ValueError as error:
+        raise RefusedToStart(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise RefusedToStart(f"{path} is not a JSON object")
+    return config
+
+
+def random_checkpoint(name: str, cache: Path | None = None) -> Path:
+    """The directory of `random:` and this name, made where there is none yet.
+
+    Raises `RefusedToStart` for an unknown shape, or where nothing can be written.
+    """
+    contents = _contents(config_of(name))
+    digest = hashlib.sha256()
+    for file, text in sorted(contents.items()):
+        digest.update(f"{file}\0{text}\0".encode())
+    folder = (cache or user_cache_path("podway", appauthor=False)) / "random"
+    directory = folder / f"{Path(name).name}-{digest.hexdigest()[:_DIGITS]}"
+    if not directory.is_dir():
+        try:
+            _write(contents, directory)
+        except OSError as error:
+            raise RefusedToStart(
+                f"{PREFIX}{name} needs a cache that can be written ({error}); "
+                "XDG_CACHE_HOME names another"
+            ) from error
+    return directory
+
+
+def _contents(config: dict[str, object]) -> dict[str, str]:
+    """Texts of the directory's files by their names."""
+    builtin = files("adapters").joinpath("builtin")
+    tokenizer = json.loads(builtin.joinpath("tokenizer.json").read_text("utf-8"))
+    text = {name: builtin.joinpath(name).read_text("utf-8") for name in COPIED}
+    text["tokenizer.json"] = json.dumps(_widened(tokenizer, config.get("vocab_size")))
+    text["config.json"] = json.dumps(config | {"random_weights": True}, indent=2)
+    return text
+
+
+def _widened(tokenizer: dict[str, object], vocab_size: object) -> dict[str, object]:
+    """The tokenizer with a word for each id that a model of this vocabulary may produce."""
+    model, added = tokenizer["model"], tokenizer["added_tokens"]
+    assert isinstance(model, dict), "the built-in tokenizer.json"
+    assert isinstance(added, list), "the built-in tokenizer.json"
+    first = max([*model["vocab"].values(), *(token["id"] for token in added)]) + 1
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < first:
+        raise RefusedToStart(
+            f"config.json: vocab_size is {vocab_size!r}, expected at least {first}: "
+            "random models speak through the built-in model's tokenizer"
+        )
+    words = {f"Ġw{token_id:x}": token_id for token_id in range(first, vocab_size)}
+    return {**tokenizer, "model": {**model, "vocab": model["vocab"] | words}}
+
+
+def _write(contents: Mapping[str, str], directory: Path) -> None:
+    """All files or none, also when several do it at once."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=directory.parent, suffix=".new"))
+    try:
+        for name, text in contents.items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        os.rename(fresh, directory)
+    except OSError:
+        if not directory.is_dir():  # else somebody was faster
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""`random:SHAPE` as a checkpoint directory: sizes, texts, refusals."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.models import checkpoint
+from adapters.models.named_shapes import SHAPES
+from adapters.models.random_checkpoint import random_checkpoint
+from adapters.tokenizers import load_token_table, load_tokenizer
+from engine.errors import RefusedToStart
+from engine.step import Placement
+from engine.worker.checkpoint import Checkpoint
+from engine.worker.shard import Shard
+
+PARAMETERS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-0.6B": 596_049_920,
+    "Mistral-7B": 7_248_023_552,
+    "GPT-2": 124_439_808,
+    "M110": 124_668_672,
+    "TINY": 4_170_048,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_every_named_shape_has_as_many_parameters_as_its_model(tmp_path: Path) -> None:
+    assert PARAMETERS.keys() == SHAPES.keys()
+    for name, config in SHAPES.items():
+        (tmp_path / "config.json").write_text(json.dumps({**config, "random_weights": True}))
+        opened = Checkpoint.open(str(tmp_path))
+        weights = opened.open_weights(torch.float32, lambda *_: None)
+        shard = Shard.of(opened.family.shape, Placement(), None)
+        assert opened.survey(weights, shard) == PARAMETERS[name], name
+
+
+def test_ids_beyond_the_builtin_vocabulary_are_words_of_their_own() -> None:
+    directory = random_checkpoint("TINY")
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.vocab_size == 32_000
+    ids = tokenizer.encode("Hello there, <|im_end|>", add_special_tokens=False)
+    assert max(ids) < 2048
+    assert tokenizer.token_bytes(2048) == b" w800"
+    table = load_token_table(directory, tokenizer).tokens
+    assert len(table) == 32_000
+    for token_id in (2048, 20_000, 31_999):
+        decoder = tokenizer.decoder()
+        assert decoder.feed(token_id).decode() == f" w{token_id:x}"
+    assert checkpoint.end_token_ids(directory) == (2043, 2041)
+
+
+def test_a_shape_may_be_a_directory_with_a_config(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(
+        json.dumps({**SHAPES["TINY"], "vocab_size": 2100})
+    )
+    directory = checkpoint.resolve_checkpoint(f"random:{tmp_path / 'mine'}")
+    assert checkpoint.read_config(directory)["vocab_size"] == 2100
+    assert load_tokenizer(directory).vocab_size == 2100
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "no shape is named '.*'; known: Llama-3.1-8B, .*TINY, and directories with"),
+        ("[]", "config.json is not a JSON object"),
+        ("{", "config.json is not JSON"),
+        ('{"vocab_size": 300}', "vocab_size is 300, expected at least 2048"),
+        ("{}", "vocab_size is None, expected at least 2048"),
+    ],
+)
+def test_what_is_no_shape_is_refused(tmp_path: Path, config: str | None, says: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(RefusedToStart, match=says):
+        random_checkpoint(str(tmp_path))
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RefusedToStart, match=r"needs a cache that can be written .*XDG_CACHE_HOME"):
+        random_checkpoint("TINY", tmp_path / "file")
+
+
+def test_several_may_make_it_at_once(tmp_path: Path) -> None:
+    made: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: made.append(random_checkpoint("TINY", tmp_path)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    assert len(set(made)) == 1
+    assert [path.name for path in (tmp_path / "random").iterdir()] == [made[0].name]
+    assert (made[0] / "tokenizer.json").is_file()
