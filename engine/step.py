@@ -221,7 +221,7 @@ class Placement:
     The workers of one model find each other at `rendezvous`, a "host:port" where worker 0 listens:
     on the inherited socket `listener`, a file descriptor, which only its own process may name.
     The others reach this one at `address`, and `num_neighbours` workers, this one included, share
-    its machine.
+    its machine, of which it is number `neighbour`.
     """
 
     stage: int = 0
@@ -232,6 +232,7 @@ class Placement:
     listener: int | None = None
     address: str = "127.0.0.1"
     num_neighbours: int = 1
+    neighbour: int = 0
 
     @property
     def num_workers(self) -> int:
@@ -282,6 +283,7 @@ class WorkerSettings:
     threads: int = 0
     traces: bool = False
     lookahead: int = 0
+    gpu_memory_utilization: float = 0.9
     placement: Placement = Placement()
 
 

@@ -254,6 +254,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         max_batch_size=settings.max_batch_size,
         threads=settings.threads,
         lookahead=settings.lookahead,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
     )
 
 

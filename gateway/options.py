@@ -92,6 +92,8 @@ def allowed(info: FieldInfo) -> str:
     bounds = {
         key: getattr(m, key) for m in info.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
     }
+    if "gt" in bounds and "le" in bounds:
+        return f"{noun} above {bounds['gt']}, at most {bounds['le']}"
     if "gt" in bounds:
         return f"{noun} above {bounds['gt']}"
     if "ge" in bounds and "le" in bounds:

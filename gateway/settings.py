@@ -47,6 +47,13 @@ def _known_policy(name: str) -> str:
     return name
 
 
+def _known_device(name: str) -> str:
+    kind, _, number = name.partition(":")
+    if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and number.isdecimal()):
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, not {name!r}")
+    return name
+
+
 class Settings(BaseSettings):
     """Everything that `podway serve` can be told. Immutable; seconds are floats, sizes bytes."""
 
@@ -72,7 +79,12 @@ class Settings(BaseSettings):
     weights: Literal["auto", "float32", "int8"] = _option(
         "auto", "model", "format of the linear layers; auto: as dtype says"
     )
-    device: str = _option("auto", "model", "auto, cpu, cuda or cuda:N", "DEVICE")
+    device: Annotated[str, AfterValidator(_known_device)] = _option(
+        "auto",
+        "model",
+        "cpu, cuda, or cuda:N for the GPU of the first worker; auto: a GPU where there is one",
+        "DEVICE",
+    )
     attention: str = _option("auto", "model", "attention backend, by its name", "NAME")
     threads: int = _option(
         0, "model", "compute threads of a worker; 0: its share of the cores", "N", ge=0, le=1024
@@ -106,6 +118,14 @@ class Settings(BaseSettings):
     )
     host_kv_memory: ByteSize = _option(
         ByteSize(0), "memory", "room on the host for KV that is swapped out; 0: none", "SIZE", ge=0
+    )
+    gpu_memory_utilization: float = _option(
+        0.9,
+        "memory",
+        "share of a GPU's memory that a worker may take: weights, workspace, and KV in the rest",
+        "SHARE",
+        gt=0,
+        le=1,
     )
     swap: Literal["proactive", "reactive", "off"] = _option(
         "proactive",

@@ -17,13 +17,14 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec, cache: KVTensors, team: Team) -> None:
         self._spec = spec
         self._cache = cache
+        self._place = cache.keys[0].device
         self._slots = torch.empty(0, dtype=torch.int64)
         self._layout: RaggedLayout | None = None  # of the running step, from `plan` on
 
     def plan(self, layout: RaggedLayout) -> None:
         """See `AttentionBackend`."""
         self._layout = layout
-        self._slots = torch.from_numpy(layout.slots)
+        self._slots = torch.from_numpy(layout.slots).to(self._place)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
         """See `AttentionBackend`."""
@@ -39,7 +40,7 @@ class ReferenceAttention:
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
             pages = torch.from_numpy(
                 layout.kv_indices[layout.kv_indptr[i] : layout.kv_indptr[i + 1]]
-            )
+            ).to(self._place)
             length = int(layout.kv_len[i])
             out[rows] = self._attend(
                 q[rows], keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length]
@@ -52,7 +53,8 @@ class ReferenceAttention:
         keys = keys.float().repeat_interleave(group, dim=1)
         values = values.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * spec.scale
-        distance = torch.arange(length - len(q), length)[:, None] - torch.arange(length)
+        ends = torch.arange(length - len(q), length, device=self._place)
+        distance = ends[:, None] - torch.arange(length, device=self._place)
         seen = distance >= 0
         if spec.window is not None:
             seen &= distance < spec.window
@@ -63,4 +65,5 @@ class ReferenceAttention:
 def _turned(heads: Tensor, turn: Turn) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     cos, sin = turn.cos[:, None], turn.sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(heads.dtype)

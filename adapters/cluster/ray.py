@@ -162,6 +162,9 @@ class RayLauncher:
                     rendezvous=f"{places[0].address}:{port}" if len(seats) > 1 else "",
                     address=place.address,
                     num_neighbours=neighbours[place.address],
+                    neighbour=[other.address for other in places[: seat.index]].count(
+                        place.address
+                    ),
                 ),
                 connection=connections[seat.index],
                 pid=place.pid,

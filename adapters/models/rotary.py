@@ -101,7 +101,7 @@ class RotaryFamily(ABC):
         return Decoder(
             blocks=tuple(self._block(projections, layer) for layer in shard.span),
             tokens=tokens,
-            inverse=self._size.inverse,
+            inverse=operators.constant(self._size.inverse),
             norm=norm,
             head=head,
         )

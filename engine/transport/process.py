@@ -110,6 +110,7 @@ class LocalLauncher:
                         rendezvous=meeting,
                         listener=listener.fileno() if place.index == 0 else None,
                         num_neighbours=len(places),
+                        neighbour=place.index,
                     )
                     for place in places
                 ]

@@ -36,7 +36,7 @@ def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available
 
 
 class HostPool:
-    """A `MovesBlocks` on the CPU: both tiers are host memory, and every copy is made at once."""
+    """A `MovesBlocks` that makes every copy at once, on whatever devices the tiers are."""
 
     def __init__(self, device: "KVTensors", host: "KVTensors") -> None:
         self._device = device
@@ -68,4 +68,5 @@ def _copy(source: "KVTensors", at: Tensor, target: "KVTensors", to: Tensor) -> N
     """Layer by layer, so that no more than one layer's blocks are held twice meanwhile."""
     for read, write in ((source.keys, target.keys), (source.values, target.values)):
         for layer, tensor in enumerate(read):
-            write[layer].index_copy_(0, to, tensor.index_select(0, at))
+            blocks = tensor.index_select(0, at.to(tensor.device))
+            write[layer].index_copy_(0, to.to(write[layer].device), blocks.to(write[layer].device))

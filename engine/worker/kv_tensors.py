@@ -15,22 +15,25 @@ from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
+from engine.worker.device import Room
 from engine.worker.ports import ModelShape
-
-DEFAULT_MOST_BYTES = 4 << 30
-DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
 
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """Keys and values of each layer, `[num_blocks, block_size, kv_heads, dim]` each."""
+    """Keys and values of each layer, `[num_blocks + num_spare, block_size, kv_heads, dim]` each.
+
+    Of the spare blocks, the last ones, nobody but the attention knows: rows that only fill up a
+    batch write there.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    num_spare: int = 0
 
     @property
     def num_blocks(self) -> int:
-        return self.keys[0].shape[0]
+        return self.keys[0].shape[0] - self.num_spare
 
     @property
     def block_size(self) -> int:
@@ -57,13 +60,12 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, item_by
 
 
 def choose_num_blocks(
-    settings: WorkerSettings, block_bytes: int, max_model_len: int, available: int
+    settings: WorkerSettings, block_bytes: int, max_model_len: int, room: Room
 ) -> int:
     """How many blocks to make; raises `RefusedToStart` when none fit or more than fit are asked.
 
-    Without an order it is the smaller of 4 GiB and a quarter of the available memory, shared with
-    the other workers of the machine, and never more than `max_batch_size` requests of full length
-    can use.
+    Without an order it is what the device usually gives, but never more than `max_batch_size`
+    requests of full length can use.
     """
     size = settings.block_size
     if size < 1:
@@ -73,17 +75,16 @@ def choose_num_blocks(
     elif settings.kv_bytes:
         blocks, asked = settings.kv_bytes // block_bytes, f"kv_bytes={settings.kv_bytes}"
     else:
-        share = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
-        share //= settings.placement.num_neighbours
         enough = settings.max_batch_size * -(-max_model_len // size)
-        blocks, asked = min(share // block_bytes, enough), f"{share} bytes of memory for KV"
+        blocks = min(room.usual // block_bytes, enough)
+        asked = f"{room.usual} bytes of memory for KV"
     if blocks < 1:
         raise RefusedToStart(
             f"{asked} is less than one block of {size} slots ({block_bytes} bytes)"
         )
-    if blocks * block_bytes > available:
+    if blocks * block_bytes > room.most:
         raise RefusedToStart(
-            f"{asked} needs {blocks * block_bytes} bytes for KV, but {available} are available"
+            f"{asked} needs {blocks * block_bytes} bytes for KV, but {room.most} are available"
         )
     return blocks
 

@@ -70,6 +70,9 @@ class TorchOperators:
         parts = [expanded(weight) for weight in weights]
         return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
+    def constant(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def rms_norm(self, weight: Tensor, eps: float) -> RmsNorm:
         return RmsNorm(weight, eps)
 

@@ -1,45 +1,26 @@
-"""Putting a worker together: its share of the weights, room for KV, threads, the data plane."""
+"""Putting a worker together: its share of the weights, room for KV, a device, the data plane."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.constraints import Constraints
-from engine.worker.host_pool import HostPool, choose_num_host_blocks
-from engine.worker.kv_tensors import allocate, available_bytes, bytes_per_block, choose_num_blocks
+from engine.worker.device import Device, Progress, Room, open_device
+from engine.worker.host_pool import choose_num_host_blocks
+from engine.worker.kv_tensors import KVTensors, choose_num_blocks
 from engine.worker.layout import LayoutLimits
-from engine.worker.native.build import compile_all
-from engine.worker.native.int8 import Int8Operators
-from engine.worker.native.operators import NativeOperators
-from engine.worker.native.team import Team
-from engine.worker.operators import TorchOperators
 from engine.worker.plane import Plane
-from engine.worker.ports import (
-    AttentionSpec,
-    MakesAttention,
-    ModelShape,
-    MovesBlocks,
-    Operators,
-)
+from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, MovesBlocks, StepLimits
+from engine.worker.rehearsal import Rehearsal
 from engine.worker.sampler import Sampler
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
-
-Progress = Callable[[str, int, int], None]
-
-DTYPES = {"auto": torch.float32, "float32": torch.float32}
-DEVICES = ("auto", "cpu")
-WEIGHTS = {"auto": NativeOperators, "float32": NativeOperators, "int8": Int8Operators}
-DEFAULT_ATTENTION = "cpu"
-PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
 
 
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
@@ -49,32 +30,6 @@ def _context(settings: WorkerSettings, shape: ModelShape) -> int:
             f"{shape.max_positions} positions"
         )
     return settings.max_model_len or shape.max_positions
-
-
-def _dtype(settings: WorkerSettings) -> torch.dtype:
-    if settings.device not in DEVICES:
-        raise RefusedToStart(f"device {settings.device!r} is not supported; known: cpu")
-    if settings.dtype not in DTYPES:
-        raise RefusedToStart(f"dtype {settings.dtype!r} is not supported on cpu; known: float32")
-    return DTYPES[settings.dtype]
-
-
-def _operators(settings: WorkerSettings, team: Team, *, is_plain: bool) -> Operators:
-    if settings.weights not in WEIGHTS:
-        known = ", ".join(WEIGHTS)
-        raise RefusedToStart(f"weights {settings.weights!r} is not supported; known: {known}")
-    if not is_plain:
-        return WEIGHTS[settings.weights](team)
-    if settings.weights == "int8":
-        raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
-    return TorchOperators()
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _take_place(shape: ModelShape, placement: Placement) -> tuple[Shard, Plane | None]:
@@ -94,11 +49,12 @@ def _gathering(shard: Shard, plane: Plane | None) -> Callable[[Tensor], Tensor |
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
 
 
-def _num_blocks(settings: WorkerSettings, own_bytes: int, context: int) -> tuple[int, int]:
+def _num_blocks(
+    settings: WorkerSettings, room: Room, own_bytes: int, context: int
+) -> tuple[int, int]:
     """How many blocks of `own_bytes` this worker has room for, on device and host."""
-    available = available_bytes()
-    num_blocks = choose_num_blocks(settings, own_bytes, context, available)
-    left = available - num_blocks * own_bytes
+    num_blocks = choose_num_blocks(settings, own_bytes, context, room)
+    left = room.left_on_host(num_blocks * own_bytes)
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
 
@@ -116,11 +72,11 @@ def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> Worker
 class Parts:
     """What a worker is made of; it is alone if it has no `plane`."""
 
+    device: Device
     stage: Stage
     sampler: Sampler
     constraints: Constraints
     mover: MovesBlocks
-    team: Team
     limits: LayoutLimits
     report: WorkerReport
     placement: Placement
@@ -129,75 +85,78 @@ class Parts:
     lookahead: int
 
 
-def make_parts(settings: WorkerSettings, progress: Progress) -> Parts:
+def make_parts(settings: WorkerSettings, progress: Progress, device: Device | None = None) -> Parts:
     """Read the checkpoint, join the other workers, make room for KV.
 
-    `progress` hears (what, done, total). Raises `RefusedToStart` with one readable line.
+    `progress` hears (what, done, total); `device` is the one of the settings unless given. Raises
+    `RefusedToStart` with one readable line.
     """
-    dtype = _dtype(settings)
+    device = device or open_device(settings)
     checkpoint = Checkpoint.open(settings.model)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
-    attention_name = DEFAULT_ATTENTION if settings.attention == "auto" else settings.attention
     backend = cast(
         MakesAttention,
-        load_from_table("adapters.attention:BACKENDS", "attention", attention_name),
+        load_from_table("adapters.attention:BACKENDS", "attention", device.attention),
     )
     shard, plane = _take_place(shape, placement)
     constraints = Constraints(checkpoint.open_grammars)
     if shard.is_last and shard.rank == 0:
         constraints.open()
 
-    threads = settings.threads or max(1, _num_cores() // placement.num_neighbours)
-    team = Team(threads)
-    is_plain = attention_name == PLAIN_ATTENTION
-    torch.set_num_threads(threads if is_plain else 1)
-    if not is_plain:
-        compile_all(progress)
-    operators = _operators(settings, team, is_plain=is_plain)
-    weights = checkpoint.open_weights(dtype, progress)
+    device.prepare(progress)
+    operators = device.operators()
+    weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    model = checkpoint.family.build(weights, shard, operators)
+    model = checkpoint.family.build(device.source(weights), shard, operators)
     weights.drop_pages()
 
-    size, local = settings.block_size, shard.local_shape
-    block_bytes = bytes_per_block(local, local.num_layers, size, dtype.itemsize)
-    whole_bytes = bytes_per_block(shape, shape.num_layers, size, dtype.itemsize)
-    share = _share(settings, whole_bytes, block_bytes)
-    num_blocks, num_host_blocks = _num_blocks(share, block_bytes, max_model_len)
-    if plane is not None:
-        num_blocks = plane.least("blocks", num_blocks)
-        num_host_blocks = plane.least("host blocks", num_host_blocks)
-    cache = allocate(local, local.num_layers, num_blocks, size, dtype)
-    host = allocate(local, local.num_layers, num_host_blocks, size, dtype)
+    local = shard.local_shape
     spec = AttentionSpec(
         num_heads=local.num_heads,
         num_kv_heads=local.num_kv_heads,
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
         window=shape.window,
+        dtype=device.dtype,
+        limits=StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len),
     )
+
+    def make_stage(cache: KVTensors) -> Stage:
+        attention = device.backend(backend, spec, cache)
+        return Stage(model, attention, device.place, _gathering(shard, plane))
+
+    sampler = Sampler(shape.vocab_size, operators)
+    rehearsal = Rehearsal(settings, shard, max_model_len, device, make_stage, sampler)
+    block_bytes = device.block_bytes(local)
+    share = _share(settings, device.block_bytes(shape), block_bytes)
+    room = device.room(rehearsal)
+    num_blocks, num_host_blocks = _num_blocks(share, room, block_bytes, max_model_len)
+    if plane is not None:
+        num_blocks = plane.least("blocks", num_blocks)
+        num_host_blocks = plane.least("host blocks", num_host_blocks)
+    cache = device.allocate(local, num_blocks)
     return Parts(
-        stage=Stage(model, backend(spec, cache, team), _gathering(shard, plane)),
-        sampler=Sampler(shape.vocab_size, operators),
+        device=device,
+        stage=make_stage(cache),
+        sampler=sampler,
         constraints=constraints,
-        mover=HostPool(cache, host),
-        team=team,
-        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, size),
+        mover=device.mover(cache, device.allocate_host(local, num_host_blocks)),
+        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
         report=WorkerReport(
             architecture=checkpoint.architecture,
             num_parameters=num_parameters,
-            dtype=str(dtype).removeprefix("torch."),
-            device="cpu",
-            attention=attention_name,
+            dtype=str(device.dtype).removeprefix("torch."),
+            device=device.name,
+            attention=device.attention,
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.end_ids,
             num_blocks=num_blocks,
-            block_size=size,
+            block_size=settings.block_size,
             bytes_per_block=block_bytes,
-            threads=threads,
-            weights="int8" if settings.weights == "int8" else "float32",
+            threads=device.threads,
+            weights=device.weights,
             num_host_blocks=num_host_blocks,
         ),
         placement=placement,

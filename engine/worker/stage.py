@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.layout import RaggedLayout
+from engine.worker.layout import Int64s, RaggedLayout
 from engine.worker.ports import AttentionBackend, StageModel
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class Stage:
 
     model: StageModel
     attention: AttentionBackend
+    place: torch.device = CPU
     gather: Callable[[Tensor], Tensor | None] | None = None  # of logits, from ranks to rank 0
 
     def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
@@ -41,11 +44,15 @@ class Stage:
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
         is_all = len(layout.sampled_rows) == len(rows) == layout.num_tokens
-        return self._run(layout, hidden, None if is_all else torch.from_numpy(rows))
+        return self._run(layout, hidden, None if is_all else self._put(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
-        positions = torch.from_numpy(layout.positions)
+        positions = self._put(layout.positions)
         if hidden is None:
-            hidden = self.model.embed(torch.from_numpy(layout.token_ids), positions)
+            hidden = self.model.embed(self._put(layout.token_ids), positions)
         self.attention.plan(layout)
         return self.model.layers(hidden, positions, self.attention, rows)
+
+    def _put(self, array: Int64s) -> Tensor:
+        """The array where this stage computes; on the CPU it stays where it is."""
+        return torch.from_numpy(array).to(self.place)

@@ -20,11 +20,12 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.constraints import Wanted
+from engine.worker.device import Device, Progress
 from engine.worker.held import HeldTokens
 from engine.worker.inbox import Inbox
 from engine.worker.launched import Collected, Done, Launched
 from engine.worker.layout import RaggedLayout, build_layout
-from engine.worker.parts import Parts, Progress, make_parts
+from engine.worker.parts import Parts, make_parts
 from engine.worker.plane import Handed
 from engine.worker.reading import Reader, Reading
 from engine.worker.token_return import TokenReturn
@@ -45,7 +46,7 @@ class Worker:
         self._stage = parts.stage
         self._reader = Reader(parts.stage.head, parts.sampler, parts.constraints)
         self._mover = parts.mover
-        self._team = parts.team
+        self._device = parts.device
         self._limits = parts.limits
         self._shard = parts.shard
         self._plane = parts.plane
@@ -57,9 +58,11 @@ class Worker:
         self.times = StepTimes(None, 0.0, 0.0)  # of the step run last
 
     @classmethod
-    def load(cls, settings: WorkerSettings, progress: Progress) -> "Worker":
+    def load(
+        cls, settings: WorkerSettings, progress: Progress, device: Device | None = None
+    ) -> "Worker":
         """A worker that has run once to warm up; see `make_parts`."""
-        parts = make_parts(settings, progress)
+        parts = make_parts(settings, progress, device)
         worker = cls(parts)
         parts.constraints.wait_until_open()
         if faults := worker._warm_up():
@@ -85,7 +88,7 @@ class Worker:
         prepared = self._take(step)
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)
-        with torch.inference_mode(), self._team.awake(), self._mover.moving(step.moves):
+        with torch.inference_mode(), self._device.awake(), self._mover.moving(step.moves):
             wanted = self._reader.begin(step) if self._draws else Wanted()
             hidden = self._compute(step, prepared)
             reading = Reading()
@@ -103,7 +106,7 @@ class Worker:
         None but on rank 0 of the last stage.
         """
         prepared = self._take(step)
-        with torch.inference_mode(), self._team.awake():
+        with torch.inference_mode(), self._device.awake():
             hidden = self._compute(step, prepared)
             if hidden is None:
                 return None

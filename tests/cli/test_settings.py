@@ -58,7 +58,8 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "served_model_name": "n",
         "dtype": "float32",
         "weights": "int8",
-        "device": "cpu",
+        "device": "cuda:1",
+        "gpu_memory_utilization": "0.5",
         "attention": "cpu",
         "threads": "2",
         "max_model_len": "100",
@@ -135,6 +136,13 @@ def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
         ("port", "65536", "--port must be a whole number from 0 to 65535, not '65536'"),
         ("threads", "1.5", "--threads must be a whole number from 0 to 1024, not '1.5'"),
         ("max_batch_size", "0", "--max-batch-size must be a whole number from 1 to 65536, not '0'"),
+        ("device", "tpu", "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        ("device", "cuda:x", "--device must be auto, cpu, cuda or cuda:N, not 'cuda:x'"),
+        (
+            "gpu_memory_utilization",
+            "1.5",
+            "--gpu-memory-utilization must be a number above 0, at most 1, not '1.5'",
+        ),
         ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
         ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
         (

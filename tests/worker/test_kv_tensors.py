@@ -5,6 +5,7 @@ import torch
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
+from engine.worker.device import Room
 from engine.worker.kv_tensors import (
     allocate,
     available_bytes,
@@ -21,9 +22,14 @@ BLOCK = 2 * 3 * 16 * 2 * 16 * 4  # keys and values, layers, slots, heads, dim, f
 GIB = 1 << 30
 
 
-def blocks(available: int = 100 * GIB, max_model_len: int = 1 << 20, **settings: int) -> int:
+def blocks(
+    available: int = 100 * GIB,
+    usual: int = 4 * GIB,
+    max_model_len: int = 1 << 20,
+    **settings: int,
+) -> int:
     asked = WorkerSettings(model="", **settings)  # type: ignore[arg-type]
-    return choose_num_blocks(asked, BLOCK, max_model_len, available)
+    return choose_num_blocks(asked, BLOCK, max_model_len, Room(available, usual, 0, is_shared=True))
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -36,10 +42,6 @@ def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
     assert blocks() == 4 * GIB // BLOCK
 
 
-def test_without_an_order_a_quarter_of_a_small_memory_is_taken() -> None:
-    assert blocks(available=4 * GIB) == GIB // BLOCK
-
-
 def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
     assert blocks(max_model_len=100, max_batch_size=5) == 5 * 7
 
@@ -49,7 +51,7 @@ def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
     [
         ({"kv_slots": 15}, "kv_slots=15 is less than one block"),
         ({"kv_bytes": BLOCK - 1}, f"kv_bytes={BLOCK - 1} is less than one block"),
-        ({"available": BLOCK}, "less than one block"),
+        ({"usual": BLOCK - 1}, "less than one block"),
         ({"kv_slots": 1600, "available": 99 * BLOCK}, "are available"),
         ({"block_size": -1}, "block_size must be at least 1"),
     ],

@@ -209,7 +209,7 @@ def test_workers_agree_on_the_blocks_of_the_poorest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = iter([1 << 20, 1 << 19])
-    monkeypatch.setattr("engine.worker.parts.available_bytes", lambda: next(memory))
+    monkeypatch.setattr("engine.worker.cpu.available_bytes", lambda: next(memory))
     with fleet(make_checkpoint(tmp_path), 2, 1, kv_slots=0) as workers:
         first, last = (worker.report for worker in workers.workers)
     # 1 and 2 layers of 3: a block of the last stage is twice as large, its memory half

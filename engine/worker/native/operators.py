@@ -168,6 +168,9 @@ class NativeOperators:
         parts = [expanded(weight) for weight in weights]
         return NativeLinear(self._team, self._pages.stack(parts), bias)
 
+    def constant(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def rms_norm(self, weight: Tensor, eps: float) -> NativeRmsNorm:
         return NativeRmsNorm(self._team, weight, eps)
 

@@ -1,0 +1,126 @@
+"""The CPU as a `Device`: a team of threads, compiled kernels, one memory for both tiers of KV."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from engine.errors import RefusedToStart
+from engine.step import WorkerSettings
+from engine.worker.device import Progress, Room, attention_for, choose
+from engine.worker.host_pool import HostPool
+from engine.worker.kv_tensors import KVTensors, allocate, available_bytes, bytes_per_block
+from engine.worker.native.build import compile_all
+from engine.worker.native.int8 import Int8Operators
+from engine.worker.native.operators import NativeOperators
+from engine.worker.native.team import Team
+from engine.worker.operators import TorchOperators
+from engine.worker.ports import (
+    AttentionBackend,
+    AttentionSpec,
+    MakesAttention,
+    ModelShape,
+    MovesBlocks,
+    Operators,
+    WeightSource,
+)
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32}
+WEIGHTS = {"auto": NativeOperators, "float32": NativeOperators, "int8": Int8Operators}
+DEFAULT_ATTENTION = "cpu"
+PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
+DEFAULT_MOST_BYTES = 4 << 30
+DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class CpuDevice:
+    """See `Device`."""
+
+    name = "cpu"
+    place = torch.device("cpu")
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
+        self.attention = attention_for(settings, "cpu", DEFAULT_ATTENTION)
+        if settings.weights not in WEIGHTS:
+            known = ", ".join(WEIGHTS)
+            raise RefusedToStart(
+                f"weights {settings.weights!r} is not supported on cpu; known: {known}"
+            )
+        if self._is_plain and settings.weights == "int8":
+            raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
+        self.weights = "int8" if settings.weights == "int8" else "float32"
+        neighbours = settings.placement.num_neighbours
+        self.threads = settings.threads or max(1, _num_cores() // neighbours)
+        self._settings = settings
+        self._team = Team(self.threads)
+        torch.set_num_threads(self.threads if self._is_plain else 1)
+
+    @classmethod
+    def open(cls, settings: WorkerSettings) -> "CpuDevice":
+        return cls(settings)
+
+    @staticmethod
+    def missing(settings: WorkerSettings) -> str:
+        """Nothing."""
+        return ""
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.attention == PLAIN_ATTENTION
+
+    def prepare(self, progress: Progress) -> None:
+        """See `Device`."""
+        if not self._is_plain:
+            compile_all(progress)
+
+    def operators(self) -> Operators:
+        """See `Device`."""
+        return TorchOperators() if self._is_plain else WEIGHTS[self._settings.weights](self._team)
+
+    def source(self, weights: WeightSource) -> WeightSource:
+        """See `Device`."""
+        return weights
+
+    def backend(
+        self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
+    ) -> AttentionBackend:
+        """See `Device`."""
+        return makes(spec, cache, self._team)
+
+    def block_bytes(self, shape: ModelShape) -> int:
+        """See `Device`."""
+        size = self._settings.block_size
+        return bytes_per_block(shape, shape.num_layers, size, self.dtype.itemsize)
+
+    def room(self, rehearse: Callable[[], None]) -> Room:
+        """All that is available; the smaller of 4 GiB and a quarter of it unless told otherwise,
+        shared with the other workers of the machine."""
+        available = available_bytes()
+        usual = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
+        usual //= self._settings.placement.num_neighbours
+        return Room(available, usual, available, is_shared=True)
+
+    def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+        """See `Device`."""
+        return allocate(shape, shape.num_layers, num_blocks, self._settings.block_size, self.dtype)
+
+    def allocate_host(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+        """See `Device`."""
+        return self.allocate(shape, num_blocks)
+
+    def mover(self, cache: KVTensors, host: KVTensors) -> MovesBlocks:
+        """See `Device`."""
+        return HostPool(cache, host)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See `Device`."""
+        return self._team.awake()

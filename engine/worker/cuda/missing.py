@@ -1,0 +1,72 @@
+"""What this machine lacks to compute on a GPU, each in one line that says how to get it."""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+INSTALL = "pip install 'podway[cuda]'"
+
+
+def missing(*, wants_kernels: bool) -> str:
+    """The first thing that is not there, empty if nothing; `wants_kernels` are FlashInfer's."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build of it with CUDA"
+    if not _has_driver():
+        return "there is no NVIDIA driver: libcuda.so.1 cannot be loaded"
+    if torch.cuda.device_count() == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        return f"there is a driver, but no GPU{hidden}"
+    if wants_kernels:
+        return missing_kernels()
+    return ""
+
+
+def missing_kernels() -> str:
+    """The same of FlashInfer and of what compiles it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return f"flashinfer is not installed ({INSTALL})"
+    if nvcc() is None and not has_cached_kernels():
+        return (
+            "flashinfer compiles its kernels at the first start and there is no nvcc: install the "
+            "CUDA toolkit and set CUDA_HOME, or bring the kernels of another machine in "
+            f"{kernel_cache()}"
+        )
+    return ""
+
+
+def nvcc() -> Path | None:
+    """CUDA's compiler, where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is not None:
+        candidate = Path(home) / "bin" / "nvcc"
+        return candidate if candidate.is_file() else None
+    found = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    return Path(found) if Path(found).is_file() else None
+
+
+def kernel_cache() -> Path:
+    """Where FlashInfer keeps what it compiled, for each version and kind of GPU."""
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
+    return (Path(base) if base else Path.home()) / ".cache" / "flashinfer"
+
+
+def has_cached_kernels() -> bool:
+    """Whether any kernel was compiled before, here or ahead of time into the package."""
+    if any(kernel_cache().glob("*/*/cached_ops/*/*.so")):
+        return True
+    found = importlib.util.find_spec("flashinfer")
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    return any(any(Path(folder).glob("data/aot/*/*.so")) for folder in folders)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

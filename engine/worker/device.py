@@ -1,0 +1,188 @@
+"""What a worker computes on: the port, and how a kind of device is chosen and opened.
+
+A device says in what form numbers are kept and which operators and attention run on it, knows how
+much memory there is, and makes room in it. Kinds are found by name, in a table of strings, so that
+nobody needs the libraries of another kind.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+import torch
+
+from engine.errors import RefusedToStart
+from engine.step import WorkerSettings
+from engine.worker.ports import (
+    AttentionBackend,
+    AttentionSpec,
+    MakesAttention,
+    ModelShape,
+    MovesBlocks,
+    Operators,
+    WeightSource,
+)
+
+if TYPE_CHECKING:
+    from engine.worker.kv_tensors import KVTensors
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+DEVICES = {
+    "cpu": "engine.worker.cpu:CpuDevice",
+    "cuda": "engine.worker.cuda.device:CudaDevice",
+}
+RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda"}  # attention backends of one kind of device only
+
+
+class Room(NamedTuple):
+    """Bytes that KV may take: at most, unless told otherwise, and of the host.
+
+    Where the tiers share one memory, what the device takes is no longer the host's.
+    """
+
+    most: int
+    usual: int
+    host: int
+    is_shared: bool
+
+    def left_on_host(self, taken: int) -> int:
+        """What the host has when the device took `taken`."""
+        return self.host - taken if self.is_shared else self.host
+
+
+class Device(Protocol):
+    """One worker's device, made as `Kind.open(settings)`, which raises `RefusedToStart`."""
+
+    @property
+    def name(self) -> str:
+        """As the report says it: "cpu", "cuda:0"."""
+        ...
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors of a step live."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        ...
+
+    @property
+    def weights(self) -> str:
+        """The format of the linear layers."""
+        ...
+
+    @property
+    def attention(self) -> str:
+        """The backend's name in the table of `adapters.attention`."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of the CPU."""
+        ...
+
+    def prepare(self, progress: Progress) -> None:
+        """Have all kernels at hand, compiled now if they never were on this machine."""
+        ...
+
+    def operators(self) -> Operators: ...
+
+    def source(self, weights: WeightSource) -> WeightSource:
+        """The same weights, where the device computes with them."""
+        ...
+
+    def backend(
+        self, makes: MakesAttention, spec: AttentionSpec, cache: "KVTensors"
+    ) -> AttentionBackend:
+        """Attention over the cache; there may be several at a time."""
+        ...
+
+    def block_bytes(self, shape: ModelShape) -> int:
+        """Bytes of one KV block over all layers of `shape`."""
+        ...
+
+    def room(self, rehearse: Callable[[], None]) -> Room:
+        """Memory left for KV when all weights are there.
+
+        `rehearse` runs the largest step there can be on a cache of its own, for who has to see
+        what it takes.
+        """
+        ...
+
+    def allocate(self, shape: ModelShape, num_blocks: int) -> "KVTensors":
+        """A cache of zeros for all layers of `shape`."""
+        ...
+
+    def allocate_host(self, shape: ModelShape, num_blocks: int) -> "KVTensors":
+        """The same in host memory, such as moves to and from the device want it."""
+        ...
+
+    def mover(self, cache: "KVTensors", host: "KVTensors") -> MovesBlocks: ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Entered around each step."""
+        ...
+
+
+class _Kind(Protocol):
+    """A class in `DEVICES`."""
+
+    def open(self, settings: WorkerSettings) -> Device: ...
+
+    def missing(self, settings: WorkerSettings) -> str:
+        """One line: what this machine lacks; empty if nothing."""
+        ...
+
+
+def open_device(settings: WorkerSettings) -> Device:
+    """The device that the settings ask for; "auto" is a GPU where there is one to be used.
+
+    Raises `RefusedToStart` with one line that names what is missing or not supported.
+    """
+    kind, _, number = settings.device.partition(":")
+    if kind == "auto":
+        kind = _best(settings)
+    known = f"device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
+    if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
+        raise RefusedToStart(known)
+    if lacks := _kind(kind).missing(settings):
+        raise RefusedToStart(f"device {settings.device!r} cannot be used: {lacks}")
+    return _kind(kind).open(settings)
+
+
+def attention_for(settings: WorkerSettings, kind: str, default: str) -> str:
+    """The name of the attention backend; raises `RefusedToStart` if it is another device's."""
+    name = default if settings.attention == "auto" else settings.attention
+    if RUNS_ON.get(name, kind) != kind:
+        raise RefusedToStart(f"attention {name!r} does not run on {kind}")
+    return name
+
+
+def choose(what: str, name: str, known: dict[str, torch.dtype], kind: str) -> torch.dtype:
+    """The dtype of that name; raises `RefusedToStart` with what there is."""
+    if name not in known:
+        names = ", ".join(each for each in known if each != "auto")
+        raise RefusedToStart(f"{what} {name!r} is not supported on {kind}; known: {names}")
+    return known[name]
+
+
+def _best(settings: WorkerSettings) -> str:
+    """A GPU if torch sees one; when only software is missing, a warning says what."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if lacks := _kind("cuda").missing(settings):
+        logger.warning("there is a GPU, but the CPU is used: %s", lacks)
+        return "cpu"
+    return "cuda"
+
+
+def _kind(name: str) -> _Kind:
+    module, _, attribute = DEVICES[name].partition(":")
+    return cast(_Kind, getattr(importlib.import_module(module), attribute))

@@ -1,0 +1,64 @@
+"""A GPU that stands in for one: its tensors lie on the CPU, or nowhere; tests say what it uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+class StandingMark:
+    """All work of the CPU is done when it is given."""
+
+    def __init__(self, waits: list[int], number: int) -> None:
+        self._waits, self._number = waits, number
+
+    def wait(self) -> None:
+        self._waits.append(self._number)
+
+
+@dataclass
+class StandingGpu:
+    """A `Gpu` of `total_bytes`, of which others use `used`; a test says what a step takes."""
+
+    place: torch.device = CPU
+    model: str = "Standing GPU"
+    capability: tuple[int, int] = (9, 0)
+    total_bytes: int = 1 << 30
+    used: int = 100 << 20
+    peak: int = 0
+    pinned_bytes: int = 0
+    num_marks: int = 0
+    waits: list[int] = field(default_factory=list)
+
+    def used_bytes(self) -> int:
+        return self.used
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak = 0
+
+    def give_back(self) -> None:
+        """Nothing is kept."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.pinned_bytes += num_bytes
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def mark(self) -> StandingMark:
+        self.num_marks += 1
+        return StandingMark(self.waits, self.num_marks - 1)
+
+    @contextmanager
+    def step(self, num_bytes: int) -> Iterator[None]:
+        """Inside, a step takes so much."""
+        yield
+        self.peak = max(self.peak, num_bytes)
