@@ -23,6 +23,7 @@ from engine.worker.ports import (
     ModelShape,
     MovesBlocks,
     Operators,
+    StageModel,
     WeightSource,
 )
 
@@ -85,6 +86,12 @@ class CpuDevice:
     def operators(self) -> Operators:
         """See `Device`."""
         return TorchOperators() if self._is_plain else WEIGHTS[self._settings.weights](self._team)
+
+    def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
+        """See `Device`."""
+        if isinstance(operators, NativeOperators):
+            return operators.recorded(model, num_ranks)
+        return model
 
     def source(self, weights: WeightSource) -> WeightSource:
         """See `Device`."""

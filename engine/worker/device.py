@@ -22,6 +22,7 @@ from engine.worker.ports import (
     ModelShape,
     MovesBlocks,
     Operators,
+    StageModel,
     WeightSource,
 )
 
@@ -93,6 +94,11 @@ class Device(Protocol):
         ...
 
     def operators(self) -> Operators: ...
+
+    def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
+        """The same model, made of these operators; where it pays, steps that are alike are
+        recorded once and then repeated."""
+        ...
 
     def source(self, weights: WeightSource) -> WeightSource:
         """The same weights, where the device computes with them."""

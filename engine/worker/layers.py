@@ -175,7 +175,20 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """See `StageModel`."""
-        turn = None if self.inverse is None else turn_at(positions, self.inverse)
+        return self.through(hidden, self.turn(positions), attention, rows)
+
+    def turn(self, positions: Tensor) -> Turn | None:
+        """What the rotary heads of all layers are turned by."""
+        return None if self.inverse is None else turn_at(positions, self.inverse)
+
+    def through(
+        self,
+        hidden: Tensor,
+        turn: Turn | None,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Through all blocks, as `layers`."""
         for block in self.blocks[:-1]:
             block(hidden, turn, attention)
         return self.blocks[-1](hidden, turn, attention, rows)

@@ -109,6 +109,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
     model = checkpoint.family.build(device.source(weights), shard, operators)
+    model = device.recorded(model, operators, shard.num_ranks)
     weights.drop_pages()
 
     local = shard.local_shape

@@ -18,6 +18,7 @@ from engine.worker.rounded import Weight
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
     from engine.worker.layout import RaggedLayout
+    from engine.worker.native.tape import Tape
     from engine.worker.shard import Shard
 
 
@@ -74,6 +75,16 @@ class Team(Protocol):
 
     @property
     def threads(self) -> int: ...
+
+    @property
+    def tape(self) -> "Tape | None":
+        """What is being recorded; see `engine.worker.native.tape`."""
+        ...
+
+    def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for what a kernel makes. All that is passed to kernels is from here, except
+        what outlives every step."""
+        ...
 
     def run(self, kernel: int, operands: int, chunks: int) -> None:
         """Run `kernel(operands, chunk, thread)` for all chunks; both are addresses."""

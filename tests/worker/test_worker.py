@@ -127,7 +127,9 @@ def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) 
 
 def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(RefusedToStart, match="weights 'int4' is not supported on cpu; known: auto, "):
+    with pytest.raises(
+        RefusedToStart, match="weights 'int4' is not supported on cpu; known: auto, "
+    ):
         load_worker(tmp_path, weights="int4")
     with pytest.raises(RefusedToStart, match="weights='int8' needs another attention"):
         load_worker(tmp_path, attention="reference", weights="int8")

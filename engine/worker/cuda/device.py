@@ -25,6 +25,7 @@ from engine.worker.ports import (
     ModelShape,
     MovesBlocks,
     Operators,
+    StageModel,
     WeightSource,
 )
 
@@ -45,6 +46,12 @@ class NoTeam:
     """In the place of a team of threads: nothing here is shared out among cores."""
 
     threads = 1
+    tape = None
+
+    def room(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        raise AssertionError("memory for a kernel of the CPU was asked for on a GPU")
 
     def run(self, kernel: int, operands: int, chunks: int) -> None:
         raise AssertionError("a kernel of the CPU was asked for on a GPU")
@@ -91,6 +98,10 @@ class CudaDevice:
     def operators(self) -> Operators:
         """See `Device`."""
         return PlainOperators(self.place)
+
+    def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
+        """See `Device`; nothing is recorded yet."""
+        return model
 
     def source(self, weights: WeightSource) -> WeightSource:
         """See `Device`."""

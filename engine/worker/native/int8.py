@@ -34,6 +34,7 @@ class Int8Linear:
     """See `engine.worker.native.int8_kernels`."""
 
     def __init__(self, team: Team, weights: Sequence[Weight], bias: Tensor | None) -> None:
+        self._team = team
         self._inputs = weights[0].shape[1]
         self._padded = -(-self._inputs // TURN) * TURN
         weight, scale = round_weights(weights, self._padded)
@@ -62,8 +63,8 @@ class Int8Linear:
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
-        rounded = torch.empty((rows, self._padded), dtype=torch.int16)
-        scale = x.new_empty(rows)
+        rounded = self._team.room("rounded", (rows, self._padded), torch.int16)
+        scale = self._team.room("scale", (rows,))
         self._round.words[:7] = (
             x.data_ptr(),
             x.stride(0),
@@ -74,7 +75,7 @@ class Int8Linear:
             rows,
         )
         self._round.over_rows(rows, 7)
-        y = x.new_empty((rows, self._outputs)) if add_to is None else add_to
+        y = self._team.room("linear", (rows, self._outputs)) if add_to is None else add_to
         columns = self._columns(rows)
         self._linear.words[5:] = (
             columns,

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.step import Sampling
+from engine.worker.layers import Decoder
 from engine.worker.native import drawing, kernels
 from engine.worker.native.build import kernel
 from engine.worker.native.pages import Pages
+from engine.worker.native.recorded import Recorded
+from engine.worker.native.team import Team as NativeTeam
 from engine.worker.native.tiles import COLUMNS
 from engine.worker.operators import LayerNorm, TorchOperators
-from engine.worker.ports import Largest, Linear, Team
+from engine.worker.ports import Largest, Linear, StageModel, Team
 from engine.worker.rounded import Weight, expanded
 
 ACTIVATION_KINDS = {
@@ -40,6 +43,8 @@ class Call:
         self._address = int(self.words.ctypes.data)
 
     def __call__(self, chunks: int) -> None:
+        if self._team.tape is not None:
+            self._team.tape.add(self._kernel, self.words, chunks)
         self._team.run(self._kernel, self._address, chunks)
 
     def over_rows(self, rows: int, at: int) -> None:
@@ -66,6 +71,7 @@ class NativeLinear:
 
     def __init__(self, team: Team, weight: Tensor, bias: Tensor | None) -> None:
         self._held = weight, bias
+        self._team = team
         self._outputs, inputs = weight.shape
         blank = kernels.LinearOperands(
             weight=weight.data_ptr(),
@@ -85,7 +91,7 @@ class NativeLinear:
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
-        y = x.new_empty((rows, self._outputs)) if add_to is None else add_to
+        y = self._team.room("linear", (rows, self._outputs)) if add_to is None else add_to
         columns = self._columns(rows)
         self._call.words[4:] = (
             columns,
@@ -105,12 +111,13 @@ class NativeRmsNorm:
 
     def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
         self._held = weight
+        self._team = team
         self._dim = len(weight)
         self._call = Call(team, kernels.rms_norm, (weight.data_ptr(), 0, self._dim, *(0,) * 7))
         self._call.words.view(np.float32)[2] = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
+        y = self._team.room("norm", (len(x), self._dim))
         self._run(x, y, 1)
         return y
 
@@ -134,13 +141,14 @@ class NativeActivation:
     """silu or the tanh form of gelu, gated or not."""
 
     def __init__(self, team: Team, kind: int, is_gated: bool) -> None:
+        self._team = team
         self._is_gated = is_gated
         self._call = Call(team, kernels.activation, (kind, is_gated, *(0,) * 7))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, width = x.shape
         width = width // 2 if self._is_gated else width
-        y = x.new_empty((rows, width))
+        y = self._team.room("activation", (rows, width))
         self._call.words[2:8] = (
             x.data_ptr(),
             x.stride(0),
@@ -156,13 +164,20 @@ class NativeActivation:
 class NativeOperators:
     """See `Operators`. What no kernel does yet (LayerNorm, odd activations) is torch's."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: NativeTeam) -> None:
         self._team = team
+        self.is_native = True  # until something is asked for that torch does
         self._pages = Pages()
         self._torch = TorchOperators()
         self._turn = Call(team, kernels.turn, (0,) * 8)
         self._largest = Call(team, drawing.largest, (0,) * 5)
         self._draw = Call(team, drawing.draw, (0,) * 8)
+
+    def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
+        """The same model, with less Python in steps of decodes if its blocks are all kernels."""
+        if isinstance(model, Decoder) and self.is_native and num_ranks == 1:
+            return Recorded(model, self._team)
+        return model
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         parts = [expanded(weight) for weight in weights]
@@ -175,11 +190,13 @@ class NativeOperators:
         return NativeRmsNorm(self._team, weight, eps)
 
     def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> LayerNorm:
+        self.is_native = False
         return self._torch.layer_norm(weight, bias, eps)
 
     def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
         if name in ACTIVATION_KINDS:
             return NativeActivation(self._team, ACTIVATION_KINDS[name], is_gated)
+        self.is_native = False
         return self._torch.activation(name, is_gated=is_gated)
 
     def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:

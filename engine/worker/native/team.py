@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from numba import njit, types
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.worker.native.build import compiled
 from engine.worker.native.memory import (
@@ -26,6 +28,7 @@ from engine.worker.native.memory import (
     store_release,
     words,
 )
+from engine.worker.native.tape import CALL_WORDS, Memory, Tape
 
 # Words of the control block, as byte offsets; each on its own cache line.
 CLAIM, DONE, KERNEL, OPERANDS, IS_AWAKE = 0, 64, 128, 136, 192
@@ -56,8 +59,8 @@ def _work(control, thread):
             ran += 1
 
 
-def lead(control, kernel, operands, chunks):
-    """Run all chunks of a kernel together with whoever helps."""
+@njit(inline="always")
+def _lead(control, kernel, operands, chunks):
     job = words(control + KERNEL, 2)
     job[0], job[1] = kernel, operands
     number = (load_acquire(control + CLAIM) >> (2 * COUNT_BITS)) + 1
@@ -70,6 +73,18 @@ def lead(control, kernel, operands, chunks):
         spins += 1
         if spins > SPINS:
             _sleep(PAUSE_MICROSECONDS)
+
+
+def lead(control, kernel, operands, chunks):
+    """Run all chunks of a kernel together with whoever helps."""
+    _lead(control, kernel, operands, chunks)
+
+
+def play(control, calls, count):
+    """Lead one call of a tape's table after another."""
+    for call in range(count):
+        row = words(calls + call * (CALL_WORDS * 8), CALL_WORDS)
+        _lead(control, row[0], row[1], row[2])
 
 
 def follow(control, thread):
@@ -90,7 +105,10 @@ class Team:
     def __init__(self, threads: int) -> None:
         assert threads >= 1, "a team has at least its leader"
         self.threads = threads
+        self.tape: Tape | None = None  # while it is recorded
+        self._memory = Memory()
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
+        self._play = compiled(play, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))
         self._block: NDArray[np.int64] = np.zeros(CONTROL_WORDS, dtype=np.int64)
         self._control = int(self._block.ctypes.data)
@@ -107,6 +125,32 @@ class Team:
     def run(self, kernel: int, operands: int, chunks: int) -> None:
         """Run chunks 0 .. chunks - 1; both arguments are addresses that outlive the call."""
         self._lead(self._control, kernel, operands, chunks)
+
+    def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for the result of a kernel: new, but that of the tape while one is recorded.
+
+        A tape's is used again by the next result of the same `kind`.
+        """
+        return (
+            torch.empty(shape, dtype=dtype)
+            if self.tape is None
+            else self.tape.take(kind, shape, dtype)
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """The kernels that are called inside the block run, and are on the tape after it."""
+        assert self.tape is None, "one tape is recorded at a time"
+        self.tape = Tape(self._memory)
+        try:
+            yield self.tape
+        finally:
+            self.tape = None
+
+    def play(self, tape: Tape) -> None:
+        """Run the calls of a tape, one after the other."""
+        table = tape.table()
+        self._play(self._control, int(table.ctypes.data), len(table))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
