@@ -2,5 +2,7 @@
 
 BACKENDS: dict[str, str] = {
     "cpu": "adapters.attention.cpu:CpuAttention",
+    "flashinfer": "adapters.attention.flashinfer:FlashInferAttention",
+    "flashinfer-split": "adapters.attention.flashinfer:SplitFlashInferAttention",
     "reference": "adapters.attention.reference:ReferenceAttention",
 }

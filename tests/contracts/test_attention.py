@@ -1,7 +1,6 @@
 """What every attention backend must do: exact attention over ragged mixes on a paged cache."""
 
 from dataclasses import dataclass
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from engine.worker.kv_tensors import KVTensors, allocate
 from engine.worker.layout import LayoutLimits, build_layout
 from engine.worker.native.team import Team
 from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, Turn
+from tests.attention_backends import maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
@@ -23,9 +23,7 @@ MAX_POSITIONS = 4096
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> MakesAttention:
-    module, name = BACKENDS[str(request.param)].split(":")
-    made: MakesAttention = getattr(import_module(module), name)
-    return made
+    return maker(str(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +145,7 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
 @given(case=cases)
 def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
     for name in BACKENDS:
-        module, made = BACKENDS[name].split(":")
-        check(getattr(import_module(module), made), case, team)
+        check(maker(name), case, team)
 
 
 @pytest.mark.parametrize(
