@@ -17,6 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from gateway.client.flags import Parser, ShowDefaults, above_zero, json_object, natural, positive
 from gateway.client.load import Outcome, Target, closed_loop, open_loop, send
+from gateway.client.offline.command import main as offline
 from gateway.client.report import Report, read_report, show, summarise
 from gateway.client.wire import DEFAULT_URL, ServerSaid, base_url, first_model, open_session
 from gateway.client.workload import Prompts, Shot, Span, at_once, at_random, read_trace
@@ -31,6 +32,8 @@ def parser() -> Parser:
         "podway bench",
         description="Drive an OpenAI-compatible server and report its latencies and throughput.",
         usage="podway bench [URL] [flags]",
+        epilog="podway bench --offline SHAPE runs a worker alone, on random weights, without a "
+        "server; podway bench --offline --help says more.",
         formatter_class=ShowDefaults,
     )
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help="the server")
@@ -112,6 +115,8 @@ def _add_results(parser: Parser) -> None:
 
 def main(argv: list[str]) -> int:
     """Run or compare, and show; 1 if not one request succeeded or nothing could be sent."""
+    if any(word.partition("=")[0] == "--offline" for word in argv):
+        return offline(argv)
     args = parser().parse_args(argv)
     try:
         if args.compare:

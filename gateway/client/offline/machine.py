@@ -1,0 +1,46 @@
+"""The machine's limits, measured in a process of their own: torch is never loaded in this one."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+
+import orjson
+
+from engine.errors import RefusedToStart
+from gateway.client.offline.floors import Limit
+
+
+async def measure_limits(device: str, threads: int) -> Mapping[str, Limit]:
+    """By name: `read` in bytes a second, formats of numbers in operations a second.
+
+    Raises `RefusedToStart` where the measurement fails.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "engine.worker.limits", device, str(threads)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": _our_path()},
+    )
+    try:
+        out, complaints = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        said = complaints.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        raise RefusedToStart(f"the limits of {device} could not be measured: {said[-1]}")
+    return {name: Limit(*found) for name, found in orjson.loads(out).items()}
+
+
+def _our_path() -> str:
+    """So that the other process imports the same code."""
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
+
+
+def best_of(one: Mapping[str, Limit], other: Mapping[str, Limit]) -> dict[str, Limit]:
+    """The higher of each: a machine can do at least what it has done."""
+    return {
+        name: max(limit, other[name], key=lambda each: each.rate) for name, limit in one.items()
+    }

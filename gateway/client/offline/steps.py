@@ -1,0 +1,162 @@
+"""Steps for a worker that serves nobody, and how long they take.
+
+Before anything is timed, every block that will be read is written: memory that was never written
+is read faster than any other. One short prompt is computed, copied to the host block by block
+and from there to all requests, in moves such as swapping makes.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+from engine.errors import StepFailed
+from engine.step import (
+    HELD_TOKEN,
+    BlockMove,
+    Direction,
+    Draw,
+    RequestId,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    StepResult,
+    WorkerReport,
+)
+from engine.transport.multiprocess import MultiprocessExecutor
+
+GREEDY = Draw(Sampling(temperature=0.0))
+FEWEST, MOST = 3, 2000  # steps that are timed
+FIRST_TOKENS = 128  # of the prompt that is computed and copied
+
+
+class Timing(NamedTuple):
+    """Of steps alike: medians over `num_steps`, in seconds.
+
+    `pace` is from one result to the next, `worker` what the worker says it spent on a step.
+    """
+
+    pace: float
+    worker: float
+    num_steps: int
+
+
+@dataclass(slots=True)
+class Bench:
+    """Owns the blocks of a worker and runs steps on it, `in_flight` at a time."""
+
+    executor: MultiprocessExecutor
+    report: WorkerReport
+    in_flight: int
+    seconds: float  # how long to time steps alike
+    _random: Random = field(default_factory=lambda: Random(0))
+    _num_steps: int = 0
+
+    def blocks_of(self, length: int) -> int:
+        return -(-length // self.report.block_size)
+
+    async def fill(self, num_requests: int, context: int, tick: Callable[[], object]) -> None:
+        """Write all blocks of requests with so much context."""
+        each = self.blocks_of(context)
+        first = min(context, FIRST_TOKENS)
+        piece = range(self.blocks_of(first))
+        await self._run(self._step([self._prompt(0, first, 0)]))
+        for at in range(0, each, len(piece)):
+            to = range(at, min(at + len(piece), each))
+            await self._move(Direction.OUT, piece[: len(to)], to)
+        for request in range(num_requests):
+            await self._move(Direction.IN, range(request * each, (request + 1) * each), range(each))
+            tick()
+
+    async def decode(self, num_requests: int, context: int) -> Timing:
+        """Steps of one token for each request, the last of its context."""
+        each = self.blocks_of(context)
+
+        def steps() -> Iterator[Step]:
+            tokens = [self._token() for _ in range(num_requests)]
+            while True:
+                yield self._step(
+                    [
+                        StepEntry(
+                            RequestId(request),
+                            context - 1,
+                            (token,),
+                            _table(range(request * each, (request + 1) * each)),
+                            GREEDY,
+                        )
+                        for request, token in enumerate(tokens)
+                    ]
+                )
+                if self.in_flight > 1:
+                    tokens = [HELD_TOKEN] * num_requests
+
+        return await self._time(steps())
+
+    async def prefill(self, num_requests: int, length: int) -> Timing:
+        """Steps that compute whole prompts."""
+
+        def steps() -> Iterator[Step]:
+            while True:
+                yield self._step(
+                    [self._prompt(request, length, request) for request in range(num_requests)]
+                )
+
+        return await self._time(steps())
+
+    async def _time(self, steps: Iterator[Step]) -> Timing:
+        """Keep steps in flight until time is up; the first does not count."""
+        waiting: deque[asyncio.Future[StepResult]] = deque()
+        ended: list[float] = []
+        worker: list[float] = []
+        until = 0.0
+        while len(ended) <= FEWEST or (time.perf_counter() < until and len(ended) <= MOST):
+            while len(waiting) < self.in_flight:
+                waiting.append(self.executor.submit(next(steps)))
+            result = _sound(await waiting.popleft())
+            worker.append(result.seconds)
+            ended.append(time.perf_counter())
+            until = until or ended[0] + self.seconds
+        for late in waiting:
+            await late
+        gaps = [later - sooner for sooner, later in pairwise(ended)]
+        return Timing(median(gaps), median(worker[1:]), len(gaps))
+
+    async def _move(self, direction: Direction, device: range, host: range) -> None:
+        """With a decode that touches none of these blocks' contents."""
+        move = BlockMove(direction, _table(device), _table(host), is_awaited=True)
+        await self._run(self._step([self._prompt(0, 1, 0)], (move,)))
+
+    def _prompt(self, request: int, length: int, place: int) -> StepEntry:
+        """A prompt of random tokens, in the blocks at its place."""
+        each = self.blocks_of(length)
+        tokens = tuple(self._token() for _ in range(length))
+        table = _table(range(place * each, (place + 1) * each))
+        return StepEntry(RequestId(request), 0, tokens, table, GREEDY)
+
+    def _step(self, entries: Sequence[StepEntry], moves: tuple[BlockMove, ...] = ()) -> Step:
+        self._num_steps += 1
+        return Step(StepId(self._num_steps), tuple(entries), moves)
+
+    def _token(self) -> int:
+        return self._random.randrange(self.report.vocab_size)
+
+    async def _run(self, step: Step) -> StepResult:
+        return _sound(await self.executor.submit(step))
+
+
+def _table(blocks: Sequence[int]) -> bytes:
+    return array("i", blocks).tobytes()
+
+
+def _sound(result: StepResult) -> StepResult:
+    """The result, if the model computed numbers."""
+    if result.faults:
+        raise StepFailed(result.faults[0].line)
+    return result
