@@ -26,6 +26,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
+from engine.worker.sampler import Sampler
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
 WEIGHTS = {"auto": NativeOperators, "float32": NativeOperators, "int8": Int8Operators}
@@ -92,6 +93,10 @@ class CpuDevice:
         if isinstance(operators, NativeOperators):
             return operators.recorded(model, num_ranks)
         return model
+
+    def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
+        """See `Device`."""
+        return Sampler(vocab_size, operators)
 
     def source(self, weights: WeightSource) -> WeightSource:
         """See `Device`."""

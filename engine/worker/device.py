@@ -28,6 +28,7 @@ from engine.worker.ports import (
 
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
+    from engine.worker.sampler import Draws
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,10 @@ class Device(Protocol):
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """The same model, made of these operators; where it pays, steps that are alike are
         recorded once and then repeated."""
+        ...
+
+    def sampler(self, vocab_size: int, operators: Operators) -> "Draws":
+        """What draws tokens from logits on this device."""
         ...
 
     def source(self, weights: WeightSource) -> WeightSource:

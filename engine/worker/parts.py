@@ -18,7 +18,7 @@ from engine.worker.layout import LayoutLimits
 from engine.worker.plane import Plane
 from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, MovesBlocks, StepLimits
 from engine.worker.rehearsal import Rehearsal
-from engine.worker.sampler import Sampler
+from engine.worker.sampler import Draws
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
 
@@ -74,7 +74,7 @@ class Parts:
 
     device: Device
     stage: Stage
-    sampler: Sampler
+    sampler: Draws
     constraints: Constraints
     mover: MovesBlocks
     limits: LayoutLimits
@@ -127,7 +127,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
         attention = device.backend(backend, spec, cache)
         return Stage(model, attention, device.place, _gathering(shard, plane))
 
-    sampler = Sampler(shape.vocab_size, operators)
+    sampler = device.sampler(shape.vocab_size, operators)
     rehearsal = Rehearsal(settings, shard, max_model_len, device, make_stage, sampler)
     block_bytes = device.block_bytes(local)
     share = _share(settings, device.block_bytes(shape), block_bytes)

@@ -17,7 +17,7 @@ Ids = tuple[int, ...]
 Int64s = NDArray[np.int64]
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Places of logits: `values[rows, ids]`."""
 
     rows: Int64s
@@ -27,7 +27,7 @@ class _Places(NamedTuple):
 def process(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     """Apply the draws to these rows of `[rows, vocab]`, in place; all ids are in range."""
     _bias(values, rows, draws)
-    banned = _places(rows, [draw.banned for draw in draws])
+    banned = places_of(rows, [draw.banned for draw in draws])
     values[banned] = -np.inf
     _repetition(values, rows, draws)
     _presence_and_frequency(values, rows, draws)
@@ -37,19 +37,20 @@ def strangers(draws: Sequence[Draw], vocab_size: int) -> dict[int, str]:
     """By place in `draws`, the first field that holds an id outside the vocabulary."""
     found: dict[int, str] = {}
     for name, read in ID_FIELDS.items():
-        places = _places(range(len(draws)), [read(draw) for draw in draws])
+        places = places_of(range(len(draws)), [read(draw) for draw in draws])
         outside = (places.ids < 0) | (places.ids >= vocab_size)
         for place in np.unique(places.rows[outside]).tolist():
             found.setdefault(place, name)
     return found
 
 
-def _biased(draw: Draw) -> Ids:
+def biased(draw: Draw) -> Ids:
+    """The ids of its bias, in order."""
     return tuple([token for token, _ in draw.sampling.logit_bias])
 
 
 ID_FIELDS: dict[str, Callable[[Draw], Ids]] = {
-    "logit_bias": _biased,
+    "logit_bias": biased,
     "banned": lambda draw: draw.banned,
     "prompt": lambda draw: draw.prompt,
     "output": lambda draw: draw.output,
@@ -57,16 +58,17 @@ ID_FIELDS: dict[str, Callable[[Draw], Ids]] = {
 }
 
 
-def _places(rows: Sequence[int], ids: Sequence[Ids]) -> _Places:
+def places_of(rows: Sequence[int], ids: Sequence[Ids]) -> Places:
+    """`ids[i]` in row `rows[i]`, for all i."""
     lengths = [len(some) for some in ids]
     flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=sum(lengths))
-    return _Places(np.repeat(np.array(rows, dtype=np.int64), lengths), flat)
+    return Places(np.repeat(np.array(rows, dtype=np.int64), lengths), flat)
 
 
-def _distinct(places: _Places, vocab_size: int) -> tuple[_Places, Int64s]:
+def distinct(places: Places, vocab_size: int) -> tuple[Places, Int64s]:
     """Each place once, and how often it was there."""
     keys, counts = np.unique(places.rows * vocab_size + places.ids, return_counts=True)
-    return _Places(*np.divmod(keys, vocab_size)), counts
+    return Places(*np.divmod(keys, vocab_size)), counts
 
 
 def _of_rows(values: Floats, rows: Sequence[int], numbers: Sequence[float]) -> Floats:
@@ -79,7 +81,7 @@ def _of_rows(values: Floats, rows: Sequence[int], numbers: Sequence[float]) -> F
 def _bias(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     if any(draw.sampling.logit_bias for draw in draws):
         amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
-        places = _places(rows, [_biased(draw) for draw in draws])
+        places = places_of(rows, [biased(draw) for draw in draws])
         np.add.at(values, places, np.array(amounts, dtype=np.float32))
 
 
@@ -92,7 +94,7 @@ def _repetition(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> N
         draw.prompt + draw.output if penalty != 1.0 else ()
         for draw, penalty in zip(draws, penalties, strict=True)
     ]
-    places, _ = _distinct(_places(rows, seen), values.shape[1])
+    places, _ = distinct(places_of(rows, seen), values.shape[1])
     penalty = _of_rows(values, rows, penalties)[places.rows]
     found = values[places]
     values[places] = np.where(found > 0, found / penalty, found * penalty)
@@ -108,6 +110,6 @@ def _presence_and_frequency(values: Floats, rows: Sequence[int], draws: Sequence
         draw.output if once or each else ()
         for draw, once, each in zip(draws, presence, frequency, strict=True)
     ]
-    places, counts = _distinct(_places(rows, output), values.shape[1])
+    places, counts = distinct(places_of(rows, output), values.shape[1])
     each = _of_rows(values, rows, frequency)[places.rows] * counts.astype(np.float32)
     values[places] -= each + _of_rows(values, rows, presence)[places.rows]

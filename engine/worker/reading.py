@@ -14,7 +14,7 @@ from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.constraints import Constraints, Wanted
 from engine.worker.layout import RaggedLayout
 from engine.worker.logprobs import log_probabilities
-from engine.worker.sampler import Drawn, RowFault, Sampler
+from engine.worker.sampler import Drawn, Draws, RowFault
 
 SLICE_BYTES = 32 << 20  # of logits in float32, at most (or one row)
 
@@ -34,7 +34,7 @@ class Reader:
     """`head` makes logits `[rows, vocab]` in float32 of hidden states, on rank 0."""
 
     head: Callable[[Tensor], Tensor | None]
-    sampler: Sampler
+    sampler: Draws
     constraints: Constraints
 
     def begin(self, step: Step) -> Wanted:

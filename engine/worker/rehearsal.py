@@ -10,7 +10,7 @@ from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, Work
 from engine.worker.device import Device
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import LayoutLimits, build_layout
-from engine.worker.sampler import Sampler
+from engine.worker.sampler import Draws
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
 
@@ -26,7 +26,7 @@ class Rehearsal:
     max_model_len: int
     device: Device
     make_stage: Callable[[KVTensors], Stage]
-    sampler: Sampler
+    sampler: Draws
 
     def __call__(self) -> None:
         """As many requests and tokens as a step may have, all of which draw."""

@@ -10,7 +10,7 @@ with one row is its fault and nobody else's.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -73,12 +73,14 @@ def uniform(seed: int, position: int) -> float:
     return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def _is_plain(draw: Draw) -> bool:
+def is_plain(draw: Draw) -> bool:
+    """Whether nothing is done to its logits."""
     sampling = draw.sampling
     return not (draw.banned or draw.grammar or sampling.logit_bias or sampling.reads_output)
 
 
-def _is_greedy(draw: Draw) -> bool:
+def is_greedy(draw: Draw) -> bool:
+    """Whether the likeliest id is taken."""
     return draw.sampling.temperature < _COLDEST
 
 
@@ -102,12 +104,11 @@ def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
     return draw
 
 
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """Draws one token per row."""
+class Draws(Protocol):
+    """What draws one token per row."""
 
-    vocab_size: int
-    operators: Operators
+    @property
+    def vocab_size(self) -> int: ...
 
     def draw(
         self,
@@ -120,17 +121,35 @@ class Sampler:
 
         `positions[i]` is where row i's new token will stand.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """See `Draws`; the larger part in numpy."""
+
+    vocab_size: int
+    operators: Operators
+
+    def draw(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        positions: Sequence[int],
+        masks: Masks = NO_MASKS,
+    ) -> Drawn:
+        """See `Draws`."""
         asking = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         untouched = logits[asking] if asking else None
         largest = self.operators.largest(logits)
         tokens: list[int] = largest.ids.tolist()
         faults = {**_blemishes(largest.values), **masks.faults}
-        worked_on = [row for row, draw in enumerate(draws) if not _is_plain(draw)]
+        worked_on = [row for row, draw in enumerate(draws) if not is_plain(draw)]
         if worked_on:
             rows = [row for row in worked_on if not (row in faults or row in masks.late)]
             self._work_on(logits, {row: draws[row] for row in rows}, masks, tokens, faults)
         idle = masks.late.union(faults)
-        drawn = [row for row, draw in enumerate(draws) if not (_is_greedy(draw) or row in idle)]
+        drawn = [row for row, draw in enumerate(draws) if not (is_greedy(draw) or row in idle)]
         if drawn:
             samplings = [draws[row].sampling for row in drawn]
             points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
@@ -150,9 +169,7 @@ class Sampler:
     ) -> None:
         """Process these rows in place; their largest ids, and what is wrong with some of them."""
         values: Floats = logits.numpy(force=True)
-        for place, name in strangers(list(draws.values()), self.vocab_size).items():
-            line = f"{name} holds an id outside the vocabulary of {self.vocab_size}"
-            faults[list(draws)[place]] = RowFault(line, is_asked_for=True)
+        faults.update(foreign(draws, self.vocab_size))
         left: dict[int, Draw] = {}
         for row, draw in draws.items():
             mask = masks.allowed.get(row)
@@ -165,8 +182,28 @@ class Sampler:
         for row in left:
             tokens[row] = token = int(values[row].argmax())
             if not np.isfinite(values[row, token]):
-                line = "no token is left to draw: every one is banned"
-                faults[row] = RowFault(line, is_asked_for=True)
+                faults[row] = nothing_left()
+
+
+def blemish() -> RowFault:
+    """The fault of a row whose logits are not all finite."""
+    return RowFault("the model computed NaN or infinite logits")
+
+
+def nothing_left() -> RowFault:
+    """The fault of a row of which everything is forbidden."""
+    return RowFault("no token is left to draw: every one is banned", is_asked_for=True)
+
+
+def foreign(draws: Mapping[int, Draw], vocab_size: int) -> dict[int, RowFault]:
+    """A fault for each row whose draw names an id that there is not."""
+    rows = list(draws)
+    return {
+        rows[place]: RowFault(
+            f"{name} holds an id outside the vocabulary of {vocab_size}", is_asked_for=True
+        )
+        for place, name in strangers(list(draws.values()), vocab_size).items()
+    }
 
 
 def _blemishes(largest: Tensor) -> dict[int, RowFault]:
@@ -174,8 +211,7 @@ def _blemishes(largest: Tensor) -> dict[int, RowFault]:
     finite = largest.isfinite()
     if finite.all():
         return {}
-    line = "the model computed NaN or infinite logits"
-    return {row: RowFault(line) for row, is_fine in enumerate(finite.tolist()) if not is_fine}
+    return {row: blemish() for row, is_fine in enumerate(finite.tolist()) if not is_fine}
 
 
 def _tell(

@@ -14,6 +14,7 @@ from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.memory import measure
 from engine.worker.cuda.missing import missing
 from engine.worker.cuda.operators import PlainOperators
+from engine.worker.cuda.sampler import DeviceSampler
 from engine.worker.cuda.source import OnDevice
 from engine.worker.device import Progress, Room, attention_for, choose
 from engine.worker.host_pool import HostPool
@@ -102,6 +103,10 @@ class CudaDevice:
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """See `Device`; nothing is recorded yet."""
         return model
+
+    def sampler(self, vocab_size: int, operators: Operators) -> DeviceSampler:
+        """See `Device`."""
+        return DeviceSampler(vocab_size, self._gpu.put)
 
     def source(self, weights: WeightSource) -> WeightSource:
         """See `Device`."""

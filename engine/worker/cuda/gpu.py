@@ -5,9 +5,10 @@ tested, on tensors of the CPU.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -60,6 +61,10 @@ class Gpu(Protocol):
         """Zeroed bytes of host memory that copies need not stage."""
         ...
 
+    def put(self, array: NDArray[Any]) -> Tensor:
+        """The array on the GPU, for work given from now on; nobody waits for the copy."""
+        ...
+
     def mark(self) -> Mark:
         """After all work given to the current stream so far."""
         ...
@@ -95,6 +100,10 @@ class TorchGpu:
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        source = torch.from_numpy(array).pin_memory()  # torch keeps it until it has been read
+        return source.to(self.place, non_blocking=True)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it

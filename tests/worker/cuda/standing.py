@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -52,6 +54,9 @@ class StandingGpu:
     def pinned(self, num_bytes: int) -> Tensor:
         self.pinned_bytes += num_bytes
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.place)
 
     def mark(self) -> StandingMark:
         self.num_marks += 1
