@@ -12,7 +12,7 @@ from engine.worker.device import Progress, Room, attention_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import KVTensors, allocate, available_bytes, bytes_per_block
 from engine.worker.native.build import compile_all
-from engine.worker.native.int8 import Int8Operators
+from engine.worker.native.int8 import FASTEST, Int8Operators
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
@@ -59,7 +59,7 @@ class CpuDevice:
             )
         if self._is_plain and settings.weights == "int8":
             raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
-        self.weights = "int8" if settings.weights == "int8" else "float32"
+        self.weights = f"int8 ({FASTEST.name})" if settings.weights == "int8" else "float32"
         neighbours = settings.placement.num_neighbours
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings

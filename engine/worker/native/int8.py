@@ -1,25 +1,62 @@
 """Operators with weights of 8 bits; all else is as in float32.
 
 Only linear layers are rounded. A quarter of the bytes to read makes single streams faster, and
-pairs of products in one instruction make batches faster.
+several products in one instruction make batches faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.worker.native import int8_kernels
-from engine.worker.native.int8_tiles import TURN
 from engine.worker.native.operators import Call, NativeOperators, columns_of_chunks
+from engine.worker.native.packed_tiles import GROUPS, HAS_QUADS, PAIRS, QUADS, WIDTH, Form
+from engine.worker.native.pages import Pages
+from engine.worker.native.team import Team as NativeTeam
 from engine.worker.ports import Linear, Team
 from engine.worker.rounded import RoundedWeight, Weight, rounded
 
 
-def round_weights(weights: Sequence[Weight], padded: int) -> RoundedWeight:
-    """Weights `[out, in]` taken one below the other, `[sum of out, padded]`."""
+class Rounding(NamedTuple):
+    """What activations are rounded to, and what multiplies them."""
+
+    name: str
+    form: Form
+    dtype: torch.dtype
+    zero: int  # what stands for 0
+    round_rows: Callable[..., None]
+    linear: Callable[..., None]
+
+
+SHORTS = Rounding(
+    name="14-bit activations",
+    form=PAIRS,
+    dtype=torch.int16,
+    zero=0,
+    round_rows=int8_kernels.round_to_shorts,
+    linear=int8_kernels.linear_of_shorts,
+)
+OCTETS = Rounding(
+    name="8-bit activations, VNNI",
+    form=QUADS,
+    dtype=torch.uint8,
+    zero=int8_kernels.ZERO_OCTET,
+    round_rows=int8_kernels.round_to_octets,
+    linear=int8_kernels.linear_of_octets,
+)
+FASTEST = OCTETS if HAS_QUADS else SHORTS  # on this machine
+
+
+def stack(weights: Sequence[Weight], unit: int) -> RoundedWeight:
+    """Weights `[out, in]` one below the other, with zeros up to whole panels and `unit`s of in;
+    scales only of what is there."""
     outputs = sum(weight.shape[0] for weight in weights)
-    whole = RoundedWeight(torch.zeros((outputs, padded), dtype=torch.int8), torch.empty(outputs))
+    rows, depth = (
+        -(-size // unit) * unit for size, unit in ((outputs, WIDTH), (weights[0].shape[1], unit))
+    )
+    whole = RoundedWeight(torch.zeros((rows, depth), dtype=torch.int8), torch.empty(outputs))
     done = 0
     for weight in weights:
         part = rounded(weight)
@@ -30,26 +67,45 @@ def round_weights(weights: Sequence[Weight], padded: int) -> RoundedWeight:
     return whole
 
 
+def pack(values: Tensor, group: int, pages: Pages) -> Tensor:
+    """`[panels * WIDTH, k]` as `[panels, k / group, WIDTH, group]`, which tiles read in order."""
+    rows, depth = values.shape
+    packed = pages.take((rows // WIDTH, depth // group, WIDTH, group), torch.int8)
+    parts = values.view(rows // WIDTH, WIDTH, depth // group, group).transpose(1, 2)
+    whole = torch.int16 if group == 2 else torch.int32  # a group moves as one
+    packed.view(whole).copy_(parts.view(whole))
+    return packed
+
+
+def offsets(values: Tensor, zero: int) -> Tensor:
+    """What `zero` adds to the sums over each piece of k, int32 `[pieces, outputs]`."""
+    pieces = torch.split(values, int8_kernels.DEPTH, dim=1)
+    return torch.stack([piece.sum(dim=1, dtype=torch.int32) * zero for piece in pieces])
+
+
 class Int8Linear:
     """See `engine.worker.native.int8_kernels`."""
 
-    def __init__(self, team: Team, weights: Sequence[Weight], bias: Tensor | None) -> None:
+    def __init__(
+        self, team: Team, weight: RoundedWeight, packed: Tensor, bias: Tensor, rounding: Rounding
+    ) -> None:
+        """From what `stack` and `pack` made, and a bias for all rows."""
         self._team = team
-        self._inputs = weights[0].shape[1]
-        self._padded = -(-self._inputs // TURN) * TURN
-        weight, scale = round_weights(weights, self._padded)
-        self._held = weight, scale, bias
-        self._outputs = len(weight)
-        self._round = Call(team, int8_kernels.round_rows, (0,) * 8)
+        self._outputs, self._padded = len(weight.scales), weight.shape[1]
+        self._dtype = rounding.dtype
+        offset = offsets(weight.values, rounding.zero)
+        self._held = packed, weight.scales, offset, bias
+        self._round = Call(team, rounding.round_rows, (0,) * 8)
         self._linear = Call(
             team,
-            int8_kernels.int8_linear,
+            rounding.linear,
             int8_kernels.Int8LinearOperands(
-                weight=weight.data_ptr(),
-                weight_scale=scale.data_ptr(),
+                weight=packed.data_ptr(),
+                weight_scale=weight.scales.data_ptr(),
+                offset=offset.data_ptr(),
+                bias=bias.data_ptr(),
                 inputs=self._padded,
                 outputs=self._outputs,
-                bias=0 if bias is None else bias.data_ptr(),
                 columns=0,
                 x=0,
                 x_scale=0,
@@ -59,17 +115,17 @@ class Int8Linear:
                 adds=0,
             ),
         )
-        self._columns = columns_of_chunks(self._outputs, team.threads)
+        self._columns = columns_of_chunks(self._outputs, team.threads, WIDTH)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        rows = x.shape[0]
-        rounded = self._team.room("rounded", (rows, self._padded), torch.int16)
+        rows, inputs = x.shape
+        values = self._team.room("rounded", (rows, self._padded), self._dtype)
         scale = self._team.room("scale", (rows,))
         self._round.words[:7] = (
             x.data_ptr(),
             x.stride(0),
-            self._inputs,
-            rounded.data_ptr(),
+            inputs,
+            values.data_ptr(),
             self._padded,
             scale.data_ptr(),
             rows,
@@ -77,9 +133,9 @@ class Int8Linear:
         self._round.over_rows(rows, 7)
         y = self._team.room("linear", (rows, self._outputs)) if add_to is None else add_to
         columns = self._columns(rows)
-        self._linear.words[5:] = (
+        self._linear.words[6:] = (
             columns,
-            rounded.data_ptr(),
+            values.data_ptr(),
             scale.data_ptr(),
             y.data_ptr(),
             y.stride(0),
@@ -93,5 +149,13 @@ class Int8Linear:
 class Int8Operators(NativeOperators):
     """`NativeOperators`, but for the linear."""
 
+    def __init__(self, team: NativeTeam, rounding: Rounding = FASTEST) -> None:
+        super().__init__(team)
+        self._rounding = rounding
+
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        return Int8Linear(self._team, weights, bias)
+        form = self._rounding.form
+        weight = stack(weights, GROUPS * form.group)
+        packed = pack(weight.values, form.group, self._pages)
+        shift = torch.zeros(len(weight.scales)) if bias is None else bias
+        return Int8Linear(self._team, weight, packed, shift, self._rounding)

@@ -1,8 +1,8 @@
 """The 8-bit linear in two kernels: round the activations of each token, then multiply.
 
-Weights have 127 steps either way and a scale per output channel; activations have 14 bits and a
-scale per token, as fine as sums of `DEPTH` products allow in 32 bits. So nearly all of the error
-is that of the weights.
+Weights have 127 steps either way and a scale per output channel. Activations have a scale per
+token and 14 bits, as fine as sums of `DEPTH` products allow in 32 bits, so that nearly all of the
+error is that of the weights; or 8 bits, where the machine multiplies those faster.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -11,21 +11,30 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from engine.worker.native.build import FAST
-from engine.worker.native.int8_tiles import TURN, make_int8_tile
 from engine.worker.native.kernels import BYTES, PANEL
-from engine.worker.native.memory import floats, octets, shorts, words
-from engine.worker.native.tiles import COLUMNS, MOST_ROWS
+from engine.worker.native.memory import bits, float_of_bits, floats, octets, shorts, words
+from engine.worker.native.packed_tiles import (
+    HAS_QUADS,
+    MOST_ROWS,
+    PAIR,
+    QUAD,
+    WIDTH,
+    pair_tile,
+    quad_tile,
+    sums_of_tile,
+)
 
-MOST_WEIGHT = 127
-MOST_ACTIVATION = (1 << 14) - 1
+MOST_SHORT = (1 << 14) - 1
+MOST_OCTET = 127
+ZERO_OCTET = 128  # an activation of zero: octets are unsigned
 DEPTH = 1024  # of k: 127 * (2^14 - 1) * 1024 is just below 2^31
-
-_tile_1, _tile_2, _tile_3 = (make_int8_tile(m) for m in (1, 2, 3))
 
 
 class RoundOperands(NamedTuple):
-    """`y = round(x / scale)` in int16, each row with its own `scale`, and zeros up to `padded`."""
+    """`y = round(x / scale)` in `padded` int16 or uint8, each row with its own `scale`.
+
+    What lies beyond `width` is of no account, but is written.
+    """
 
     x: int
     x_stride: int
@@ -37,47 +46,58 @@ class RoundOperands(NamedTuple):
     rows_per_chunk: int
 
 
-@njit(fastmath=FAST)
+@njit(inline="always")
 def _largest_size(x):
-    """The largest absolute value; no number if any is none or infinite."""
-    largest = blemish = np.float32(0)
-    for value in x:
-        size = abs(value)
+    """The largest absolute value; no finite number if any is none. Floats in order of size have
+    bits in that order, and whole numbers are compared in vectors."""
+    largest = np.int32(0)
+    for one in x:
+        size = np.int32(one & 0x7FFFFFFF)
         largest = size if size > largest else largest
-        blemish += value * np.float32(0)
-    return largest + blemish
+    return float_of_bits(largest)
 
 
-def round_rows(operands, chunk, thread):
+@njit(inline="always")
+def _round_row(x_at, width, y, most, zero):
+    """Round to whole steps, `most` of them either way of `zero`; the size of a step."""
+    x = floats(x_at, width)
+    largest = _largest_size(bits(x_at, width))
+    steps = np.float32(most) / largest if largest > 0 else np.float32(0)
+    for k in range(len(x)):
+        y[k] = np.int32(x[k] * steps + np.float32(0.5 if x[k] >= 0 else -0.5)) + zero
+    for k in range(len(x), len(y)):
+        y[k] = 0
+    return largest * np.float32(1 / most)
+
+
+def round_to_shorts(operands, chunk, thread):
     """See `RoundOperands`. The scale of a row with what is no number is none either."""
     x_at, x_stride, width, y_at, padded, scale_at, rows, per = words(operands, 8)
     scales = floats(scale_at, rows)
     for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        x = floats(x_at + row * x_stride * BYTES, width)
         y = shorts(y_at + row * padded * 2, padded)
-        largest = _largest_size(x)
-        scales[row] = largest * np.float32(1 / MOST_ACTIVATION)
-        steps = np.float32(0)
-        if largest > 0:
-            steps = np.float32(MOST_ACTIVATION) / largest
-        for k in range(width):
-            y[k] = np.int32(x[k] * steps + np.float32(0.5 if x[k] >= 0 else -0.5))
-        for k in range(width, padded):
-            y[k] = 0
+        scales[row] = _round_row(x_at + row * x_stride * BYTES, width, y, MOST_SHORT, 0)
+
+
+def round_to_octets(operands, chunk, thread):
+    """The same with fewer steps."""
+    x_at, x_stride, width, y_at, padded, scale_at, rows, per = words(operands, 8)
+    scales = floats(scale_at, rows)
+    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
+        y = octets(y_at + row * padded, padded)
+        scales[row] = _round_row(x_at + row * x_stride * BYTES, width, y, MOST_OCTET, ZERO_OCTET)
 
 
 class Int8LinearOperands(NamedTuple):
-    """`y[rows, outputs] = x w^T + bias`, or `+=` with `adds`; int8 weights, int16 x, row-major.
-
-    `inputs` is a multiple of 64 and the stride of both.
-    """
+    """`y[rows, outputs] = x w^T + bias`, or `+=` with `adds`; packed weights, rounded x."""
 
     weight: int
     weight_scale: int
-    inputs: int
+    offset: int  # int32 [pieces of k, panels * WIDTH], taken from the sums
+    bias: int
+    inputs: int  # with padding
     outputs: int
-    bias: int  # an address, or 0 for none
-    columns: int  # of a chunk
+    columns: int  # of a chunk, whole panels
     x: int
     x_scale: int
     y: int
@@ -87,93 +107,81 @@ class Int8LinearOperands(NamedTuple):
 
 
 @njit(inline="always")
-def _four_columns(w, w_stride, w_scale, x, x_scale, y, y_stride, length, rows, ahead, adds):
-    """Four columns of y, all rows, at most three at a time; the first prefetch what comes next."""
-    m = 0
-    while m < rows:
-        count = min(MOST_ROWS, rows - m)
-        at, scale, out = x + m * w_stride * 2, x_scale + m * BYTES, y + m * y_stride * BYTES
-        far = ahead if m == 0 else w
-        if count == 3:
-            _tile_3(w, w_stride, w_scale, at, w_stride, scale, out, y_stride, length, far, adds)
-        elif count == 2:
-            _tile_2(w, w_stride, w_scale, at, w_stride, scale, out, y_stride, length, far, adds)
-        else:
-            _tile_1(w, w_stride, w_scale, at, w_stride, scale, out, y_stride, length, far, adds)
-        m += count
-
-
-@njit(inline="always")
-def _one_column(w, w_stride, w_scale, x, x_scale, y, y_stride, length, rows, adds):
-    """What is left where the columns are no multiple of four."""
-    weights, scales = octets(w, length), floats(x_scale, rows)
+def _finish(sums, offset, w_scale, x_scale, bias, y, y_stride, columns, rows, is_first, adds):
+    """The scaled sums of a tile into y."""
+    offsets, w_scales = bits(offset, columns), floats(w_scale, columns)
+    shift, x_scales = floats(bias, columns), floats(x_scale, rows)
     for m in range(rows):
-        values = shorts(x + m * w_stride * 2, length)
-        total = np.int32(0)
-        for k in range(length):
-            total += np.int32(weights[k]) * np.int32(values[k])
-        out = floats(y + m * y_stride * BYTES, 1)
-        value = np.float32(total) * (w_scale * scales[m])
-        out[0] = value + (out[0] if adds != 0 else np.float32(0))
-
-
-@njit(inline="always")
-def _piece(w, w_stride, w_scale, x, x_scale, y, y_stride, length, columns, rows, ahead, adds):
-    """`length` of k for some columns of y, all rows."""
-    whole = columns - columns % COLUMNS
-    for n in range(0, whole, COLUMNS):
-        at, scale, out = w + n * w_stride, w_scale + n * BYTES, y + n * BYTES
-        _four_columns(
-            at, w_stride, scale, x, x_scale, out, y_stride, length, rows, at + ahead, adds
-        )
-    scales = floats(w_scale, columns)
-    for n in range(whole, columns):
-        at, out = w + n * w_stride, y + n * BYTES
-        _one_column(at, w_stride, scales[n], x, x_scale, out, y_stride, length, rows, adds)
-
-
-def int8_linear(operands, chunk, thread):
-    """See `Int8LinearOperands`. k is cut alike for any number of rows."""
-    w, w_scale, inputs, outputs, bias, columns, x, x_scale, y, y_stride, rows, adds = words(
-        operands, 12
-    )
-    first = chunk * columns
-    columns = min(columns, outputs - first)
-    w += first * inputs
-    w_scale += first * BYTES
-    y += first * BYTES
-    if bias != 0:
-        shift = floats(bias + first * BYTES, columns)
-        for m in range(rows):
-            out = floats(y + m * y_stride * BYTES, columns)
+        row = bits(sums + m * WIDTH * BYTES, columns)
+        out = floats(y + m * y_stride * BYTES, columns)
+        if is_first:
             for n in range(columns):
                 out[n] = shift[n] + (out[n] if adds != 0 else np.float32(0))
-        adds = 1
-    pieces = (inputs + DEPTH - 1) // DEPTH
-    depth = ((inputs + pieces - 1) // pieces + TURN - 1) // TURN * TURN
+        scale = x_scales[m]
+        for n in range(columns):
+            out[n] += np.float32(row[n] - offsets[n]) * (w_scales[n] * scale)
+
+
+@njit(inline="always")
+def _linear(operands, chunk, tile, group):
+    """See `Int8LinearOperands`. k is cut alike for any number of rows."""
+    (
+        w, w_scale, offset, bias, inputs, outputs, columns, x, x_scale, y, y_stride, rows, adds,
+    ) = words(operands, 13)  # fmt: skip
+    sums = sums_of_tile()
+    turn_bytes = WIDTH * group  # of weights, one group of k
+    x_bytes = 4 // group
+    padded = (outputs + WIDTH - 1) // WIDTH * WIDTH
+    panel_bytes = inputs // group * turn_bytes
+    first, last = chunk * columns, min(outputs, (chunk + 1) * columns)
     # Few rows: walk along the weights as they lie. Many: keep a piece of them in cache.
-    block = COLUMNS if rows <= PANEL else columns
-    for n in range(0, columns, block):
-        for piece in range(pieces):
-            k = piece * depth
-            ahead = depth if piece + 1 < pieces else COLUMNS * inputs - k
-            if rows > PANEL:
-                ahead = COLUMNS * inputs
-            for m in range(0, rows, PANEL):
-                _piece(
-                    w + n * inputs + k,
-                    inputs,
-                    w_scale + n * BYTES,
-                    x + (m * inputs + k) * 2,
-                    x_scale + m * BYTES,
-                    y + (m * y_stride + n) * BYTES,
-                    y_stride,
-                    min(depth, inputs - k),
-                    min(block, columns - n),
-                    min(PANEL, rows - m),
-                    ahead,
-                    adds + k,
-                )
+    block = WIDTH if rows <= PANEL else columns
+    for start in range(first, last, block):
+        for k in range(0, inputs, DEPTH):
+            depth = min(DEPTH, inputs - k)
+            for top in range(0, rows, PANEL):
+                below = min(PANEL, rows - top)
+                parts = (below + MOST_ROWS - 1) // MOST_ROWS
+                for n in range(start, min(start + block, last), WIDTH):
+                    place = w + n // WIDTH * panel_bytes + k // group * turn_bytes
+                    m = top
+                    for part in range(parts):
+                        count = (top + below - m + parts - part - 1) // (parts - part)
+                        share = depth // group * turn_bytes // parts
+                        tile(
+                            place,
+                            x + (m * inputs + k) * x_bytes,
+                            inputs * x_bytes,
+                            count,
+                            depth // group,
+                            sums,
+                            place + depth // group * turn_bytes + part * share,
+                            turn_bytes // parts,
+                        )
+                        _finish(
+                            sums,
+                            offset + (k // DEPTH * padded + n) * BYTES,
+                            w_scale + n * BYTES,
+                            x_scale + m * BYTES,
+                            bias + n * BYTES,
+                            y + (m * y_stride + n) * BYTES,
+                            y_stride,
+                            min(WIDTH, outputs - n),
+                            count,
+                            k == 0,
+                            adds,
+                        )
+                        m += count
 
 
-KERNELS = (round_rows, int8_linear)
+def linear_of_shorts(operands, chunk, thread):
+    """See `Int8LinearOperands`."""
+    _linear(operands, chunk, pair_tile, PAIR)
+
+
+def linear_of_octets(operands, chunk, thread):
+    """See `Int8LinearOperands`."""
+    _linear(operands, chunk, quad_tile, QUAD)
+
+
+KERNELS = (round_to_octets, linear_of_octets) if HAS_QUADS else (round_to_shorts, linear_of_shorts)

@@ -61,6 +61,16 @@ def power_of_two(typing, exponent):
 
 
 @intrinsic
+def float_of_bits(typing, value):
+    """The float32 that an int32 is the bits of."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], FLOAT)
+
+    return types.float32(types.int32), build
+
+
+@intrinsic
 def load_acquire(typing, address):
     """The int64 at an address, and all that was written before it."""
 

@@ -54,12 +54,12 @@ class Call:
         self(-(-rows // share))
 
 
-def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
-    """Columns of a chunk for so many rows: at most so many that they suit the cache, and few
-    enough that every thread has some."""
+def columns_of_chunks(outputs: int, threads: int, unit: int) -> Callable[[int], int]:
+    """Columns of a chunk for so many rows, a multiple of `unit`: at most so many that they suit
+    the cache, and few enough that every thread has some."""
 
     def at_most(most: int, chunks: int) -> int:
-        return max(COLUMNS, min(most, outputs // chunks // COLUMNS * COLUMNS))
+        return max(unit, min(most, outputs // chunks // unit * unit))
 
     for_few = at_most(COLUMNS_FOR_FEW, 12 * threads)
     for_many = at_most(COLUMNS_FOR_MANY, 4 * threads)
@@ -87,7 +87,7 @@ class NativeLinear:
             adds=0,
         )
         self._call = Call(team, kernels.linear, blank)
-        self._columns = columns_of_chunks(self._outputs, team.threads)
+        self._columns = columns_of_chunks(self._outputs, team.threads, COLUMNS)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows = x.shape[0]

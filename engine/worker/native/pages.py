@@ -17,21 +17,22 @@ ALIGNMENT = 64
 
 
 class Pages:
-    """Hands out float32 tensors from large anonymous mappings; each lives as long as its use."""
+    """Hands out pieces of large anonymous mappings; each lives as long as its use."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def stack(self, parts: Sequence[Tensor]) -> Tensor:
-        """A copy of the parts one below the other, `[sum of rows, columns]`."""
+        """A copy of the parts one below the other, `[sum of rows, columns]` in float32."""
         rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
-        whole = self._take(rows, columns)
+        whole = self.take((rows, columns), torch.float32)
         torch.cat(list(parts), out=whole)
         return whole
 
-    def _take(self, *shape: int) -> Tensor:
-        num_bytes = 4 * prod(shape)
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose elements have no value yet."""
+        num_bytes = dtype.itemsize * prod(shape)
         if self._used + num_bytes > len(self._slab):
             mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes))
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -40,4 +41,4 @@ class Pages:
             self._used = 0
         taken = self._slab[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        return taken.view(torch.float32).view(shape)
+        return taken.view(dtype).view(*shape)
