@@ -211,7 +211,10 @@ def _directory(model: str) -> Path:
 
 
 def _name(model: str) -> str:
-    """A hub id as it is, a directory by its last part."""
+    """A hub id as it is, a directory by its last part, a file without its ending."""
+    path = Path(model.rpartition(":")[2]).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() and model != BUILTIN_MODEL else model
 

@@ -98,7 +98,8 @@ def facts_about(
     """What a step's seconds depend on. A checkpoint is known by its config and the sizes of its
     weights, so that nothing large is read."""
     config = directory / "config.json"
-    weights = sorted((path.name, path.stat().st_size) for path in directory.glob("*.safetensors"))
+    files = [directory] if directory.is_file() else directory.glob("*.safetensors")
+    weights = sorted((path.name, path.stat().st_size) for path in files)
     return {
         "podway": version("podway"),
         "model": str(directory.resolve()),

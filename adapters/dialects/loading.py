@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 
 from adapters.dialects.jinja_template import JinjaTemplate
+from adapters.gguf import is_gguf
+from adapters.gguf.documents import read_document
 from engine.errors import RefusedToStart
 
 
@@ -27,6 +29,8 @@ def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTem
 
 
 def _object(path: Path) -> Mapping[str, Any]:
+    if is_gguf(path.parent) and path.parent.is_file():
+        return read_document(path.parent, path.name)
     try:
         data = orjson.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,14 +1,15 @@
 """A model's name to its directory and the small files in it. No torch here.
 
-A name is a directory, a hub id or `random:SHAPE`; from the hub come config, safetensors and
-tokenizer only.
+A name is a directory, a GGUF file, `random:SHAPE` or a hub id, also as `org/name:FILE.gguf`; from
+the hub come config, safetensors and tokenizer only, or that one file.
 """
 
 import json
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -16,6 +17,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from adapters.gguf import is_gguf
+from adapters.gguf.documents import read_document
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import RefusedToStart
 
@@ -40,16 +43,21 @@ def resolve_checkpoint(model: str) -> Path:
         return random_checkpoint(model.removeprefix(PREFIX))
     directory = Path(model).expanduser()
     if not directory.is_dir():
-        if directory.exists():
-            raise RefusedToStart(f"{model} is a file, not a checkpoint directory")
-        directory = _download(model)
+        if directory.exists() and not is_gguf(directory):
+            raise RefusedToStart(f"{model} is a file, not a checkpoint directory or *.gguf")
+        directory = directory if directory.exists() else _download(model)
+    if is_gguf(directory) and directory.is_file():
+        return directory
     if not (directory / "config.json").is_file():
         raise RefusedToStart(f"{directory} has no config.json")
     return directory
 
 
 def _download(model: str) -> Path:
+    repository, _, file = model.partition(":")
     try:
+        if is_gguf(Path(file)):
+            return Path(hf_hub_download(repository, file))
         path: str = snapshot_download(
             model, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
         )
@@ -62,6 +70,8 @@ def _download(model: str) -> Path:
             f"{model} is not a directory, and the hub has no such model"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, FileNotFoundError):
+            raise RefusedToStart(f"{repository} on the hub has no file {file}") from error
         raise RefusedToStart(
             f"{model} is not a directory, and the hub cannot be reached to download it"
         ) from error
@@ -82,14 +92,20 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """config.json of a checkpoint directory."""
-    return read_json(directory / "config.json")
+    """config.json of a checkpoint, or what stands for it."""
+    return _document(directory, "config.json")
+
+
+def _document(checkpoint: Path, name: str) -> dict[str, object]:
+    if is_gguf(checkpoint) and checkpoint.is_file():
+        return read_document(checkpoint, name)
+    return read_json(checkpoint / name)
 
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
     """Ids that end an answer: generation_config.json's, else config.json's; may be empty."""
     for name in ("generation_config.json", "config.json"):
-        value = read_json(directory / name).get("eos_token_id")
+        value = _document(directory, name).get("eos_token_id")
         if isinstance(value, int):
             return (value,)
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):

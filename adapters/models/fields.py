@@ -40,6 +40,17 @@ class Fields:
             raise self._wrong(name, "a positive number")
         return float(value)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many positive numbers."""
+        value = self.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise self._wrong(name, f"{count} numbers")
+        if any(isinstance(one, bool) or not isinstance(one, int | float) for one in value):
+            raise self._wrong(name, f"{count} numbers")
+        if not all(one > 0 for one in value):
+            raise self._wrong(name, f"{count} positive numbers")
+        return tuple(map(float, value))
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; null counts as absent."""
         value = self.get(name)

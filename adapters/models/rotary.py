@@ -16,6 +16,7 @@ from engine.worker.layers import (
     AttentionBlock,
     Block,
     Decoder,
+    GivenScaling,
     LinearScaling,
     Llama3Scaling,
     Mlp,
@@ -160,7 +161,7 @@ def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:
         scope.refuse("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    scaling: Llama3Scaling | LinearScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | GivenScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(rope.number("factor"))
     elif kind == "llama3":
@@ -172,6 +173,8 @@ def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:
                 "original_max_position_embeddings", shape.max_positions
             ),
         )
+    elif kind == "factors":
+        scaling = GivenScaling(rope.numbers("factors", shape.head_dim // 2))
     elif kind != "default":
         raise RefusedToStart(f"{rope.where}: rope type {kind!r} is not supported")
     return inverse_frequencies(shape.head_dim, theta, scaling)

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from adapters.gguf import is_gguf
+from adapters.gguf.documents import read_document
 from engine.errors import RefusedToStart
 
 Section = Mapping[str, Any]
@@ -35,6 +37,7 @@ class TokenizerDefinition:
     """One `tokenizer.json`. The sections that may be null in the file are None here."""
 
     path: Path
+    text: bytes  # the whole, as it is or would be in a file
     model: Section
     vocab: Mapping[str, int]
     added: tuple[AddedToken, ...]
@@ -66,25 +69,30 @@ class TokenizerDefinition:
 def read_definition(directory: Path) -> TokenizerDefinition:
     """Read `tokenizer.json` in `directory`. Raises `RefusedToStart` naming what is wrong."""
     path = directory / "tokenizer.json"
+    if is_gguf(directory) and directory.is_file():
+        data = read_document(directory, path.name)
+        return _definition(directory, orjson.dumps(data), data)
     try:
-        data = orjson.loads(path.read_bytes())
+        text = path.read_bytes()
+        data = orjson.loads(text)
     except FileNotFoundError as error:
         raise RefusedToStart(f"{directory} has no tokenizer.json") from error
     except (OSError, orjson.JSONDecodeError) as error:
         raise RefusedToStart(f"{path} cannot be read: {error}") from error
     try:
-        return _definition(path, data)
+        return _definition(path, text, data)
     except (KeyError, TypeError, AttributeError) as error:
         raise RefusedToStart(f"{path} is not a tokenizer.json: {error!r}") from error
 
 
-def _definition(path: Path, data: Section) -> TokenizerDefinition:
+def _definition(path: Path, text: bytes, data: Section) -> TokenizerDefinition:
     model: Section = data["model"]
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: [[piece, score], …], the id is the place
         vocab = {piece: index for index, (piece, _) in enumerate(vocab)}
     return TokenizerDefinition(
         path=path,
+        text=text,
         model=model,
         vocab=vocab,
         added=tuple(_added(token) for token in data.get("added_tokens") or ()),

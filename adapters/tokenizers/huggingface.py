@@ -50,9 +50,9 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(definition: TokenizerDefinition) -> HuggingFaceTokenizer:
-    """Load the file again in the library. Raises `RefusedToStart` if it does not accept it."""
+    """Load the same text in the library. Raises `RefusedToStart` if it does not accept it."""
     try:
-        library = tokenizers.Tokenizer.from_file(str(definition.path))
+        library = tokenizers.Tokenizer.from_buffer(definition.text)
     except Exception as error:  # the library raises nothing more precise
         raise RefusedToStart(f"{definition.path} is not accepted: {error}") from error
     return HuggingFaceTokenizer(library, definition)

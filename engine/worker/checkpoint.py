@@ -19,7 +19,7 @@ from engine.worker.ports import ModelFamily, ReadsFamily
 from engine.worker.random_weights import RandomWeights
 from engine.worker.rounded import Weight, expanded
 from engine.worker.shard import Shard
-from engine.worker.stored import SafetensorsFiles
+from engine.worker.stored import RoundedFiles, SafetensorsFiles, Stored, Suits
 from engine.worker.weights import Weights
 
 
@@ -44,15 +44,29 @@ class _NoOperators(TorchOperators):
         return TorchLinear(expanded(weights[0]), bias)
 
 
+def _open_stored(checkpoint: Path, config: Mapping[str, object]) -> Stored:
+    """The tensors of a directory or file, in the format that it is in."""
+    if checkpoint.is_file():
+        open_gguf = cast(
+            Callable[[Path], Stored], load_by_name("adapters.gguf.tensors:GgufTensors")
+        )
+        return open_gguf(checkpoint)
+    has_rounded = cast(
+        Callable[[Mapping[str, object]], bool],
+        load_by_name("adapters.models.quantization:has_rounded_weights"),
+    )
+    return RoundedFiles(checkpoint) if has_rounded(config) else SafetensorsFiles(checkpoint)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory, its config, and the family that reads it."""
+    """A directory or file, its config, and the family that reads it."""
 
     directory: Path
     architecture: str
     family: ModelFamily
     end_ids: tuple[int, ...]
-    is_random: bool = False  # of contents, then the directory has none
+    stored: Stored | None = None  # None: contents are random
 
     @classmethod
     def open(cls, model: str) -> "Checkpoint":
@@ -73,20 +87,24 @@ class Checkpoint:
         names = config.get("architectures")
         if not isinstance(names, list) or len(names) != 1:
             raise RefusedToStart(f"config.json: architectures is {names!r}, expected one name")
-        if config.get("quantization_config") is not None:
-            raise RefusedToStart("config.json: quantization_config is not supported")
         reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
-        return cls(directory, str(names[0]), family, end_token_ids(directory), is_random)
+        stored = None if is_random else _open_stored(directory, config)
+        return cls(directory, str(names[0]), family, end_token_ids(directory), stored)
+
+    @property
+    def suits(self) -> Suits:
+        """What its linears are computed in, unless the settings say."""
+        return Suits.FLOATS if self.stored is None else self.stored.suits
 
     def open_weights(
         self, dtype: torch.dtype, progress: Callable[[str, int, int], None]
     ) -> Weights | RandomWeights:
         """Its tensors in this dtype; raises `RefusedToStart`."""
-        if self.is_random:
+        if self.stored is None:
             return RandomWeights(dtype, progress)
-        return Weights(SafetensorsFiles(self.directory), dtype, progress)
+        return Weights(self.stored, dtype, progress)
 
     def survey(self, weights: Weights | RandomWeights, shard: Shard) -> int:
         """Look at names and shapes of all tensors, also of those that other shards take.

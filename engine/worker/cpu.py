@@ -12,7 +12,7 @@ from engine.worker.device import Progress, Room, attention_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import KVTensors, allocate, available_bytes, bytes_per_block
 from engine.worker.native.build import compile_all
-from engine.worker.native.int8 import FASTEST, Int8Operators
+from engine.worker.native.int8 import FASTEST, Int8Operators, StoredOperators
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
@@ -27,9 +27,15 @@ from engine.worker.ports import (
     WeightSource,
 )
 from engine.worker.sampler import Sampler
+from engine.worker.stored import Suits
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
-WEIGHTS = {"auto": NativeOperators, "float32": NativeOperators, "int8": Int8Operators}
+WEIGHTS = ("auto", "float32", "int8")
+OPERATORS = {
+    Suits.FLOATS: NativeOperators,
+    Suits.STORED: StoredOperators,
+    Suits.ROUNDED: Int8Operators,
+}
 DEFAULT_ATTENTION = "cpu"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
 DEFAULT_MOST_BYTES = 4 << 30
@@ -49,7 +55,7 @@ class CpuDevice:
     name = "cpu"
     place = torch.device("cpu")
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, suits: Suits = Suits.FLOATS) -> None:
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
         self.attention = attention_for(settings, "cpu", DEFAULT_ATTENTION)
         if settings.weights not in WEIGHTS:
@@ -59,7 +65,10 @@ class CpuDevice:
             )
         if self._is_plain and settings.weights == "int8":
             raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
-        self.weights = f"int8 ({FASTEST.name})" if settings.weights == "int8" else "float32"
+        self._suits = self._chosen(settings.weights, suits)
+        self.rounds = self._suits is Suits.ROUNDED
+        is_float = self._suits is Suits.FLOATS
+        self.weights = "float32" if is_float else f"int8 ({FASTEST.name})"
         neighbours = settings.placement.num_neighbours
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
@@ -67,8 +76,8 @@ class CpuDevice:
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
     @classmethod
-    def open(cls, settings: WorkerSettings) -> "CpuDevice":
-        return cls(settings)
+    def open(cls, settings: WorkerSettings, suits: Suits) -> "CpuDevice":
+        return cls(settings, suits)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -79,6 +88,11 @@ class CpuDevice:
     def _is_plain(self) -> bool:
         return self.attention == PLAIN_ATTENTION
 
+    def _chosen(self, weights: str, suits: Suits) -> Suits:
+        if weights == "auto":
+            return Suits.FLOATS if self._is_plain else suits
+        return Suits.ROUNDED if weights == "int8" else Suits.FLOATS
+
     def prepare(self, progress: Progress) -> None:
         """See `Device`."""
         if not self._is_plain:
@@ -86,7 +100,7 @@ class CpuDevice:
 
     def operators(self) -> Operators:
         """See `Device`."""
-        return TorchOperators() if self._is_plain else WEIGHTS[self._settings.weights](self._team)
+        return TorchOperators() if self._is_plain else OPERATORS[self._suits](self._team)
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """See `Device`."""

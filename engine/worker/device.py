@@ -25,6 +25,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
+from engine.worker.stored import Suits
 
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
@@ -58,7 +59,7 @@ class Room(NamedTuple):
 
 
 class Device(Protocol):
-    """One worker's device, made as `Kind.open(settings)`, which raises `RefusedToStart`."""
+    """One worker's device, made as `Kind.open(settings, suits)`, which raises `RefusedToStart`."""
 
     @property
     def name(self) -> str:
@@ -78,6 +79,11 @@ class Device(Protocol):
     @property
     def weights(self) -> str:
         """The format of the linear layers."""
+        ...
+
+    @property
+    def rounds(self) -> bool:
+        """Whether linears want all weights in 8 bits."""
         ...
 
     @property
@@ -145,17 +151,18 @@ class Device(Protocol):
 class _Kind(Protocol):
     """A class in `DEVICES`."""
 
-    def open(self, settings: WorkerSettings) -> Device: ...
+    def open(self, settings: WorkerSettings, suits: Suits) -> Device: ...
 
     def missing(self, settings: WorkerSettings) -> str:
         """One line: what this machine lacks; empty if nothing."""
         ...
 
 
-def open_device(settings: WorkerSettings) -> Device:
+def open_device(settings: WorkerSettings, suits: Suits = Suits.FLOATS) -> Device:
     """The device that the settings ask for; "auto" is a GPU where there is one to be used.
 
-    Raises `RefusedToStart` with one line that names what is missing or not supported.
+    `suits` says what "auto" weights are, on devices that have the choice. Raises `RefusedToStart`
+    with one line that names what is missing or not supported.
     """
     kind, _, number = settings.device.partition(":")
     if kind == "auto":
@@ -165,7 +172,7 @@ def open_device(settings: WorkerSettings) -> Device:
         raise RefusedToStart(known)
     if lacks := _kind(kind).missing(settings):
         raise RefusedToStart(f"device {settings.device!r} cannot be used: {lacks}")
-    return _kind(kind).open(settings)
+    return _kind(kind).open(settings, suits)
 
 
 def attention_for(settings: WorkerSettings, kind: str, default: str) -> str:

@@ -42,8 +42,18 @@ class LinearScaling:
         return inverse / self.factor
 
 
+@dataclass(frozen=True, slots=True)
+class GivenScaling:
+    """Each frequency divided by a factor of its own, `[dim / 2]`."""
+
+    factors: tuple[float, ...]
+
+    def __call__(self, inverse: Tensor) -> Tensor:
+        return inverse / torch.tensor(self.factors)
+
+
 def inverse_frequencies(
-    dim: int, theta: float, scaling: Llama3Scaling | LinearScaling | None
+    dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """Rotary frequencies `[dim / 2]` in float32, fastest first."""
     inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

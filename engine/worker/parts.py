@@ -91,8 +91,8 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     `progress` hears (what, done, total); `device` is the one of the settings unless given. Raises
     `RefusedToStart` with one readable line.
     """
-    device = device or open_device(settings)
     checkpoint = Checkpoint.open(settings.model)
+    device = device or open_device(settings, checkpoint.suits)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
     backend = cast(

@@ -6,18 +6,29 @@ Files are mapped and read at first touch; a tensor is a view of its file.
 # mypy: disable-error-code="no-untyped-call"
 import json
 from collections.abc import Set
+from enum import Enum
 from pathlib import Path
 from typing import Protocol, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.worker.mappings import drop_pages
-from engine.worker.rounded import Weight
+from engine.worker.rounded import RoundedWeight, Weight
 
 INDEX = "model.safetensors.index.json"
+SCALE = "_scale"  # after the name of a tensor of 8 bits
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+
+
+class Suits(Enum):
+    """What linears are computed in, unless the settings say."""
+
+    FLOATS = "floats"
+    STORED = "stored"  # in 8 bits what is stored so, all else in floats
+    ROUNDED = "rounded"  # so few bits are stored that 8 lose little more
 
 
 class Stored(Protocol):
@@ -25,6 +36,9 @@ class Stored(Protocol):
 
     @property
     def names(self) -> Set[str]: ...
+
+    @property
+    def suits(self) -> Suits: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there; raises `RefusedToStart` if its type cannot be read."""
@@ -93,6 +107,8 @@ class Header(Protocol):
 class SafetensorsFiles:
     """A directory of safetensors as `Stored`. Mapped tensors keep their file mapped."""
 
+    suits = Suits.FLOATS
+
     def __init__(self, directory: Path) -> None:
         self._shards = shards_of(directory)
         self._files = {
@@ -110,7 +126,7 @@ class SafetensorsFiles:
             raise RefusedToStart(f"tensor {name} is {header.get_dtype()}, which is not supported")
         return tuple(header.get_shape())
 
-    def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
         return self.header(name)[wanted]
 
     def header(self, name: str) -> Header:
@@ -119,3 +135,47 @@ class SafetensorsFiles:
 
     def drop_pages(self) -> None:
         drop_pages(self._files)
+
+
+class RoundedFiles(SafetensorsFiles):
+    """The same where matrices may be int8, each with the scales of its rows beside it."""
+
+    suits = Suits.STORED
+
+    @property
+    def names(self) -> Set[str]:
+        names = super().names
+        return {name for name in names if not self._is_scale(name)}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if not self._is_rounded(name):
+            return super().shape(name)
+        shape = tuple(self.header(name).get_shape())
+        scales = tuple(self._scales(name).get_shape())
+        if scales not in ((shape[0],), (shape[0], 1)):
+            raise RefusedToStart(
+                f"tensor {name}{SCALE} has shape {list(scales)}, expected {[shape[0], 1]}"
+            )
+        return shape
+
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
+        if not self._is_rounded(name):
+            return super().read(name, wanted)
+        scales = self._scales(name)[wanted[:1]]
+        return RoundedWeight(self.header(name)[wanted], scales.flatten().to(torch.float32))
+
+    def _is_rounded(self, name: str) -> bool:
+        header = self.header(name)
+        return header.get_dtype() == "I8" and len(header.get_shape()) == 2
+
+    def _is_scale(self, name: str) -> bool:
+        whole = name.removesuffix(SCALE)
+        return whole != name and whole in self._shards and self._is_rounded(whole)
+
+    def _scales(self, name: str) -> Header:
+        if name + SCALE not in self._shards:
+            raise RefusedToStart(f"tensor {name} is I8 without {name}{SCALE}")
+        scales = self.header(name + SCALE)
+        if scales.get_dtype() not in FLOATS:
+            raise RefusedToStart(f"tensor {name}{SCALE} is {scales.get_dtype()}, not floats")
+        return scales

@@ -29,6 +29,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
+from engine.worker.stored import Suits
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class CudaDevice:
     """See `Device`. Whatever needs a real GPU is behind `gpu`."""
 
     threads = 1
+    rounds = False
 
     def __init__(self, settings: WorkerSettings, gpu: Gpu) -> None:
         self.place = gpu.place
@@ -83,8 +85,9 @@ class CudaDevice:
         self._gpu = gpu
 
     @classmethod
-    def open(cls, settings: WorkerSettings) -> "CudaDevice":
-        """Raises `RefusedToStart` where the worker's number is beyond the GPUs there are."""
+    def open(cls, settings: WorkerSettings, suits: Suits) -> "CudaDevice":
+        """Floats, whatever suits. Raises `RefusedToStart` where the worker's number is beyond
+        the GPUs there are."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         return cls(settings, TorchGpu(index))
 

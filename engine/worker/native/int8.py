@@ -159,3 +159,12 @@ class Int8Operators(NativeOperators):
         packed = pack(weight.values, form.group, self._pages)
         shift = torch.zeros(len(weight.scales)) if bias is None else bias
         return Int8Linear(self._team, weight, packed, shift, self._rounding)
+
+
+class StoredOperators(Int8Operators):
+    """8 bits where all weights of a linear are stored so, floats where any is not."""
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        if all(isinstance(weight, RoundedWeight) for weight in weights):
+            return super().linear(weights, bias)
+        return NativeOperators.linear(self, weights, bias)

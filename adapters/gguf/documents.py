@@ -1,0 +1,57 @@
+"""The JSON documents of a Hugging Face directory, as a GGUF file would have them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from adapters.gguf.config import read_config
+from adapters.gguf.file import GgufFile
+from adapters.gguf.vocabulary import CONTROL, read_tokenizer, special_token
+
+SPECIAL = ("bos", "eos", "unknown", "padding")
+ENDS = ("eos", "eot", "eom")
+# Control tokens that end an answer by their text, also where the metadata names only one.
+ENDING_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>"}
+TEMPLATE = "tokenizer.chat_template"
+
+
+def read_document(path: Path, name: str) -> dict[str, object]:
+    """A document by its name, empty if there is none; raises `RefusedToStart`."""
+    reads = DOCUMENTS.get(name)
+    return {} if reads is None else reads(GgufFile(path))
+
+
+def _generation(file: GgufFile) -> dict[str, object]:
+    tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    named = (file.integer(f"tokenizer.ggml.{end}_token_id") for end in ENDS)
+    ends = [place for place in named if place is not None]
+    ends += [
+        place
+        for place, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in ENDING_TEXTS and place not in ends
+    ]
+    return {"eos_token_id": ends}
+
+
+def _tokenizer_config(file: GgufFile) -> dict[str, object]:
+    names = {"unknown": "unk", "padding": "pad"}
+    config: dict[str, object] = {
+        f"{names.get(name, name)}_token": special_token(file, name) for name in SPECIAL
+    }
+    template = file.text(TEMPLATE)
+    others = [key for key in file.keys if key.startswith(f"{TEMPLATE}.")]
+    if not others:
+        return config | {"chat_template": template}
+    templates = [
+        {"name": key.removeprefix(f"{TEMPLATE}."), "template": file.text(key)} for key in others
+    ]
+    if template is not None:
+        templates.insert(0, {"name": "default", "template": template})
+    return config | {"chat_template": templates}
+
+
+DOCUMENTS: dict[str, Callable[[GgufFile], dict[str, object]]] = {
+    "config.json": read_config,
+    "generation_config.json": _generation,
+    "tokenizer.json": read_tokenizer,
+    "tokenizer_config.json": _tokenizer_config,
+}

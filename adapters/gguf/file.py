@@ -1,0 +1,220 @@
+"""The layout of a GGUF file: metadata, what is said of each tensor, and where its bytes lie.
+
+The `gguf` package reads the same, but makes several arrays of every token of a vocabulary: six
+seconds for 150,000 of them, in each process. Here a value is read when it is asked for. Types and
+block sizes are the package's.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from engine.errors import RefusedToStart
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
+MOST_DIMENSIONS = 4
+
+_NUMBERS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What a file says of one tensor; the last dimension lies side by side, as in torch."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+
+    @property
+    def row_bytes(self) -> int:
+        per_block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // per_block * block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+class _Cursor:
+    """A place in the file that moves on with what is read; past the end is `struct.error`."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+
+    def numbers(self, code: str, count: int = 1) -> tuple[int | float | bool, ...]:
+        layout = struct.Struct(f"<{count}{code}")
+        found = layout.unpack_from(self._data, self.at)
+        self.at += layout.size
+        return found
+
+    def integer(self, code: str) -> int:
+        return int(self.numbers(code)[0])
+
+    def text(self) -> str:
+        start = self._past_text()
+        return self._data[start : self.at].decode("utf-8", errors="replace")
+
+    def _past_text(self) -> int:
+        start = self.at + 8
+        stop = start + struct.unpack_from("<Q", self._data, self.at)[0]
+        if stop > len(self._data):
+            raise struct.error("a text that is longer than the file")
+        self.at = stop
+        return start
+
+    def value(self) -> object:
+        """The value here, with its type before it."""
+        kind = GGUFValueType(self.integer("I"))
+        if kind is GGUFValueType.STRING:
+            return self.text()
+        if kind is not GGUFValueType.ARRAY:
+            return self.numbers(_NUMBERS[kind])[0]
+        inner, count = GGUFValueType(self.integer("I")), self.integer("Q")
+        if inner is GGUFValueType.STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(_NUMBERS[inner], count))
+
+    def skip_value(self) -> None:
+        """Past the value here, without reading what it holds."""
+        kind, count = GGUFValueType(self.integer("I")), 1
+        if kind is GGUFValueType.ARRAY:
+            kind, count = GGUFValueType(self.integer("I")), self.integer("Q")
+        if kind is not GGUFValueType.STRING:
+            self.at += struct.calcsize(f"<{_NUMBERS[kind]}") * count
+            return
+        for _ in range(count):
+            self._past_text()
+
+
+class GgufFile:
+    """A file that is mapped, with its metadata and its tensors found."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `RefusedToStart` for what is no GGUF file, or one cut short."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise RefusedToStart(f"{path} cannot be read: {error}") from error
+        self._values: dict[str, int] = {}  # where each begins
+        try:
+            self.tensors: Mapping[str, TensorEntry] = self._read()
+        except (struct.error, KeyError, ValueError, OverflowError) as error:
+            raise RefusedToStart(f"{path} is not a whole GGUF file: {error}") from error
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of all metadata."""
+        return tuple(self._values)
+
+    def value(self, key: str) -> object:
+        """A value of the metadata, None if there is none."""
+        if key not in self._values:
+            return None
+        cursor = _Cursor(self.data)
+        cursor.at = self._values[key]
+        try:
+            return cursor.value()
+        except (struct.error, KeyError, ValueError) as error:
+            raise RefusedToStart(f"{self.path}: {key} cannot be read: {error}") from error
+
+    def refuse(self, what: str) -> RefusedToStart:
+        """The refusal of this file, to be raised."""
+        return RefusedToStart(f"{self.path.name}: {what}")
+
+    def text(self, key: str) -> str | None:
+        """A text of the metadata, None if there is none."""
+        value = self.value(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._wrong(key, "a text")
+
+    def integer(self, key: str) -> int | None:
+        """An integer, None if there is none."""
+        value = self.value(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise self._wrong(key, "an integer")
+
+    def flag(self, key: str) -> bool | None:
+        """True or false, None if there is none."""
+        value = self.value(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._wrong(key, "true or false")
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, empty if there is none."""
+        value = self.value(key) or []
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+        raise self._wrong(key, "a list of texts")
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, empty if there is none."""
+        value = self.value(key) or []
+        if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+            return value
+        raise self._wrong(key, "a list of numbers")
+
+    def _wrong(self, key: str, wanted: str) -> RefusedToStart:
+        return self.refuse(f"{key} is {str(self.value(key))[:60]!r}, expected {wanted}")
+
+    def _read(self) -> dict[str, TensorEntry]:
+        cursor = _Cursor(self.data)
+        if self.data[:4] != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        cursor.at = 4
+        version = cursor.integer("I")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}, known are {VERSIONS}")
+        num_tensors, num_values = cursor.integer("Q"), cursor.integer("Q")
+        for _ in range(num_values):
+            key = cursor.text()
+            self._values[key] = cursor.at
+            cursor.skip_value()
+        found = [_entry(cursor) for _ in range(num_tensors)]
+        alignment = self.integer("general.alignment") or ALIGNMENT
+        first = -(-cursor.at // alignment) * alignment
+        return {name: self._placed(name, first, entry) for name, entry in found}
+
+    def _placed(self, name: str, first: int, entry: TensorEntry) -> TensorEntry:
+        """The entry with its place in the file."""
+        placed = replace(entry, start=first + entry.start)
+        per_block, _ = GGML_QUANT_SIZES[entry.kind]
+        if entry.shape[-1] % per_block:
+            raise ValueError(f"rows of tensor {name} are no whole blocks")
+        if placed.start + placed.num_bytes > len(self.data):
+            raise ValueError(f"tensor {name} ends past the end of the file")
+        return placed
+
+
+def _entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
+    """A tensor's name and entry, `start` counted from the first tensor."""
+    name, num_dimensions = cursor.text(), cursor.integer("I")
+    if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+        raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+    sizes = [int(size) for size in cursor.numbers("Q", num_dimensions)]
+    kind = GGMLQuantizationType(cursor.integer("I"))
+    return name, TensorEntry(kind, tuple(reversed(sizes)), cursor.integer("Q"))

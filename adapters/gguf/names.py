@@ -1,0 +1,90 @@
+"""What llama.cpp calls the tensors of each architecture, and what Hugging Face does."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+ROTARY_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GPT2_BLOCK = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+
+class Names(NamedTuple):
+    """One architecture's names, all without `.weight` and `.bias`."""
+
+    whole: Mapping[str, str]
+    block: Mapping[str, str]
+    block_root: str
+    interleaved: frozenset[str] = frozenset()  # whose rows llama.cpp turns in other pairs
+    transposed: frozenset[str] = frozenset()  # that Hugging Face stores as [in, out]
+
+    def of(self, name: str) -> str:
+        """Hugging Face's name of a tensor; one that nobody knows keeps its own."""
+        stem, dot, kind = name.rpartition(".")
+        if stem in self.whole:
+            return f"{self.whole[stem]}.{kind}"
+        root, _, rest = stem.partition(".")
+        layer, _, part = rest.partition(".")
+        if root == "blk" and layer.isdecimal() and part in self.block:
+            return f"{self.block_root}.{layer}.{self.block[part]}{dot}{kind}"
+        return name
+
+    def is_interleaved(self, name: str) -> bool:
+        return _part(name) in self.interleaved
+
+    def is_transposed(self, name: str) -> bool:
+        return name.endswith(".weight") and _part(name) in self.transposed
+
+
+def _part(name: str) -> str:
+    """What a tensor is within its block."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+_ROTARY_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_ROTARY = Names(_ROTARY_WHOLE, ROTARY_BLOCK, "model.layers")
+_GPT2_WHOLE = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+
+NAMES = {
+    "gpt2": Names(
+        _GPT2_WHOLE,
+        GPT2_BLOCK,
+        "transformer.h",
+        transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+    ),
+    "llama": _ROTARY._replace(interleaved=frozenset({"attn_q", "attn_k"})),
+    "qwen2": _ROTARY,
+    "qwen3": _ROTARY,
+}
+ROPE_FACTORS = "rope_freqs.weight"  # a tensor that is part of the config
+
+
+def names_of(architecture: str) -> Names | None:
+    """The names of an architecture, None for one that is not known."""
+    return NAMES.get(architecture)

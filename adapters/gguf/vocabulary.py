@@ -1,0 +1,230 @@
+"""tokenizer.json of a GGUF file, from the vocabulary in its metadata.
+
+A byte-level vocabulary comes with its merges and the name of how text is cut before them; the
+expressions are those of the Hugging Face tokenizers that llama.cpp means by these names. One of
+SentencePiece comes with scores: every way to put a piece together from two others is a merge,
+the highest score first, as `transformers` converts such files.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from adapters.gguf.file import GgufFile
+
+Section = dict[str, Any]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+MARK = "▁"  # a blank, in SentencePiece
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
+QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
+
+
+class Cutting(NamedTuple):
+    """What happens to a text before its merges; `pattern` None is GPT-2's own."""
+
+    pattern: str | None
+    composes: bool = False  # NFC
+    looks_up: bool = False  # whole pieces first
+    adds_bos: bool = False  # unless the file says
+    cuts_digits: bool = False
+
+
+_LLAMA_3 = Cutting(LLAMA_3, looks_up=True, adds_bos=True)
+CUTTINGS = {
+    "gpt-2": Cutting(None),
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "qwen2": Cutting(QWEN_2, composes=True),
+    "smollm": Cutting(None, cuts_digits=True),
+}
+
+
+def read_tokenizer(file: GgufFile) -> Section:
+    """What tokenizer.json would say. Raises `RefusedToStart`."""
+    model = file.text("tokenizer.ggml.model")
+    tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    if not tokens:
+        raise file.refuse("tokenizer.ggml.tokens is missing")
+    if len(types) not in (0, len(tokens)):
+        raise file.refuse("tokenizer.ggml.token_type is not as long as tokenizer.ggml.tokens")
+    kinds = [int(kind) for kind in types] or [NORMAL] * len(tokens)
+    vocabulary = {
+        token: place
+        for place, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind != UNUSED
+    }
+    added = [
+        _added(place, tokens[place], is_special=kind != USER_DEFINED)
+        for place, kind in enumerate(kinds)
+        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and model == "llama")
+    ]
+    if model == "gpt2":
+        return _byte_level(file, vocabulary, added)
+    if model == "llama":
+        return _sentence_pieces(file, vocabulary, added)
+    raise file.refuse(f"tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+
+
+def special_token(file: GgufFile, name: str) -> str | None:
+    """The text of `bos`, `eos`, … as the metadata names it by its id."""
+    place, tokens = file.integer(f"tokenizer.ggml.{name}_token_id"), None
+    if place is not None:
+        tokens = file.texts("tokenizer.ggml.tokens")
+    if place is None or tokens is None:
+        return None
+    if not 0 <= place < len(tokens):
+        raise file.refuse(f"tokenizer.ggml.{name}_token_id={place} is no token")
+    return tokens[place]
+
+
+def _added(place: int, token: str, *, is_special: bool) -> Section:
+    return {
+        "id": place,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": is_special,
+    }
+
+
+def _byte_level(file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]) -> Section:
+    name = file.text("tokenizer.ggml.pre")
+    if name not in CUTTINGS:
+        known = ", ".join(CUTTINGS)
+        raise file.refuse(f"tokenizer.ggml.pre {name!r} is not supported; known: {known}")
+    cutting = CUTTINGS[name]
+    by_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": cutting.pattern is None,
+    }
+    steps: list[Section] = [by_bytes]
+    if cutting.pattern is not None:
+        pattern = {"Regex": cutting.pattern}
+        steps.insert(
+            0, {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        )
+    if cutting.cuts_digits:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if cutting.composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": _frame(file, adds_bos=cutting.adds_bos),
+        "decoder": {**by_bytes, "use_regex": True},
+        "model": _pairs(
+            vocabulary,
+            [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")],
+            ignore_merges=cutting.looks_up,
+        ),
+    }
+
+
+def _pair(file: GgufFile, merge: str) -> list[str]:
+    left, blank, right = merge.partition(" ")
+    if not blank or not left or not right or " " in right:
+        raise file.refuse(f"tokenizer.ggml.merges: {merge!r} is no pair")
+    return [left, right]
+
+
+def _sentence_pieces(
+    file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]
+) -> Section:
+    scores = file.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(file.texts("tokenizer.ggml.tokens")):
+        raise file.refuse("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
+    adds_space = file.flag("tokenizer.ggml.add_space_prefix") is not False
+    unknown = special_token(file, "unknown")
+    replacing = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
+    prepending = [{"type": "Prepend", "prepend": MARK}] if adds_space else []
+    stripping = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [*prepending, replacing]},
+        "pre_tokenizer": None,
+        "post_processor": _frame(file, adds_bos=True),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *stripping,
+            ],
+        },
+        "model": _pairs(
+            vocabulary,
+            _merges_by_score(vocabulary, scores, {token["content"] for token in added}),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        ),
+    }
+
+
+def _merges_by_score(
+    vocabulary: Mapping[str, int], scores: list[float], added: set[str]
+) -> list[list[str]]:
+    found: list[tuple[float, int, str, str]] = []
+    for piece, place in vocabulary.items():
+        if piece in added:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((scores[place], cut, left, right))
+    found.sort(key=lambda each: each[:2], reverse=True)
+    return [[left, right] for _, _, left, right in found]
+
+
+def _pairs(vocabulary: Mapping[str, int], merges: list[list[str]], **others: object) -> Section:
+    """A model of byte pairs, with what is left out of it unset."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **others,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _frame(file: GgufFile, *, adds_bos: bool) -> Section | None:
+    """The ids around a text, where the file or its kind of vocabulary asks for any."""
+    said = file.flag("tokenizer.ggml.add_bos_token")
+    wanted = {
+        "bos": adds_bos if said is None else said,
+        "eos": file.flag("tokenizer.ggml.add_eos_token") is True,
+    }
+    pieces: list[Section] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    specials: Section = {}
+    for name, is_wanted in wanted.items():
+        token = special_token(file, name) if is_wanted else None
+        if token is None:
+            continue
+        place = file.integer(f"tokenizer.ggml.{name}_token_id")
+        specials[token] = {"id": token, "ids": [place], "tokens": [token]}
+        piece = {"SpecialToken": {"id": token, "type_id": 0}}
+        pieces.insert(0 if name == "bos" else len(pieces), piece)
+    if not specials:
+        return None
+    return {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": specials,
+    }

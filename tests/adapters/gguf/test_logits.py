@@ -1,0 +1,101 @@
+"""A GGUF file gives the logits of the model that was written into it, in every type of tensor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from adapters.gguf.tensors import GgufTensors
+from adapters.models.checkpoint import read_config
+from engine.worker.stored import Suits
+from tests.checkpoints import LLAMA3_ROPE
+from tests.gguf_files import Gguf
+from tests.worker.driving import Driver, load_worker
+
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+VARIANTS = [
+    *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads"),
+    *("mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
+]
+
+
+def expected(model: object) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]  # type: ignore[operator]
+    return logits
+
+
+def found(path: Path, **settings: str) -> Tensor:
+    return Driver(load_worker(path, **settings)).logits((0, TOKENS))[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_is_what_was_written(tmp_path: Path, variant: str) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf(variant).write(path)
+    assert (found(path) - expected(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+def test_every_type_is_read_for_what_it_stands_for(tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("llama", kind, changes=WIDE).write(path)
+    assert (found(path, weights="float32") - expected(model)).abs().max() < 1e-4
+
+
+def test_few_bits_are_computed_in_8_unless_told_otherwise(tmp_path: Path) -> None:
+    few, many = tmp_path / "few.gguf", tmp_path / "many.gguf"
+    model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(few)
+    Gguf("llama", Kind.Q8_0, changes=WIDE).write(many)
+    assert GgufTensors(few).suits is Suits.ROUNDED
+    assert GgufTensors(many).suits is Suits.FLOATS
+    worker = load_worker(few, attention="cpu")
+    assert worker.report.weights.startswith("int8")
+    off = (Driver(worker).logits((0, TOKENS))[0] - expected(model)).abs().max()
+    assert 1e-4 < off < 0.1 * expected(model).abs().max()
+    assert load_worker(few, attention="cpu", weights="float32").report.weights == "float32"
+    assert load_worker(many, attention="cpu").report.weights == "float32"
+
+
+def test_the_window_of_a_llama_file_is_mistrals(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("mistral_window", more={"llama.attention.sliding_window": 7}).write(path)
+    assert (found(path) - expected(model)).abs().max() < 1e-4
+
+
+def test_linear_scaling_of_positions_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    model = Gguf("llama_linear_rope", more=scaling).write(path)
+    assert (found(path) - expected(model)).abs().max() < 1e-4
+
+
+def test_llama_3_keeps_its_scaling_in_a_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
+    turns = LLAMA3_ROPE["original_max_position_embeddings"] * plain / (2 * torch.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    factors = 1 / ((1 - share) / LLAMA3_ROPE["factor"] + share)
+    model = Gguf("llama3_rope", extra={"rope_freqs.weight": factors}).write(path)
+    assert (found(path) - expected(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rows", [range(32), range(8), range(8, 24), range(3, 13)])
+def test_parts_of_turned_rows_are_the_parts_of_the_whole(tmp_path: Path, rows: range) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("llama_biases").write(path)
+    projection = model.model.layers[1].self_attn.q_proj
+    tensors, part = GgufTensors(path), slice(rows.start, rows.stop)
+    for kind, whole in (("weight", projection.weight), ("bias", projection.bias)):
+        read = tensors.read(f"model.layers.1.self_attn.q_proj.{kind}", (part,))
+        assert torch.equal(read, whole[part])
+
+
+def test_numbers_of_32_bits_are_what_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama", more={"llama.attention.layer_norm_rms_epsilon": 1e-6}).write(path)
+    assert read_config(path)["rms_norm_eps"] == 1e-6

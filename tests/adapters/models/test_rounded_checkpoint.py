@@ -1,0 +1,173 @@
+"""Checkpoints of 8-bit weights as `compressed-tensors` stores them: served, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.worker.checkpoint import Checkpoint
+from engine.worker.rounded import rounded
+from engine.worker.stored import RoundedFiles
+from tests.checkpoints import make_checkpoint, make_model
+from tests.worker.driving import Driver, load_worker
+
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+SCHEME: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": True,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": None,
+                "observer_kwargs": {},
+                "strategy": "token",
+                "symmetric": True,
+                "type": "int",
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "channel",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "int-quantized",
+    "global_compression_ratio": 1.2,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> Any:
+    """A checkpoint whose linears are rounded, and the model that it stands for."""
+    path = make_checkpoint(directory, variant) / "model.safetensors"
+    model = make_model(variant)
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        weight = rounded(tensor)
+        scales = weight.scales.bfloat16()
+        tensors[name], tensors[f"{name}_scale"] = weight.values, scales[:, None].clone()
+        parameters[name].data.copy_(weight.values * scales.float()[:, None])
+    save_file(tensors, path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]
+    return found
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2_tied", "qwen3"])
+def test_it_is_exactly_what_its_integers_say(tmp_path: Path, variant: str) -> None:
+    expected = logits(write(tmp_path, variant))
+    for attention, weights in (("reference", "auto"), ("cpu", "float32")):
+        worker = load_worker(tmp_path, attention=attention, weights=weights)
+        found = Driver(worker).logits((0, TOKENS))[0]
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_unless_told_otherwise_only_what_is_stored_in_8_bits_is_computed_so(tmp_path: Path) -> None:
+    expected = logits(write(tmp_path))
+    own, all_rounded = (
+        load_worker(tmp_path, attention="cpu", weights=weights) for weights in ("auto", "int8")
+    )
+    assert own.report.weights == all_rounded.report.weights
+    assert own.report.weights.startswith("int8")
+    off, more = (
+        (Driver(worker).logits((0, TOKENS))[0] - expected).abs().max()
+        for worker in (own, all_rounded)
+    )
+    assert off < 5e-3  # activations have 14 bits
+    assert more > 2 * off  # of the head's weights
+
+
+def test_every_part_has_the_scales_of_its_rows(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = dict(model.named_parameters())[name]
+    files = RoundedFiles(tmp_path)
+    assert files.shape(name) == tuple(whole.shape)
+    part = files.read(name, (slice(4, 9), slice(24, 48)))
+    assert not isinstance(part, Tensor)
+    torch.testing.assert_close(part.expanded(), whole[4:9, 24:48], rtol=1e-6, atol=0)
+    assert not any(one.endswith("_scale") for one in files.names)
+
+
+CHANGES: list[tuple[tuple[str, ...], object]] = [
+    (("quant_method",), "gptq"),
+    (("format",), "pack-quantized"),
+    (("quantization_status",), "frozen"),
+    (("kv_cache_scheme",), {"num_bits": 8}),
+    (("sparsity_config",), {"format": "sparse-bitmask"}),
+    (("config_groups",), {}),
+    (("config_groups", "group_0", "targets"), ["Conv2d"]),
+    (("config_groups", "group_0", "input_activations"), None),
+    (("config_groups", "group_0", "output_activations"), {"num_bits": 8}),
+    (("config_groups", "group_0", "weights", "num_bits"), 4),
+    (("config_groups", "group_0", "weights", "type"), "float"),
+    (("config_groups", "group_0", "weights", "symmetric"), False),
+    (("config_groups", "group_0", "weights", "strategy"), "group"),
+    (("config_groups", "group_0", "weights", "group_size"), 128),
+    (("config_groups", "group_0", "input_activations", "dynamic"), False),
+    (("config_groups", "group_0", "input_activations", "strategy"), "tensor"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CHANGES)
+def test_every_other_scheme_is_refused_by_its_field(
+    tmp_path: Path, path: tuple[str, ...], value: object
+) -> None:
+    scheme = json.loads(json.dumps(SCHEME))
+    inner = scheme
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    write(tmp_path, scheme=scheme)
+    with pytest.raises(RefusedToStart, match=rf"quantization_config.*{path[-1]}"):
+        Checkpoint.open(str(tmp_path))
+
+
+def test_integers_without_scales_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(tensors, path)
+    with pytest.raises(RefusedToStart, match=r"k_proj\.weight is I8 without"):
+        load_worker(tmp_path)
+
+
+def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_proj.weight_scale"] = torch.ones(1)
+    save_file(tensors, path)
+    with pytest.raises(RefusedToStart, match=r"k_proj\.weight_scale has shape \[1\]"):
+        load_worker(tmp_path)

@@ -1,0 +1,165 @@
+"""GGUF files written by the `gguf` package from the models of `tests.checkpoints`.
+
+Names, types of tensors and the turned rows of Llama's q and k are as llama.cpp's converter has
+them; the vocabulary is that of a `tokenizers` object.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from tests.checkpoints import make_model
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+
+@dataclass
+class Gguf:
+    """What a file is to hold; `more` and `without` are keys of its metadata."""
+
+    variant: str
+    kind: Kind = Kind.F32
+    tokenizer: tokenizers.Tokenizer | None = None
+    pre: str = "llama-bpe"
+    more: dict[str, Any] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    extra: dict[str, Tensor] = field(default_factory=dict)  # tensors beside the model's
+
+    def write(self, path: Path) -> Any:
+        """Write the file; returns transformers' model with what the file's tensors stand for."""
+        model = make_model(self.variant, **self.changes)
+        family = model.config.model_type
+        architecture = "gpt2" if family == "gpt2" else ARCHITECTURES[family]
+        writer = gguf.GGUFWriter(path, architecture)
+        values = _sizes(model.config, architecture) | (
+            {} if self.tokenizer is None else _byte_level(self.tokenizer, self.pre)
+        )
+        for key, value in (values | self.more).items():
+            if key not in self.without:
+                _add(writer, key, value)
+        self._add_tensors(writer, model, architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return model
+
+    def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
+        names = gguf.get_tensor_name_map(
+            {"gpt2": gguf.MODEL_ARCH.GPT2}.get(architecture, gguf.MODEL_ARCH[architecture.upper()]),
+            model.config.num_hidden_layers,
+        )
+        tensors = dict(model.named_parameters())
+        for name, tensor in tensors.items():
+            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert own is not None, name
+            values = tensor.detach()
+            if architecture == "gpt2" and _is_conv(name):
+                values = values.t()
+            if architecture == "llama" and any(f"{part}_proj" in name for part in "qk"):
+                values = _turned(values, model.config, is_key="k_proj" in name)
+            stored = self._store(writer, own, values.contiguous())
+            if architecture == "llama" and any(f"{part}_proj" in name for part in "qk"):
+                stored = _turned_back(stored, model.config, is_key="k_proj" in name)
+            if architecture == "gpt2" and _is_conv(name):
+                stored = stored.t()
+            tensor.data.copy_(stored)
+        for own, values in self.extra.items():
+            writer.add_tensor(own, values.numpy())
+
+    def _store(self, writer: gguf.GGUFWriter, own: str, values: Tensor) -> Tensor:
+        """Put a tensor into the file; returns what it stands for there, as floats."""
+        kind = self.kind if values.dim() > 1 else Kind.F32
+        if kind is Kind.F32:
+            writer.add_tensor(own, values.numpy())
+            return values
+        data = gguf.quants.quantize(values.numpy(), kind)
+        writer.add_tensor(own, data, raw_dtype=kind)
+        return torch.from_numpy(gguf.quants.dequantize(data, kind))
+
+
+def _is_conv(name: str) -> bool:
+    return name.endswith(".weight") and (".attn.c_" in name or ".mlp.c_" in name)
+
+
+def _heads(config: Any, is_key: bool) -> int:
+    return int(config.num_key_value_heads if is_key else config.num_attention_heads)
+
+
+def _turned(values: Tensor, config: Any, *, is_key: bool) -> Tensor:
+    """Rows of a head, first half and second half in turn."""
+    halves = values.view(_heads(config, is_key), 2, -1, *values.shape[1:])
+    return halves.transpose(1, 2).reshape(values.shape)
+
+
+def _turned_back(values: Tensor, config: Any, *, is_key: bool) -> Tensor:
+    pairs = values.view(_heads(config, is_key), -1, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
+def _sizes(config: Any, architecture: str) -> dict[str, Any]:
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if architecture == "gpt2":
+        sizes["feed_forward_length"] = config.n_inner or 4 * config.hidden_size
+        sizes["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+    else:
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        sizes |= {
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            "attention.key_length": head_dim,
+            "attention.value_length": head_dim,
+            "rope.dimension_count": head_dim,
+            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        }
+    return {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+def _byte_level(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
+    data = json.loads(tokenizer.to_str())
+    added = {token["id"]: token for token in data["added_tokens"]}
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda each: each[1])
+    kinds = [
+        1 if place not in added else 3 if added[place]["special"] else 4 for _, place in tokens
+    ]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in data["model"]["merges"]
+    ]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float() | np.floating():
+            writer.add_float32(key, float(value))
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
