@@ -1,0 +1,223 @@
+"""A worker on each kind of device beside transformers in float32: logits, texts, leaving, swapping.
+
+Weights are rounded to bfloat16 beforehand, so that both hold the same numbers. On a GPU the
+allowed error is relative (L2): 2e-2, or twice that of transformers' own bfloat16 where that is
+more. A drawn token is right if float32 finds it the likeliest, up to that error.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.cost import LiveCost
+from engine.kv import KVLedger
+from engine.loop import Engine
+from engine.memory import Swap
+from engine.policy import build
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Ask
+from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.step import Sampling
+from engine.transport.inline import InlineExecutor
+from engine.worker.worker import Worker
+from tests.checkpoints import VARIANTS, make_model
+from tests.worker.driving import GREEDY, Driver, settings_for
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,  # kernels of GPUs know few
+    "max_position_embeddings": 512,
+}
+WIDE_GPT2 = {"n_embd": 256, "n_head": 4, "n_positions": 512}
+FAMILIES = ("llama", "llama3_rope", "mistral", "mistral_window", "qwen2_tied", "qwen3", "gpt2")
+BLOCK = 16
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}
+HAS_GPU = torch.cuda.is_available()
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers, in float32, and in a worker; the error that is allowed."""
+
+    model: Any
+    worker: Worker
+    tolerance: float
+
+    def expected(self, tokens: Sequence[int]) -> Tensor:
+        """Logits at every position, `[tokens, vocab]`."""
+        return logits_of(self.model, tokens)
+
+    def shortfall(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """By how much the worst token of a greedy text is less likely than the likeliest, over
+        what is allowed; at most 1 for a right one."""
+        logits = self.expected([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        chosen = logits[range(len(output)), list(output)]
+        allowed = 4 * self.tolerance * logits.square().mean().sqrt()  # of two errors, at the tail
+        return float(((logits.max(dim=-1).values - chosen) / allowed).max())
+
+
+def logits_of(model: Any, tokens: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits.float()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def gentle_model(family: str) -> Any:
+    """Rounded, and with attention that is no choice of one token."""
+    wide = WIDE_GPT2 if VARIANTS[family][0] == "GPT2Config" else WIDE
+    model = make_model(family, **wide)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.3 if parameter.dim() > 1 else 1.0)
+            parameter.copy_(parameter.bfloat16().float())
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return gentle_model(str(request.param))
+
+
+def pair_of(model: Any, directory: Path, device: str, **more: Any) -> Pair:
+    model.save_pretrained(directory)
+    settings = settings_for(directory, "auto", block_size=BLOCK, kv_slots=64 * BLOCK)
+    worker = Worker.load(replace(settings, device=device, **more), lambda *_: None)
+    tolerance = TOLERANCE[device]
+    if device == "cuda":
+        load, text = transformers.AutoModelForCausalLM.from_pretrained, tokens_of(100, 7)
+        own = logits_of(load(directory, dtype=torch.bfloat16), text)
+        tolerance = max(tolerance, 2 * error(own, logits_of(model, text)))
+    return Pair(model, worker, tolerance)
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    return Random(seed).choices(range(97), k=length)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_are_those_of_transformers_in_prefill_pieces_and_decodes(
+    model: Any, device: str, tmp_path: Path
+) -> None:
+    pair = pair_of(model, tmp_path, device)
+    texts = [tokens_of(length, seed) for seed, length in enumerate((150, 33, 17))]
+    expected = [pair.expected(text) for text in texts]
+    driver, done = Driver(pair.worker), [0, 0, 0]
+    for pieces in ((64, 0, 15), (1, 30, 1), (70, 1, 1), (1, 1, 0), (1, 1, 0)):
+        asked = [(at, count) for at, count in enumerate(pieces) if count]
+        asked.sort(key=lambda piece: piece[1] > 1)  # decodes come first
+        found = driver.logits(*((at, texts[at][done[at] :][:count]) for at, count in asked))
+        for row, (at, count) in zip(found.float().cpu(), asked, strict=True):
+            done[at] += count
+            assert error(row, expected[at][done[at] - 1]) < pair.tolerance
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return gentle_model("llama")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_texts_written_together_are_greedy_ones(llama: Any, device: str, tmp_path: Path) -> None:
+    pair = pair_of(llama, tmp_path, device)
+    driver = Driver(pair.worker)
+    prompts = [tokens_of(5 + 11 * number, number) for number in range(6)]
+    feeds = [list(prompt) for prompt in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for _ in range(30):
+        drawn = driver.tokens(*((at, feed, GREEDY) for at, feed in enumerate(feeds)))
+        feeds = [[token] for token in drawn]
+        for output, token in zip(outputs, drawn, strict=True):
+            output.append(token)
+    assert max(map(pair.shortfall, prompts, outputs)) <= 1
+
+
+async def read(engine: Engine, ask: Ask, until: int) -> list[int]:
+    """The answer up to so many tokens; then its reader leaves."""
+    tokens: list[int] = []
+    with engine.stream(ask) as stream:
+        while len(tokens) < until:
+            chunk = await stream.next()
+            tokens += chunk.tokens
+            if chunk.finish is not None:
+                break
+    return tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lookahead", [0, 1])
+async def test_who_leaves_leaves_nothing_behind(
+    llama: Any, device: str, lookahead: int, tmp_path: Path
+) -> None:
+    pair = pair_of(llama, tmp_path, device, lookahead=lookahead)
+    report = pair.worker.report
+    ledger = KVLedger(report.num_blocks, report.block_size)
+    bounds = SchedulerSettings(max_model_len=512, max_batch_size=4, max_batch_tokens=40)
+    scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed())
+    executor = InlineExecutor(pair.worker, 1 + lookahead)
+    now = asyncio.get_running_loop().time
+    engine = Engine(scheduler, executor, now, lookahead=lookahead)
+    running = asyncio.create_task(engine.run())
+    asks = [
+        Ask(tuple(tokens_of(9 + 13 * number, number)), 24, Sampling(temperature=0.0))
+        for number in range(8)
+    ]
+    answers = await asyncio.gather(
+        *(read(engine, ask, 5 if at % 2 else 99) for at, ask in enumerate(asks))
+    )
+    await engine.drain(30)
+    running.cancel()
+    ledger.check()
+    assert ledger.num_held == 0
+    for at, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        assert len(answer) == 24 if at % 2 == 0 else len(answer) < 24
+        assert pair.shortfall(ask.prompt, answer) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("swap", [Swap.REACTIVE, Swap.PROACTIVE])
+def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
+    llama: Any, device: str, swap: Swap, tmp_path: Path
+) -> None:
+    pair = pair_of(llama, tmp_path, device, host_kv_bytes=8 << 20)
+    report = pair.worker.report
+    bounds = SchedulerSettings(
+        max_model_len=512, max_batch_size=3, max_batch_tokens=64, swap=swap, reuses_prefixes=False
+    )
+    ledger = KVLedger(14, report.block_size, report.num_host_blocks)
+    scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
+    asks = [
+        Ask(tuple(tokens_of(20 + 9 * number, number)), 40, Sampling(temperature=0.0))
+        for number in range(6)
+    ]
+    requests = [scheduler.add(ask, 0.0) for ask in asks]
+    now = 0.0
+    while scheduler.pool:
+        iteration = scheduler.plan(now)
+        assert iteration is not None
+        now += 0.01
+        scheduler.commit(iteration, pair.worker.run(iteration.step), now)
+        ledger.check()
+    assert sum(request.num_swaps for request in requests) > 0
+    assert all(pair.shortfall(one.ask.prompt, one.output) <= 1 for one in requests)
