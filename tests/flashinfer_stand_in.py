@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer_ports import CapturedBuffers
+from adapters.attention.flashinfer_ports import CapturedBuffers, CapturedWrapper
 
 TILE = 16
 POISON = -77
@@ -64,7 +64,8 @@ class StandIn:
         self.check_device("workspace", workspace, torch.uint8)
         return StandInCaptured(self, workspace, buffers)
 
-    def baked(self, wrapper: "StandInCaptured") -> tuple[int, ...]:
+    def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
+        assert isinstance(wrapper, StandInCaptured)
         return wrapper.parts_rows, wrapper.size
 
     def turn(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:

@@ -41,8 +41,8 @@ def check_limits(limits: StepLimits, page_size: int, group: int) -> Sizes:
     cuts = 12 * tiles + 4 * (sizes.tokens + sizes.requests) + SLACK
     if cuts > OWN_INT_BYTES:
         raise RefusedToStart(
-            f"max_batch_tokens={limits.max_tokens} needs plans of {cuts:,} bytes; attention on a "
-            f"GPU takes at most {OWN_INT_BYTES:,}"
+            f"max_batch_tokens={limits.max_tokens} and max_batch_size={limits.max_requests} need "
+            f"plans of {cuts:,} bytes; attention on a GPU takes at most {OWN_INT_BYTES:,}"
         )
     return sizes
 

@@ -1,0 +1,78 @@
+"""Where FlashInfer does not serve, one line says why, and what does."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from adapters.attention import BACKENDS
+from adapters.attention.flashinfer import FlashInferAttention
+from adapters.attention.flashinfer_fit import absent, unfit
+from engine.errors import RefusedToStart
+from engine.worker.kv_tensors import KVTensors
+from engine.worker.native.team import Team
+from engine.worker.ports import AttentionSpec
+
+HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def spec(
+    heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: torch.dtype = HALF
+) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, head_dim, 1.0, None, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [HALF, FP8])
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(12, 12, 64), (14, 2, 64), (28, 4, 128), (40, 8, 128), (64, 1, 256)],
+)
+def test_the_shapes_of_the_families_fit(
+    heads: int, kv_heads: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
+) -> None:
+    assert unfit(spec(heads, kv_heads, head_dim), kv_dtype, page_size) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kv_dtype", "named"),
+    [
+        (spec(dtype=torch.float32), torch.float32, "dtype float32 .*--attention reference"),
+        (spec(), torch.float16, "KV in float16 under bfloat16 .*--kv-cache-dtype"),
+        (spec(dtype=torch.float16), HALF, "KV in bfloat16 under float16"),
+        (spec(head_dim=80), HALF, "head_dim 80 .*64, 128, 256.*--attention reference"),
+        (spec(heads=10, kv_heads=4), HALF, "10 heads cannot share 4"),
+    ],
+)
+def test_what_has_no_kernel_is_named(
+    wrong: AttentionSpec, kv_dtype: torch.dtype, named: str
+) -> None:
+    line = unfit(wrong, kv_dtype, 16)
+    assert "\n" not in line
+    cache = KVTensors((torch.zeros((1, 16, 2, 8), dtype=kv_dtype),), ())
+    with pytest.raises(RefusedToStart, match=f"attention 'flashinfer' cannot be used: {named}"):
+        FlashInferAttention(wrong, cache, Team(1))
+
+
+def test_without_a_gpu_or_the_library_that_is_what_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert absent(0) == "there is no GPU that torch can use"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert absent(1) == "the GPU has compute capability 7.5, 8.0 is needed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert absent(1) == "flashinfer is not installed (pip install 'podway[cuda]')"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+    def broken(name: str) -> None:
+        raise ImportError("no module named 'tvm_ffi'")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert absent(1) == "flashinfer cannot be imported: no module named 'tvm_ffi'"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_class_can_be_asked_where_there_is_no_gpu() -> None:
+    assert FlashInferAttention.why_not(spec(), HALF, 16) == "there is no GPU that torch can use"
+    assert {"flashinfer", "flashinfer-split"} <= BACKENDS.keys()
