@@ -260,17 +260,18 @@ class Placement:
 class WorkerSettings:
     """What a worker needs to know to load its share of a model.
 
-    `dtype`, `weights` (of linear layers), `device` and `attention` may be "auto". `kv_slots` 0
-    means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker chooses from the
-    memory that is free. `host_kv_bytes`, over all workers too, are for KV that is swapped out.
-    `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own limit. A
-    worker that `traces` tells the times of each step. With `lookahead` steps may go on from tokens
-    that only the workers know.
+    `dtype`, `weights` (of linear layers), `kv_dtype`, `device` and `attention` may be "auto".
+    `kv_slots` 0 means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker
+    chooses from the memory that is free. `host_kv_bytes`, over all workers too, are for KV that is
+    swapped out. `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own
+    limit. A worker that `traces` tells the times of each step. With `lookahead` steps may go on
+    from tokens that only the workers know.
     """
 
     model: str
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     block_size: int = 16
@@ -307,4 +308,5 @@ class WorkerReport:
     bytes_per_block: int
     threads: int
     weights: str = "float32"
+    kv_dtype: str = "float32"
     num_host_blocks: int = 0

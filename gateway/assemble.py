@@ -246,6 +246,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         model=str(directory),
         dtype=settings.dtype,
         weights=settings.weights,
+        kv_dtype=settings.kv_cache_dtype,
         device=settings.device,
         attention=settings.attention,
         block_size=settings.block_size,
@@ -347,7 +348,7 @@ def _terms(settings: Settings, loaded: Loaded) -> Header:
 
 def _served_model(loaded: Loaded) -> ServedModel:
     report = loaded.report
-    numbers = f"{report.dtype} {report.weights}"
+    numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
     facts = f"{version('podway')} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,

@@ -111,6 +111,7 @@ def facts_about(
         "dtype": report.dtype,
         "format": report.weights,
         "weight_format": report.weights,
+        "kv_dtype": report.kv_dtype,
         "attention": report.attention,
         "threads": report.threads,
         "block_size": report.block_size,

@@ -68,11 +68,13 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
     """The lines that are shown once the server answers; `cost` is what steps take."""
     num_slots = report.num_blocks * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
+    kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
     weights = "" if report.weights == report.dtype else f" with {report.weights} weights"
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
-        "KV": f"{num_slots:,} slots in blocks of {report.block_size}, {megabytes:,.0f} MiB",
+        "KV": f"{num_slots:,} slots in blocks of {report.block_size}, "
+        f"{megabytes:,.0f} MiB{kv_dtype}",
         "compute": f"{_workers(settings)} of {report.threads} threads, "
         f"attention {report.attention}",
         "schedule": f"{settings.policy}, admission {settings.admission}, batches of "

@@ -5,14 +5,16 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer import FlashInferAttention
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.ports import AttentionSpec, MakesAttention, StepLimits, Team, Turn
+from engine.worker.kv_tensors import KVTensors, allocate
+from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, StepLimits, Team, Turn
 from tests.flashinfer_stand_in import StandIn
 
+ON_CPU = (BACKENDS["cpu"], BACKENDS["reference"])
 LIMITS = StepLimits(max_requests=32, max_tokens=2048, max_model_len=4096)
 
 
@@ -23,6 +25,22 @@ def maker(name: str) -> MakesAttention:
     if isinstance(made, type) and issubclass(made, FlashInferAttention):
         return partial(_on_stand_in, made)
     return made
+
+
+def holds(name: str, dtype: torch.dtype) -> bool:
+    """Whether the backend reads KV in a dtype when all else is float32."""
+    return dtype is torch.float32 or BACKENDS[name] in ON_CPU
+
+
+def cache_for(
+    name: str, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVTensors:
+    """Zeros for all layers, lying as the backend's device lays them."""
+    if BACKENDS[name] in ON_CPU:
+        return allocate(shape, shape.num_layers, num_blocks, block_size, dtype)
+    sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    cache = torch.zeros(sizes, dtype=dtype)
+    return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]))
 
 
 class OnStandIn:

@@ -4,70 +4,79 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.attention import paged
+from adapters.attention import entering, paged
+from adapters.attention.spans import SPAN, part_floats
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import Int64s, RaggedLayout
+from engine.worker.native.kinds import kind_of
 from engine.worker.native.operators import Call
 from engine.worker.native.recorded import RecordableAttention
 from engine.worker.ports import AttentionSpec, Team, Turn
 
 ROWS = 24  # of a task: tokens x query heads of one KV head
-ROUND = 16  # floats; a row of scores is written in fours and may run over its end
-GROWTH = 256  # floats by which rows of scores grow, so that few steps differ in it
+CHUNKS_PER_THREAD = 4  # enough for threads to end together
+FEWEST_SPANS = 4  # of a context that is worth being shared out
+FIRST, TOKENS, POSITION, PLACE, LOW, HIGH, PARTS = range(paged.TASK_WORDS)
 
 
 class CpuAttention(RecordableAttention):
-    """Float32 only. Work is cut into tasks once a step; layers differ in addresses alone."""
+    """Work is cut into tasks once a step; layers differ in addresses alone."""
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors, team: Team) -> None:
         group = spec.num_heads // spec.num_kv_heads
         self._team = team
         self._cache = cache
-        self._dim = spec.head_dim
         self._kv_heads = spec.num_kv_heads
+        self._window = spec.window or 0
         self._tokens_per_task = max(1, ROWS // group)
-        self._most_rows = self._tokens_per_task * group
-        self._tasks = self._tables = self._slots = np.empty(0, dtype=np.int64)
-        self._num_tasks = 0
+        most_rows = self._tokens_per_task * group
+        self._part_floats = part_floats(most_rows, spec.head_dim)
+        self._tasks = self._whole = self._tables = self._slots = np.empty(0, dtype=np.int64)
+        self._num_tasks = self._num_whole = 0
         self._is_of_decodes = False
-        self._scratch: NDArray[np.float32] = np.empty(0, dtype=np.float32)
-        self._attend = Call(
-            team,
-            paged.attend,
-            (
-                spec.num_kv_heads,
-                group,
-                spec.head_dim,
-                cache.block_size,
-                spec.window or 0,
-                *(0,) * 6,
-                self._most_rows,
-                *(0,) * 6,
-            ),
+        stride = paged.scratch_floats(most_rows, spec.head_dim)
+        self._scratch: NDArray[np.float32] = np.empty(stride * team.threads, dtype=np.float32)
+        self._parts: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        kind = kind_of(cache.keys[0].dtype)
+        shape = (spec.num_kv_heads, group, spec.head_dim, cache.block_size)
+        blank = paged.AttendOperands(
+            *shape,
+            window=self._window,
+            scale=0,
+            tasks=0,
+            tables=0,
+            scratch=self._scratch.ctypes.data,
+            scratch_stride=stride,
+            most_rows=most_rows,
+            parts=0,
+            keys=0,
+            values=0,
+            key_scales=0,
+            value_scales=0,
+            q=0,
+            q_stride=0,
+            out=0,
+            out_stride=0,
         )
+        self._attend = Call(team, paged.OF_KINDS[kind], blank)
         self._attend.words.view(np.float32)[2 * 5] = spec.scale
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._enter = Call(team, paged.enter, (0, 0, *heads, *(0,) * 7))
+        self._join = Call(team, paged.join_parts, blank)
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.block_size)
+        self._enter = Call(team, entering.OF_KINDS[kind], (0, 0, *heads, *(0,) * 9))
 
     def plan(self, layout: RaggedLayout) -> None:
         """See `AttentionBackend`."""
-        tasks = self._cut(layout)
-        self._num_tasks = len(tasks)
+        whole = self._cut(layout)
+        whole, tasks = self._share_out(whole)
+        self._num_tasks, self._num_whole = len(tasks), len(whole)
         self._is_of_decodes = layout.num_decodes == layout.num_requests
         self._tasks = _put(self._tasks, tasks.ravel())
+        self._whole = _put(self._whole, whole.ravel())
         self._tables = _put(self._tables, layout.kv_indices)
         self._slots = _put(self._slots, layout.slots)
-        score_stride = (int(layout.kv_len.max()) // GROWTH + 1) * GROWTH + ROUND
-        stride = self._most_rows * (2 * self._dim + score_stride)
-        if len(self._scratch) < stride * self._team.threads:
-            self._scratch = np.empty(stride * self._team.threads, dtype=np.float32)
-        self._attend.words[6:11] = (
-            self._tasks.ctypes.data,
-            self._tables.ctypes.data,
-            self._scratch.ctypes.data,
-            stride,
-            score_stride,
-        )
+        self._attend.words[6:8] = self._tasks.ctypes.data, self._tables.ctypes.data
+        self._join.words[6] = self._whole.ctypes.data
+        self._attend.words[11] = self._join.words[11] = self._parts.ctypes.data
         self._enter.words[:2] = self._slots.ctypes.data, len(layout.slots)
 
     @property
@@ -75,53 +84,76 @@ class CpuAttention(RecordableAttention):
         """See `RecordableAttention`."""
         if not self._is_of_decodes:
             return b""
-        words = *self._attend.words[6:11], *self._enter.words[:2], self._num_tasks
-        return np.array(words).tobytes()
+        words = *self._attend.words[6:8], self._join.words[6], self._join.words[11]
+        return np.array(
+            (*words, *self._enter.words[:2], self._num_tasks, self._num_whole)
+        ).tobytes()
 
     def _cut(self, layout: RaggedLayout) -> Int64s:
-        """Tasks `[tasks, TASK_WORDS]`."""
+        """Tasks over whole contexts, `[tasks, TASK_WORDS]`."""
         per = self._tokens_per_task
         first_row, last_row = layout.qo_indptr[:-1], layout.qo_indptr[1:]
-        if layout.num_decodes == layout.num_requests:
-            ones = np.ones_like(layout.positions)
-            return np.stack((first_row, ones, layout.positions, layout.kv_indptr[:-1]), axis=1)
-        pieces = -(-(last_row - first_row) // per)
-        owner = np.repeat(np.arange(layout.num_requests), pieces)
-        piece = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        owner, piece = _pieces(-(-(last_row - first_row) // per))
         tasks = np.empty((len(owner), paged.TASK_WORDS), dtype=np.int64)
-        tasks[:, 0] = first_row[owner] + piece * per
-        tasks[:, 1] = np.minimum(per, last_row[owner] - tasks[:, 0])
-        tasks[:, 2] = layout.positions[tasks[:, 0]]
-        tasks[:, 3] = layout.kv_indptr[owner]
+        tasks[:, FIRST] = first_row[owner] + piece * per
+        tasks[:, TOKENS] = np.minimum(per, last_row[owner] - tasks[:, FIRST])
+        tasks[:, POSITION] = layout.positions[tasks[:, FIRST]]
+        tasks[:, PLACE] = layout.kv_indptr[owner]
+        seen = tasks[:, POSITION] + 1 - self._window if self._window else 0
+        tasks[:, LOW] = np.maximum(seen, 0) // SPAN * SPAN
+        tasks[:, HIGH] = tasks[:, POSITION] + tasks[:, TOKENS]
+        tasks[:, PARTS] = -1
         return tasks
+
+    def _share_out(self, tasks: Int64s) -> tuple[Int64s, Int64s]:
+        """Cut tasks that would keep others waiting into runs of spans: these tasks, and all runs.
+
+        That changes nothing of what they compute, since a part is always of one span.
+        """
+        spans = -(-(tasks[:, HIGH] - tasks[:, LOW]) // SPAN)
+        if self._team.threads == 1 or spans.max() < FEWEST_SPANS:
+            return tasks[:0], tasks
+        chunks = CHUNKS_PER_THREAD * self._team.threads
+        most = max(FEWEST_SPANS // 2, int(spans.sum()) * self._kv_heads // chunks)
+        is_long = spans > 2 * most
+        whole, spans = tasks[is_long], spans[is_long]
+        whole[:, PARTS] = np.cumsum(spans) - spans
+        owner, piece = _pieces(-(-spans // most))
+        runs = whole[owner]
+        runs[:, LOW] += piece * most * SPAN
+        runs[:, HIGH] = np.minimum(runs[:, HIGH], runs[:, LOW] + most * SPAN)
+        runs[:, PARTS] += piece * most
+        needed = int(spans.sum()) * self._kv_heads * self._part_floats
+        if len(self._parts) < needed:
+            self._parts = np.empty(needed, dtype=np.float32)
+        return whole, np.concatenate((runs, tasks[~is_long]))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
         """See `AttentionBackend`."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
         rows, stride = len(q), q.stride(0)
         ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
         assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v lie side by side"
         assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
-        self._enter.words[5:11] = (
-            q.data_ptr(),
-            stride,
-            0 if turn is None else turn.cos.data_ptr(),
-            0 if turn is None else turn.sin.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-        )
-        self._enter.over_rows(rows, 11)
+        cache = self._cache
+        pages = [cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), 0, 0]
+        if cache.key_scales:
+            pages[2:] = cache.key_scales[layer].data_ptr(), cache.value_scales[layer].data_ptr()
+        angles = (0, 0) if turn is None else (turn.cos.data_ptr(), turn.sin.data_ptr())
+        self._enter.words[6:14] = (q.data_ptr(), stride, *angles, *pages)
+        self._enter.over_rows(rows, 14)
         out = self._team.room("attention", tuple(q.shape))
-        self._attend.words[12:] = (
-            keys.data_ptr(),
-            values.data_ptr(),
-            q.data_ptr(),
-            stride,
-            out.data_ptr(),
-            out.stride(0),
-        )
+        self._attend.words[12:] = (*pages, q.data_ptr(), stride, out.data_ptr(), out.stride(0))
         self._attend(self._num_tasks * self._kv_heads)
+        if self._num_whole:
+            self._join.words[18:] = out.data_ptr(), out.stride(0)
+            self._join(self._num_whole * self._kv_heads)
         return out
+
+
+def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """For each piece, when thing i has `counts[i]` of them: the thing, and which of its pieces."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _put(place: Int64s, values: NDArray[np.integer]) -> Int64s:

@@ -3,12 +3,40 @@
 The oracle of the contract suite; every other backend is held to it.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import RaggedLayout
 from engine.worker.ports import AttentionSpec, Team, Turn
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class _Pages(NamedTuple):
+    """One layer's keys or values."""
+
+    pages: Tensor  # [num_blocks, block_size, kv_heads, dim]
+    scales: Tensor | None  # [num_blocks, block_size, kv_heads]
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Rows `[tokens, kv_heads, dim]` into their slots, rounded."""
+        size = self.pages.shape[1]
+        at = slots // size, slots % size
+        if self.scales is not None:
+            scales = rows.abs().amax(dim=-1) / 127
+            self.scales[at] = scales
+            rows = (rows / scales.clamp_min(TINY)[..., None]).round_()
+        self.pages[at] = rows.to(self.pages.dtype)
+
+    def read(self, blocks: Tensor, length: int) -> Tensor:
+        """The first `length` tokens of some blocks, `[length, kv_heads, dim]` in float32."""
+        rows = self.pages[blocks].flatten(0, 1)[:length].float()
+        if self.scales is None:
+            return rows
+        return rows * self.scales[blocks].flatten(0, 1)[:length, :, None]
 
 
 class ReferenceAttention:
@@ -32,9 +60,13 @@ class ReferenceAttention:
         assert layout is not None, "plan comes before run"
         if turn is not None:
             q, k = _turned(q, turn), _turned(k, turn)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self._slots, k.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, self._slots, v.to(values.dtype))
+        cache = self._cache
+        keys = _Pages(cache.keys[layer], cache.key_scales[layer] if cache.key_scales else None)
+        values = _Pages(
+            cache.values[layer], cache.value_scales[layer] if cache.value_scales else None
+        )
+        keys.write(self._slots, k)
+        values.write(self._slots, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for i in range(layout.num_requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
@@ -42,16 +74,14 @@ class ReferenceAttention:
                 layout.kv_indices[layout.kv_indptr[i] : layout.kv_indptr[i + 1]]
             ).to(self._place)
             length = int(layout.kv_len[i])
-            out[rows] = self._attend(
-                q[rows], keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length]
-            )
+            out[rows] = self._attend(q[rows], keys.read(pages, length), values.read(pages, length))
         return out
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         spec, length = self._spec, len(keys)
         group = spec.num_heads // spec.num_kv_heads
-        keys = keys.float().repeat_interleave(group, dim=1)
-        values = values.float().repeat_interleave(group, dim=1)
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * spec.scale
         ends = torch.arange(length - len(q), length, device=self._place)
         distance = ends[:, None] - torch.arange(length, device=self._place)

@@ -10,9 +10,16 @@ from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
 from engine.worker.device import Progress, Room, attention_for, choose
 from engine.worker.host_pool import HostPool
-from engine.worker.kv_tensors import KVTensors, allocate, available_bytes, bytes_per_block
+from engine.worker.kv_tensors import (
+    CPU_KV_DTYPES,
+    KVTensors,
+    allocate,
+    available_bytes,
+    bytes_per_block,
+)
 from engine.worker.native.build import compile_all
 from engine.worker.native.int8 import FASTEST, Int8Operators, StoredOperators
+from engine.worker.native.kinds import has_half, kind_of
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.operators import TorchOperators
@@ -57,6 +64,9 @@ class CpuDevice:
 
     def __init__(self, settings: WorkerSettings, suits: Suits = Suits.FLOATS) -> None:
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
+        self.kv_dtype = choose("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
+        if self.kv_dtype is torch.float16 and not has_half():
+            raise RefusedToStart("kv_dtype 'float16' needs a CPU with F16C")
         self.attention = attention_for(settings, "cpu", DEFAULT_ATTENTION)
         if settings.weights not in WEIGHTS:
             known = ", ".join(WEIGHTS)
@@ -96,7 +106,7 @@ class CpuDevice:
     def prepare(self, progress: Progress) -> None:
         """See `Device`."""
         if not self._is_plain:
-            compile_all(progress)
+            compile_all(progress, kind_of(self.kv_dtype))
 
     def operators(self) -> Operators:
         """See `Device`."""
@@ -125,7 +135,7 @@ class CpuDevice:
     def block_bytes(self, shape: ModelShape) -> int:
         """See `Device`."""
         size = self._settings.block_size
-        return bytes_per_block(shape, shape.num_layers, size, self.dtype.itemsize)
+        return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def room(self, rehearse: Callable[[], None]) -> Room:
         """All that is available; the smaller of 4 GiB and a quarter of it unless told otherwise,
@@ -137,7 +147,8 @@ class CpuDevice:
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """See `Device`."""
-        return allocate(shape, shape.num_layers, num_blocks, self._settings.block_size, self.dtype)
+        size = self._settings.block_size
+        return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
 
     def allocate_host(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """See `Device`."""

@@ -77,6 +77,11 @@ class Device(Protocol):
         ...
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values in the cache."""
+        ...
+
+    @property
     def weights(self) -> str:
         """The format of the linear layers."""
         ...

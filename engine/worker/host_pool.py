@@ -66,7 +66,6 @@ def _blocks(table: bytes, limit: int, tier: str) -> Tensor:
 
 def _copy(source: "KVTensors", at: Tensor, target: "KVTensors", to: Tensor) -> None:
     """Layer by layer, so that no more than one layer's blocks are held twice meanwhile."""
-    for read, write in ((source.keys, target.keys), (source.values, target.values)):
-        for layer, tensor in enumerate(read):
-            blocks = tensor.index_select(0, at.to(tensor.device))
-            write[layer].index_copy_(0, to.to(write[layer].device), blocks.to(write[layer].device))
+    for read, write in zip(source.as_it_lies(), target.as_it_lies(), strict=True):
+        blocks = read.index_select(0, at.to(read.device))
+        write.index_copy_(0, to.to(write.device), blocks.to(write.device))

@@ -18,11 +18,21 @@ from engine.step import WorkerSettings
 from engine.worker.device import Room
 from engine.worker.ports import ModelShape
 
+CPU_KV_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
     """Keys and values of each layer, `[num_blocks + num_spare, block_size, kv_heads, dim]` each.
 
+    In int8 a number counts times the scale of its token and head, `[num_blocks, block_size,
+    kv_heads]` for each layer; otherwise there are no scales. How a block lies is the device's.
     Of the spare blocks, the last ones, nobody but the attention knows: rows that only fill up a
     batch write there.
     """
@@ -30,6 +40,8 @@ class KVTensors:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     num_spare: int = 0
+    key_scales: tuple[Tensor, ...] = ()
+    value_scales: tuple[Tensor, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -38,6 +50,13 @@ class KVTensors:
     @property
     def block_size(self) -> int:
         return self.keys[0].shape[1]
+
+    def as_it_lies(self) -> list[Tensor]:
+        """All that blocks consist of, `[num_blocks, …]` each, in the order of memory."""
+        return [
+            one.permute(sorted(range(one.dim()), key=one.stride, reverse=True))
+            for one in (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+        ]
 
 
 def available_bytes() -> int:
@@ -54,9 +73,16 @@ def available_bytes() -> int:
     return free
 
 
-def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, item_bytes: int) -> int:
-    """Bytes of one block: keys and values of all layers of the stage."""
-    return 2 * num_layers * block_size * shape.num_kv_heads * shape.head_dim * item_bytes
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Whether KV in this dtype has a scale for each token and head."""
+    return dtype == torch.int8
+
+
+def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values, and their scales, of all layers of the stage."""
+    scale_bytes = torch.float32.itemsize if is_scaled(dtype) else 0
+    head_bytes = shape.head_dim * dtype.itemsize + scale_bytes
+    return 2 * num_layers * block_size * shape.num_kv_heads * head_bytes
 
 
 def choose_num_blocks(
@@ -92,9 +118,26 @@ def choose_num_blocks(
 def allocate(
     shape: ModelShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> KVTensors:
-    """A zeroed cache; the system backs its pages with memory only when they are written."""
-    sizes = (num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-    item_bytes = torch.empty(0, dtype=dtype).element_size()
-    whole = torch.from_numpy(np.zeros(prod(sizes) * item_bytes, dtype=np.uint8))
-    cache = whole.view(dtype).view(sizes) if num_blocks else torch.empty(sizes, dtype=dtype)
-    return KVTensors(keys=tuple(cache[:, 0]), values=tuple(cache[:, 1]))
+    """A zeroed cache; the system backs its pages with memory only when they are written.
+
+    Each head's slots of a block lie together, as the CPU reads them: values slot by slot, keys
+    dimension by dimension.
+    """
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    keys = _zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
+    values = _zeros((num_layers, num_blocks, heads, block_size, dim), dtype)
+    sizes = (2, num_layers if is_scaled(dtype) else 0, num_blocks, heads, block_size)
+    scales = _zeros(sizes, torch.float32)
+    return KVTensors(
+        keys=tuple(keys.permute(0, 1, 4, 2, 3)),
+        values=tuple(values.permute(0, 1, 3, 2, 4)),
+        key_scales=tuple(scales[0].transpose(2, 3)),
+        value_scales=tuple(scales[1].transpose(2, 3)),
+    )
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_bytes = prod(sizes) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(sizes, dtype=dtype)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(sizes)

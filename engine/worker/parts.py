@@ -148,6 +148,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
             architecture=checkpoint.architecture,
             num_parameters=num_parameters,
             dtype=str(device.dtype).removeprefix("torch."),
+            kv_dtype=str(device.kv_dtype).removeprefix("torch."),
             device=device.name,
             attention=device.attention,
             vocab_size=shape.vocab_size,

@@ -66,6 +66,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "chat_template": "t.jinja",
         "tool_dialect": "mistral",
         "reasoning_dialect": "none",
+        "kv_cache_dtype": "int8",
         "kv_slots": "64",
         "block_size": "8",
         "prefix_cache": "false",

@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from dataclasses import replace
 
 from engine.step import WorkerReport
 from gateway.settings import load
@@ -34,6 +35,9 @@ def test_the_banner_says_where_what_and_how_much() -> None:
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB", "2 threads",
                  "float32 on cpu", "fcfs", "admission grow"):  # fmt: skip
         assert fact in text
+    small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), "2 ms")
+    assert "1,024 MiB of int8" in small
+    assert "MiB of" not in text
 
 
 def test_the_curl_line_can_be_copied() -> None:

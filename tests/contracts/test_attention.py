@@ -1,6 +1,6 @@
 """What every attention backend must do: exact attention over ragged mixes on a paged cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from engine.step import RequestId, Step, StepEntry, StepId
-from engine.worker.kv_tensors import KVTensors, allocate
+from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import LayoutLimits, build_layout
 from engine.worker.native.team import Team
-from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, Turn
-from tests.attention_backends import maker
+from engine.worker.ports import AttentionSpec, ModelShape, Turn
+from tests.attention_backends import cache_for, holds, maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> MakesAttention:
-    return maker(str(request.param))
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,16 @@ class Case:
     block_size: int = 4
     window: int | None = None
     turns: bool = True
+    dtype: torch.dtype = torch.float32
     seed: int = 0
 
+
+ROUNDING = {  # of a number, as a share of it, or in int8 of the largest beside it
+    torch.float32: 0.0,
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-8,
+    torch.int8: 0.51 / 127,
+}
 
 cases = st.builds(
     Case,
@@ -59,6 +67,7 @@ cases = st.builds(
     block_size=st.sampled_from([1, 4, 16, 32]),
     window=st.none() | st.integers(1, 40),
     turns=st.booleans(),
+    dtype=st.sampled_from(list(ROUNDING)),
     seed=st.integers(0, 1000),
 )
 
@@ -77,6 +86,14 @@ def split(fused: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
 
 
+def stored(cache: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer as numbers, `[num_blocks, block_size, kv_heads, dim]`."""
+    keys, values = cache.keys[layer].float(), cache.values[layer].float()
+    if not cache.key_scales:
+        return keys.clone(), values.clone()
+    return keys * cache.key_scales[layer][..., None], values * cache.value_scales[layer][..., None]
+
+
 def turned(heads: Tensor, turn: Turn | None) -> Tensor:
     """Each pair of the halves of dim as a complex number, times that of its angle."""
     if turn is None:
@@ -86,7 +103,7 @@ def turned(heads: Tensor, turn: Turn | None) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=-1).float()
 
 
-def check(backend: MakesAttention, case: Case, team: Team) -> None:
+def check(name: str, case: Case, team: Team) -> None:
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int) -> Tensor:
@@ -95,9 +112,11 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
     heads = case.kv_heads * case.group
     shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, 1, 1, MAX_POSITIONS)
     pages = [-(-sum(request) // case.block_size) for request in case.requests]
-    cache = allocate(shape, LAYERS, sum(pages) + 3, case.block_size, torch.float32)
+    cache = cache_for(name, shape, sum(pages) + 3, case.block_size, case.dtype)
     for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(noise(*tensor.shape))
+        tensor.copy_(noise(*tensor.shape) * (40 if case.dtype == torch.int8 else 1))
+    for tensor in (*cache.key_scales, *cache.value_scales):
+        tensor.copy_(noise(*tensor.shape).abs() / 40)
     table = np.random.default_rng(case.seed).permutation(sum(pages) + 3).astype("<i4")
     tables = np.split(table[: sum(pages)], np.cumsum(pages)[:-1])
     step = Step(
@@ -109,12 +128,12 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
     )
     layout = build_layout(step, LayoutLimits(1, MAX_POSITIONS, len(table), case.block_size))
     scale = case.head_dim**-0.5 * 2
-    attention = backend(
+    attention = maker(name)(
         AttentionSpec(heads, case.kv_heads, case.head_dim, scale, case.window), cache, team
     )
     attention.plan(layout)
     for layer in range(LAYERS):
-        before = KVTensors((cache.keys[layer].clone(),), (cache.values[layer].clone(),))
+        before = [tensor.clone() for tensor in stored(cache, layer)]
         fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
         q, k, v = split(fused, case)
         angles = noise(layout.num_tokens, case.head_dim // 2) * 3
@@ -123,29 +142,29 @@ def check(backend: MakesAttention, case: Case, team: Team) -> None:
             found = attention.run(layer, *split(fused.clone(), case), turn)
         q, k = turned(q, turn), turned(k, turn)
         assert found.shape == q.shape
-        for i, (cached, _) in enumerate(case.requests):
+        keys, values = stored(cache, layer)
+        for i, (cached, new) in enumerate(case.requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
-            old = torch.from_numpy(tables[i].astype(np.int64))
-            whole_k = torch.cat([before.keys[0][old].flatten(0, 1)[:cached], k[rows]])
-            whole_v = torch.cat([before.values[0][old].flatten(0, 1)[:cached], v[rows]])
+            blocks = torch.from_numpy(tables[i].astype(np.int64))
+            whole_k, whole_v = (t[blocks].flatten(0, 1)[: cached + new] for t in (keys, values))
             expected = expected_rows(q[rows], whole_k, whole_v, case, scale)
             torch.testing.assert_close(found[rows].double(), expected, rtol=2e-5, atol=2e-5)
         slots = torch.from_numpy(layout.slots)
-        for old_cache, now, new in (
-            (before.keys[0], cache.keys[layer], k),
-            (before.values[0], cache.values[layer], v),
-        ):
-            written = now.flatten(0, 1)[slots]
-            torch.testing.assert_close(written, new, rtol=2e-6 * case.turns, atol=2e-6 * case.turns)
-            old_cache.flatten(0, 1)[slots] = written
-            assert torch.equal(now, old_cache)
+        at = slots // case.block_size, slots % case.block_size
+        for old, now, rows_of in zip(before, (keys, values), (k, v), strict=True):
+            largest = rows_of.abs().amax(-1, keepdim=True).expand_as(rows_of)
+            size = largest if case.dtype == torch.int8 else rows_of.abs()
+            assert ((now[at] - rows_of).abs() <= size * ROUNDING[case.dtype] + 2e-6).all()
+            old[at] = now[at]
+            assert torch.equal(now, old)
 
 
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
 def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
     for name in BACKENDS:
-        check(maker(name), case, team)
+        fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
+        check(name, fitting, team)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +176,24 @@ def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
         Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, window=50),
         Case(((1023, 1),) * 9, kv_heads=1, head_dim=128, group=1, block_size=16),
         Case(((600, 200),), kv_heads=1, head_dim=80, group=3, block_size=16),
+        Case(((700, 1), (5, 1)), kv_heads=1, head_dim=40, group=5, block_size=24, window=300),
+        Case(((3000, 1), (0, 1)), kv_heads=1, head_dim=64, group=7, block_size=16),
     ],
 )
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in BACKENDS for dtype in ROUNDING if holds(name, dtype)],
+)
 def test_long_and_wide_mixes_are_attended_exactly(
-    backend: MakesAttention, team: Team, case: Case
+    name: str, dtype: torch.dtype, team: Team, case: Case
 ) -> None:
-    check(backend, case, team)
+    check(name, replace(case, dtype=dtype), team)
 
 
-def test_one_backend_serves_steps_of_changing_shape(backend: MakesAttention, team: Team) -> None:
+def test_one_backend_serves_steps_of_changing_shape(backend: str, team: Team) -> None:
     shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
-    cache = allocate(shape, 1, 8, 4, torch.float32)
-    attention = backend(AttentionSpec(4, 2, 16, 0.25, None), cache, team)
+    cache = cache_for(backend, shape, 8, 4, torch.float32)
+    attention = maker(backend)(AttentionSpec(4, 2, 16, 0.25, None), cache, team)
     blocks = np.arange(8, dtype="<i4").tobytes()
     whole = torch.randn(20, 8, 16, generator=torch.Generator().manual_seed(1))
     rows = []

@@ -40,6 +40,7 @@ def settings_for(
     attention: str = "reference",
     *,
     weights: str = "auto",
+    kv_dtype: str = "auto",
     block_size: int = 4,
     kv_slots: int = 512,
 ) -> WorkerSettings:
@@ -48,6 +49,7 @@ def settings_for(
         model=str(model),
         attention=attention,
         weights=weights,
+        kv_dtype=kv_dtype,
         block_size=block_size,
         kv_slots=kv_slots,
         threads=1,
@@ -59,12 +61,18 @@ def load_worker(
     *,
     attention: str = "reference",
     weights: str = "auto",
+    kv_dtype: str = "auto",
     block_size: int = 4,
     kv_slots: int = 512,
 ) -> Worker:
     """A worker over a checkpoint directory with a small cache."""
     settings = settings_for(
-        model, attention, weights=weights, block_size=block_size, kv_slots=kv_slots
+        model,
+        attention,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        kv_slots=kv_slots,
     )
     return Worker.load(settings, lambda what, done, total: None)
 

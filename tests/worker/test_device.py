@@ -50,6 +50,19 @@ def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPa
     assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
 
 
+def test_a_form_of_kv_that_the_cpu_does_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = replace(SETTINGS, device="cpu", threads=1)
+    known = "known: float32, float16, bfloat16, int8"
+    assert refusal(replace(asked, kv_dtype="fp8")) == (
+        f"kv_dtype 'fp8' is not supported on cpu; {known}"
+    )
+    monkeypatch.setattr(cpu, "has_half", lambda: False)
+    assert refusal(replace(asked, kv_dtype="float16")) == "kv_dtype 'float16' needs a CPU with F16C"
+    assert open_device(replace(asked, kv_dtype="int8")).kv_dtype is torch.int8
+
+
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])
 def test_a_device_that_nobody_knows_is_refused(device: str) -> None:
     says = f"device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"

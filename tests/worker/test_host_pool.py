@@ -72,6 +72,27 @@ def test_moves_are_made_in_order() -> None:
     assert first_slots(keys) == [0, 0, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("num_blocks", [1, 5])
+def test_a_block_comes_back_with_all_that_it_consists_of(
+    dtype: torch.dtype, num_blocks: int
+) -> None:
+    device = allocate(SHAPE, 2, num_blocks, 4, dtype)
+    filled = [torch.randint(-9, 9, one.shape).to(one.dtype) for one in device.as_it_lies()]
+    assert len(filled) == (8 if dtype == torch.int8 else 4)
+    for tensor, numbers in zip(device.as_it_lies(), filled, strict=True):
+        assert tensor.is_contiguous()
+        tensor.copy_(numbers)
+    moves = HostPool(device, allocate(SHAPE, 2, 1, 4, dtype))
+    last = num_blocks - 1
+    make(moves, [BlockMove(Direction.OUT, table(last), table(0), is_awaited=True)])
+    for tensor in device.as_it_lies():
+        tensor.zero_()
+    make(moves, [BlockMove(Direction.IN, table(0), table(0), is_awaited=True)])
+    for tensor, numbers in zip(device.as_it_lies(), filled, strict=True):
+        assert torch.equal(tensor[0], numbers[last])
+
+
 @pytest.mark.parametrize(
     ("device", "host", "named"),
     [
@@ -102,16 +123,22 @@ def test_host_memory_that_cannot_be_had_is_refused() -> None:
 BLOCK_BYTES = 2 * 3 * 4 * 2 * 8 * 4  # of the checkpoint below, over all workers
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2)], ids=["1x1", "2x2"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1, "auto"), (1, 1, "int8"), (2, 2, "auto")],
+    ids=["1x1", "int8", "2x2"],
+)
 def runner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Worker | Fleet]:
     """One worker, or stages and ranks that each hold their share of every block."""
     model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
-    stages, ranks = request.param
+    stages, ranks, kv_dtype = request.param
     host_kv_bytes = 64 * BLOCK_BYTES
     if (stages, ranks) == (1, 1):
-        settings = replace(settings_for(model, "cpu"), host_kv_bytes=host_kv_bytes)
+        host_kv_bytes = host_kv_bytes * (8 + 4) // (4 * 8) if kv_dtype == "int8" else host_kv_bytes
+        settings = settings_for(model, "cpu", kv_dtype=kv_dtype)
+        settings = replace(settings, host_kv_bytes=host_kv_bytes)
         yield Worker.load(settings, lambda *_: None)
     else:
         with fleet(model, stages, ranks, attention="cpu", host_kv_bytes=host_kv_bytes) as workers:

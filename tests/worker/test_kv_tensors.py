@@ -7,6 +7,7 @@ from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
 from engine.worker.device import Room
 from engine.worker.kv_tensors import (
+    CPU_KV_DTYPES,
     allocate,
     available_bytes,
     bytes_per_block,
@@ -33,7 +34,9 @@ def blocks(
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
-    assert bytes_per_block(SHAPE, 3, 16, 4) == BLOCK
+    assert bytes_per_block(SHAPE, 3, 16, torch.float32) == BLOCK
+    assert bytes_per_block(SHAPE, 3, 16, torch.bfloat16) == BLOCK // 2
+    assert bytes_per_block(SHAPE, 3, 16, torch.int8) == BLOCK * (16 + 4) // (4 * 16)
 
 
 def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
@@ -59,6 +62,13 @@ def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
 def test_room_that_cannot_be_had_is_refused(settings: dict[str, int], named: str) -> None:
     with pytest.raises(RefusedToStart, match=named):
         blocks(**settings)
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_blocks_take_the_bytes_that_are_counted_for_them(dtype: torch.dtype) -> None:
+    cache = allocate(SHAPE, 3, 5, 16, dtype)
+    num_bytes = sum(tensor.nbytes for tensor in cache.as_it_lies())
+    assert num_bytes == 5 * bytes_per_block(SHAPE, 3, 16, dtype)
 
 
 def test_the_cache_has_its_own_room_for_each_layer_key_and_value() -> None:

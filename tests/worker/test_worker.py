@@ -127,6 +127,26 @@ def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) 
     torch.testing.assert_close(found, logits, rtol=0, atol=float(spread) / 10)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
+    tmp_path: Path, dtype: str
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    exact = load_worker(model, attention="cpu")
+    small = load_worker(model, attention="cpu", kv_dtype=dtype)
+    plain = load_worker(model, kv_dtype=dtype)
+    assert small.report.kv_dtype == dtype
+    assert small.report.bytes_per_block * 2 <= exact.report.bytes_per_block
+    test_logits_are_the_same_bits_however_the_tokens_are_cut(small)
+    logits, found, oracle = (
+        Driver(each, seed=1).logits((0, text(60, 1))) for each in (exact, small, plain)
+    )
+    spread = float(logits.std())
+    torch.testing.assert_close(found, logits, rtol=0, atol=spread / 10)
+    torch.testing.assert_close(found, oracle, rtol=0, atol=spread / 20)
+    assert not torch.equal(found, logits)
+
+
 def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(

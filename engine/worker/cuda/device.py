@@ -81,6 +81,12 @@ class CudaDevice:
                 f"weights {settings.weights!r} is not supported on cuda with dtype "
                 f"{self.weights}; known: auto, {self.weights}"
             )
+        self.kv_dtype = self.dtype
+        if settings.kv_dtype not in ("auto", self.weights):
+            raise RefusedToStart(
+                f"kv_dtype {settings.kv_dtype!r} is not supported on cuda with dtype "
+                f"{self.weights}; known: auto, {self.weights}"
+            )
         self._settings = settings
         self._gpu = gpu
 
@@ -124,7 +130,7 @@ class CudaDevice:
     def block_bytes(self, shape: ModelShape) -> int:
         """See `Device`."""
         size = self._settings.block_size
-        return bytes_per_block(shape, shape.num_layers, size, self.dtype.itemsize)
+        return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def room(self, rehearse: Callable[[], None]) -> Room:
         """What `--gpu-memory-utilization` leaves after the largest step, less the spare block."""
@@ -135,7 +141,7 @@ class CudaDevice:
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """See `Device`."""
         sizes = self._sizes(shape, num_blocks + NUM_SPARE)
-        cache = torch.zeros(sizes, dtype=self.dtype, device=self.place)
+        cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
     def allocate_host(self, shape: ModelShape, num_blocks: int) -> KVTensors:
@@ -158,8 +164,8 @@ class CudaDevice:
 
     def _pinned(self, count: int) -> Tensor:
         if count == 0:
-            return torch.empty(0, dtype=self.dtype)
-        return self._gpu.pinned(count * self.dtype.itemsize).view(self.dtype)
+            return torch.empty(0, dtype=self.kv_dtype)
+        return self._gpu.pinned(count * self.kv_dtype.itemsize).view(self.kv_dtype)
 
 
 def gpu_index(device: str, placement: Placement, count: int) -> int:

@@ -15,10 +15,11 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
-OF_KERNELS = (  # modules with a tuple KERNELS
+OF_KERNELS = (  # modules with a tuple KERNELS, and perhaps one of kernels by kind of KV
     "engine.worker.native.kernels",
     "engine.worker.native.int8_kernels",
     "engine.worker.native.drawing",
+    "adapters.attention.entering",
     "adapters.attention.paged",
 )
 KERNEL = types.void(types.int64, types.int64, types.int64)
@@ -30,9 +31,9 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 @cache
 def _digest(file: str) -> str:
-    """Of a kernel's file and of this package: inlined code must not outlive its source."""
+    """Of a kernel's folder and of this one: inlined code must not outlive its source."""
     hashed = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(file)):
+    for path in sorted({*Path(__file__).parent.glob("*.py"), *Path(file).parent.glob("*.py")}):
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:12]
 
@@ -75,11 +76,14 @@ def kernel(function: Callable[..., Any]) -> Any:
     return _cached(make, function)
 
 
-def compile_all(progress: Callable[[str, int, int], None]) -> None:
-    """Every kernel there is: seconds on a machine that never ran this version, else no time."""
-    functions = [
-        function for name in OF_KERNELS for function in importlib.import_module(name).KERNELS
-    ]
+def compile_all(progress: Callable[[str, int, int], None], kind: int | None = None) -> None:
+    """Every kernel there is, or of those over KV the ones of a kind: seconds on a machine that
+    never ran this version, else no time."""
+    modules = [importlib.import_module(name) for name in OF_KERNELS]
+    functions = [function for module in modules for function in module.KERNELS]
+    for module in modules:
+        of_kinds = getattr(module, "OF_KINDS", ())
+        functions += of_kinds if kind is None else of_kinds[kind : kind + 1]
     for done, function in enumerate(functions, 1):
         kernel(function)
         progress("kernels", done, len(functions))

@@ -1,7 +1,7 @@
 """Register tiles: the inner loops that the compiler does not find by itself.
 
-A tile keeps its sums in vector registers while it walks memory once. Both tiles add in an order
-that depends on the length of the walk alone.
+A tile keeps its sums in vector registers while it walks memory once, and adds in an order that
+depends on the length of the walk alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -20,13 +20,13 @@ LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) els
 STEP = 16  # floats of k per turn of the dot loop
 MOST_ROWS = 3  # times 4 columns: 12 sums, and AVX2 has 16 registers
 COLUMNS = 4
-MIX_WIDTH = 32  # floats of an output row that a mix tile holds
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
-def _fma(builder, a, b, c):
+def fma(builder, a, b, c):
+    """`a * b + c` of vectors, rounded once."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, [a, b, c])
@@ -151,7 +151,7 @@ def _dot_step(builder, lines, sums, k):
         for n, line in enumerate(lines.w):
             weight = _load_vector(builder, builder.add(line, at))
             for x, line_sums in zip(xs, sums, strict=True):
-                added = _fma(builder, weight, x, builder.load(line_sums[n]))
+                added = fma(builder, weight, x, builder.load(line_sums[n]))
                 builder.store(added, line_sums[n])
 
 
@@ -179,50 +179,3 @@ def _dot_rest(builder, lines, k):
             weight = builder.load(_float_at(builder, builder.add(w_line, k)))
             out = _float_at(builder, builder.add(y_line, word(4 * n)))
             builder.store(builder.fadd(builder.load(out), builder.fmul(value, weight)), out)
-
-
-def make_mix_tile(rows):
-    """`out[m, :32] += sum over t of p[m, t] * v[t, :32]` for `rows` rows of out.
-
-    The tile is `(p, p_stride, v, v_stride, out, out_stride, length)`, addresses and strides as
-    above.
-    """
-    parts = MIX_WIDTH // LANES
-
-    def build(context, builder, signature, args):
-        p, p_stride, v, v_stride, out, out_stride, length = args
-        p_lines = _lines(builder, p, p_stride, rows)
-        places = [
-            [
-                _vector_at(builder, builder.add(line, word(4 * LANES * part)))
-                for part in range(parts)
-            ]
-            for line in _lines(builder, out, out_stride, rows)
-        ]
-        sums = [[cgutils.alloca_once(builder, VECTOR) for _ in line] for line in places]
-        pairs = list(zip(chain.from_iterable(places), chain.from_iterable(sums), strict=True))
-        for place, one in pairs:
-            builder.store(builder.load(place, align=4), one)
-        undefined = ir.Constant(VECTOR, ir.Undefined)
-        spread = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
-        v_bytes = builder.mul(v_stride, word(4))
-        with cgutils.for_range_slice(builder, word(0), length, word(1)) as (t, _):
-            row = builder.add(v, builder.mul(t, v_bytes))
-            shares = []
-            for line in p_lines:
-                share = builder.load(_float_at(builder, builder.add(line, builder.mul(t, word(4)))))
-                lane = builder.insert_element(undefined, share, ir.Constant(INT32, 0))
-                shares.append(builder.shuffle_vector(lane, undefined, spread))
-            for part in range(parts):
-                value = _load_vector(builder, builder.add(row, word(4 * LANES * part)))
-                for m in range(rows):
-                    added = _fma(builder, value, shares[m], builder.load(sums[m][part]))
-                    builder.store(added, sums[m][part])
-        for place, one in pairs:
-            builder.store(builder.load(one), place, align=4)
-        return context.get_dummy_value()
-
-    def mix_tile(typing, p, p_stride, v, v_stride, out, out_stride, length):
-        return types.void(*[types.int64] * 7), build
-
-    return intrinsic(mix_tile)
