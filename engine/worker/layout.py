@@ -5,6 +5,7 @@ of the index arrays are FlashInfer's. Whatever a wrong step could do to memory i
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,18 +92,25 @@ def _indptr(lengths: Int64s) -> Int32s:
     return out
 
 
-def _blocks_of(entry: StepEntry, num_pages: int) -> Int32s:
-    blocks = np.frombuffer(entry.blocks, dtype="<i4")
-    if len(blocks) < num_pages:
+def _blocks(entries: tuple[StepEntry, ...], num_pages: Int64s) -> Int32s:
+    """The blocks that hold each entry's tokens, one entry after the other."""
+    counts = num_pages.tolist()
+    parts = [entry.blocks[: 4 * n] for entry, n in zip(entries, counts, strict=True)]
+    joined = b"".join(parts)
+    if len(joined) != 4 * sum(counts):
+        short = next(i for i, n in enumerate(counts) if len(parts[i]) != 4 * n)
+        entry = entries[short]
         raise ValueError(
-            f"request {entry.request_id}: {len(blocks)} blocks do not cover "
+            f"request {entry.request_id}: {len(parts[short]) // 4} blocks do not cover "
             f"{entry.start + len(entry.tokens)} tokens"
         )
-    return blocks[:num_pages]
+    return np.frombuffer(joined, dtype="<i4").astype(np.int32)
 
 
-def _check(name: str, values: NDArray[np.integer], limit: int) -> None:
-    if len(values) and (int(values.min()) < 0 or int(values.max()) >= limit):
+def _check(name: str, values: Int64s | Int32s, limit: int) -> None:
+    # Seen without their signs, negative numbers are the largest of all.
+    unsigned = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
+    if len(values) and int(unsigned.max()) >= limit:
         raise ValueError(f"{name} out of range [0, {limit})")
 
 
@@ -121,40 +129,43 @@ def _scored_rows(entries: tuple[StepEntry, ...], first_rows: Int32s, vocab_size:
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     """The layout of a step; raises `ValueError` if an index would leave its bounds."""
     entries, size = step.entries, limits.block_size
-    if not entries or not all(entry.tokens for entry in entries):
+    tokens = [entry.tokens for entry in entries]
+    if not tokens or not all(tokens):
         raise ValueError("a step needs entries, and each entry needs tokens")
-    q_len = np.array([len(entry.tokens) for entry in entries], dtype=np.int64)
+    q_len = np.array([len(each) for each in tokens], dtype=np.int64)
     start = np.array([entry.start for entry in entries], dtype=np.int64)
     kv_len = start + q_len
     num_pages = -(-kv_len // size)
 
-    token_ids = np.array([token for entry in entries for token in entry.tokens], dtype=np.int64)
+    token_ids = np.array(list(chain.from_iterable(tokens)), dtype=np.int64)
     held_rows = np.flatnonzero(token_ids == HELD_TOKEN)
     token_ids[held_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
-    owner = np.repeat(np.arange(len(entries)), q_len)
-    positions = np.arange(len(token_ids)) - qo_indptr[owner] + start[owner]
-    blocks = [_blocks_of(entry, int(n)) for entry, n in zip(entries, num_pages, strict=True)]
-    kv_indices = np.concatenate(blocks).astype(np.int32)
+    kv_indices = _blocks(entries, num_pages)
+    positions, first_pages, num_decodes = start, kv_indptr[:-1], len(entries)
+    if len(token_ids) > len(entries):
+        owner = np.repeat(np.arange(len(entries)), q_len)
+        positions = np.arange(len(token_ids)) - qo_indptr[owner] + start[owner]
+        first_pages, num_decodes = first_pages[owner], int(np.argmax(q_len > 1))
 
     _check("token ids", token_ids, limits.vocab_size)
     _check("positions", positions, limits.max_positions)
     _check("block ids", kv_indices, limits.num_blocks)
-    pages = kv_indices[kv_indptr[owner] + positions // size]
-    longer = np.flatnonzero(q_len > 1)
-    draws = np.array([entry.draw is not None for entry in entries])
+    page_at, offset = np.divmod(positions, size)
+    last_rows = qo_indptr[1:].astype(np.int64) - 1
+    draws = [entry.draw is not None for entry in entries]
     return RaggedLayout(
         token_ids=token_ids,
         held_rows=held_rows,
         positions=positions,
-        slots=pages.astype(np.int64) * size + positions % size,
+        slots=kv_indices[first_pages + page_at] * np.int64(size) + offset,
         qo_indptr=qo_indptr,
         kv_len=kv_len.astype(np.int32),
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         kv_last_page_len=((kv_len - 1) % size + 1).astype(np.int32),
-        sampled_rows=qo_indptr[1:][draws].astype(np.int64) - 1,
+        sampled_rows=last_rows if all(draws) else last_rows[draws],
         scored_rows=_scored_rows(entries, qo_indptr[:-1], limits.vocab_size),
-        num_decodes=int(longer[0]) if len(longer) else len(entries),
+        num_decodes=num_decodes,
         block_size=size,
     )

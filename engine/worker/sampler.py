@@ -9,6 +9,7 @@ with one row is its fault and nobody else's.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -208,10 +209,10 @@ def foreign(draws: Mapping[int, Draw], vocab_size: int) -> dict[int, RowFault]:
 
 def _blemishes(largest: Tensor) -> dict[int, RowFault]:
     """A fault for each row with NaN or infinite logits, of which the largest tells."""
-    finite = largest.isfinite()
-    if finite.all():
+    values: list[float] = largest.tolist()
+    if isfinite(sum(values)):  # in float64, which float32s cannot overflow
         return {}
-    return {row: blemish() for row, is_fine in enumerate(finite.tolist()) if not is_fine}
+    return {row: blemish() for row, value in enumerate(values) if not isfinite(value)}
 
 
 def _tell(
