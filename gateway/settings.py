@@ -76,8 +76,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "of weights and activations; auto: what the machine is fast at"
     )
-    weights: Literal["auto", "float32", "int8"] = _option(
-        "auto", "model", "format of the linear layers; auto: as dtype says"
+    weights: Literal["auto", "float32", "int8", "fp8"] = _option(
+        "auto", "model", "format of the linear layers; auto: as dtype says; fp8: Hopper GPUs"
     )
     device: Annotated[str, AfterValidator(_known_device)] = _option(
         "auto",

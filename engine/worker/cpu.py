@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
-from engine.worker.device import Progress, Room, attention_for, choose
+from engine.worker.device import Progress, Room, attentions_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import (
     CPU_KV_DTYPES,
@@ -67,7 +67,7 @@ class CpuDevice:
         self.kv_dtype = choose("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
             raise RefusedToStart("kv_dtype 'float16' needs a CPU with F16C")
-        self.attention = attention_for(settings, "cpu", DEFAULT_ATTENTION)
+        self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         if settings.weights not in WEIGHTS:
             known = ", ".join(WEIGHTS)
             raise RefusedToStart(
@@ -96,7 +96,7 @@ class CpuDevice:
 
     @property
     def _is_plain(self) -> bool:
-        return self.attention == PLAIN_ATTENTION
+        return self.attentions == (PLAIN_ATTENTION,)
 
     def _chosen(self, weights: str, suits: Suits) -> Suits:
         if weights == "auto":

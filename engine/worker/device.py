@@ -92,8 +92,8 @@ class Device(Protocol):
         ...
 
     @property
-    def attention(self) -> str:
-        """The backend's name in the table of `adapters.attention`."""
+    def attentions(self) -> tuple[str, ...]:
+        """Names in the table of `adapters.attention`, the first that serves the model is taken."""
         ...
 
     @property
@@ -180,12 +180,14 @@ def open_device(settings: WorkerSettings, suits: Suits = Suits.FLOATS) -> Device
     return _kind(kind).open(settings, suits)
 
 
-def attention_for(settings: WorkerSettings, kind: str, default: str) -> str:
-    """The name of the attention backend; raises `RefusedToStart` if it is another device's."""
-    name = default if settings.attention == "auto" else settings.attention
+def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[str, ...]:
+    """Names of attention backends, best first; raises `RefusedToStart` for another device's."""
+    name = settings.attention
+    if name == "auto":
+        return default
     if RUNS_ON.get(name, kind) != kind:
         raise RefusedToStart(f"attention {name!r} does not run on {kind}")
-    return name
+    return (name,)
 
 
 def choose(what: str, name: str, known: dict[str, torch.dtype], kind: str) -> torch.dtype:

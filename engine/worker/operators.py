@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from engine.step import Sampling
 from engine.worker.filters import pick, probabilities
-from engine.worker.ports import Largest
+from engine.worker.ports import Largest, Linear, Norm
 from engine.worker.rounded import Weight, expanded
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,14 +66,14 @@ class LayerNorm:
 class TorchOperators:
     """See `Operators`."""
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> TorchLinear:
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         parts = [expanded(weight) for weight in weights]
         return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def rms_norm(self, weight: Tensor, eps: float) -> RmsNorm:
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm:
         return RmsNorm(weight, eps)
 
     def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> LayerNorm:

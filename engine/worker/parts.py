@@ -1,10 +1,12 @@
 """Putting a worker together: its share of the weights, room for KV, a device, the data plane."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from engine.errors import RefusedToStart
@@ -21,6 +23,8 @@ from engine.worker.rehearsal import Rehearsal
 from engine.worker.sampler import Draws
 from engine.worker.shard import Shard
 from engine.worker.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
@@ -68,6 +72,38 @@ def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> Worker
     )
 
 
+def _attention_spec(local: ModelShape, dtype: torch.dtype, limits: StepLimits) -> AttentionSpec:
+    """Attention over the heads of one worker."""
+    return AttentionSpec(
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        scale=local.head_dim**-0.5,
+        window=local.window,
+        dtype=dtype,
+        limits=limits,
+    )
+
+
+def _choose_attention(
+    device: Device, spec: AttentionSpec, block_size: int
+) -> tuple[str, MakesAttention]:
+    """The first of the device's backends that serves the model, and its name.
+
+    Raises `RefusedToStart` with the reason of the last, if none does.
+    """
+    *_, last = device.attentions
+    for name in device.attentions:
+        makes = load_from_table("adapters.attention:BACKENDS", "attention", name)
+        why_not = getattr(makes, "why_not", None)
+        reason = "" if why_not is None else why_not(spec, device.kv_dtype, block_size)
+        if not reason:
+            return name, cast(MakesAttention, makes)
+        if name != last:
+            logger.warning("attention %s cannot be used: %s", name, reason)
+    raise RefusedToStart(f"attention {last!r} cannot be used: {reason}")
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a worker is made of; it is alone if it has no `plane`."""
@@ -95,11 +131,11 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     device = device or open_device(settings, checkpoint.suits)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
-    backend = cast(
-        MakesAttention,
-        load_from_table("adapters.attention:BACKENDS", "attention", device.attention),
-    )
     shard, plane = _take_place(shape, placement)
+    local = shard.local_shape
+    limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
+    spec = _attention_spec(local, device.dtype, limits)
+    attention, backend = _choose_attention(device, spec, settings.block_size)
     constraints = Constraints(checkpoint.open_grammars)
     if shard.is_last and shard.rank == 0:
         constraints.open()
@@ -112,20 +148,10 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     model = device.recorded(model, operators, shard.num_ranks)
     weights.drop_pages()
 
-    local = shard.local_shape
-    spec = AttentionSpec(
-        num_heads=local.num_heads,
-        num_kv_heads=local.num_kv_heads,
-        head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
-        window=shape.window,
-        dtype=device.dtype,
-        limits=StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len),
-    )
-
     def make_stage(cache: KVTensors) -> Stage:
-        attention = device.backend(backend, spec, cache)
-        return Stage(model, attention, device.place, _gathering(shard, plane))
+        return Stage(
+            model, device.backend(backend, spec, cache), device.place, _gathering(shard, plane)
+        )
 
     sampler = device.sampler(shape.vocab_size, operators)
     rehearsal = Rehearsal(settings, shard, max_model_len, device, make_stage, sampler)
@@ -150,7 +176,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
             dtype=str(device.dtype).removeprefix("torch."),
             kv_dtype=str(device.kv_dtype).removeprefix("torch."),
             device=device.name,
-            attention=device.attention,
+            attention=attention,
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.end_ids,

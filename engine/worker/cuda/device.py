@@ -1,7 +1,7 @@
 """A GPU as a `Device`: 16-bit weights, FlashInfer's attention, KV in what memory is left."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
@@ -11,12 +11,14 @@ from torch import Tensor
 from engine.errors import RefusedToStart
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.memory import measure
+from engine.worker.cuda.kernels import FlashInferKernels, Kernels, prepare_environment
+from engine.worker.cuda.memory import fitting, measure
 from engine.worker.cuda.missing import missing
-from engine.worker.cuda.operators import PlainOperators
+from engine.worker.cuda.operators import STORED, CudaOperators
+from engine.worker.cuda.products import FP8, FP8_BY_ROW, TorchProducts
 from engine.worker.cuda.sampler import DeviceSampler
 from engine.worker.cuda.source import OnDevice
-from engine.worker.device import Progress, Room, attention_for, choose
+from engine.worker.device import Progress, Room, attentions_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import KVTensors, available_bytes, bytes_per_block
 from engine.worker.ports import (
@@ -65,37 +67,35 @@ class CudaDevice:
     threads = 1
     rounds = False
 
-    def __init__(self, settings: WorkerSettings, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        gpu: Gpu,
+        kernels: Kernels | None = None,
+        suits: Suits = Suits.FLOATS,
+    ) -> None:
         self.place = gpu.place
         self.name = str(gpu.place)
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cuda")
-        self.attention = attention_for(settings, "cuda", DEFAULT_ATTENTION)
-        if self.dtype is torch.float32 and self.attention != PLAIN_ATTENTION:
-            raise RefusedToStart(
-                f"dtype 'float32' needs --attention {PLAIN_ATTENTION} on cuda; known for "
-                f"{self.attention}: bfloat16, float16"
-            )
-        self.weights = str(self.dtype).removeprefix("torch.")
-        if settings.weights not in ("auto", self.weights):
-            raise RefusedToStart(
-                f"weights {settings.weights!r} is not supported on cuda with dtype "
-                f"{self.weights}; known: auto, {self.weights}"
-            )
-        self.kv_dtype = self.dtype
-        if settings.kv_dtype not in ("auto", self.weights):
-            raise RefusedToStart(
-                f"kv_dtype {settings.kv_dtype!r} is not supported on cuda with dtype "
-                f"{self.weights}; known: auto, {self.weights}"
-            )
+        self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
+        self._format = weight_format(settings.weights, self.dtype, gpu, suits)
+        self.weights = "int8" if self._format == STORED else self._format
+        self.kv_dtype = kv_format(settings.kv_dtype, self.dtype)
         self._settings = settings
         self._gpu = gpu
+        is_plain = self.attentions == (PLAIN_ATTENTION,) or self.dtype is torch.float32
+        self._kernels = None if is_plain else kernels
+        self._operators: CudaOperators | None = None  # once somebody asked for them
+        self._progress: Progress = _unheard  # until `prepare`
 
     @classmethod
     def open(cls, settings: WorkerSettings, suits: Suits) -> "CudaDevice":
-        """Floats, whatever suits. Raises `RefusedToStart` where the worker's number is beyond
-        the GPUs there are."""
+        """Raises `RefusedToStart` where the worker's number is beyond the GPUs there are."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
-        return cls(settings, TorchGpu(index))
+        gpu = TorchGpu(index)
+        prepare_environment(gpu.capability)
+        wants_kernels = settings.attention != PLAIN_ATTENTION
+        return cls(settings, gpu, FlashInferKernels() if wants_kernels else None, suits)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -103,11 +103,15 @@ class CudaDevice:
         return missing(wants_kernels=settings.attention != PLAIN_ATTENTION)
 
     def prepare(self, progress: Progress) -> None:
-        """See `Device`."""
+        """See `Device`. Which kernels the model needs is known when it is built: see `room`."""
+        self._progress = progress
 
     def operators(self) -> Operators:
         """See `Device`."""
-        return PlainOperators(self.place)
+        self._operators = CudaOperators(
+            self.place, self.dtype, self._format, TorchProducts(), self._kernels
+        )
+        return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """See `Device`; nothing is recorded yet."""
@@ -133,7 +137,14 @@ class CudaDevice:
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def room(self, rehearse: Callable[[], None]) -> Room:
-        """What `--gpu-memory-utilization` leaves after the largest step, less the spare block."""
+        """What `--gpu-memory-utilization` leaves beside the largest step.
+
+        All kernels are run once before that is measured: what was never run on this machine is
+        compiled then.
+        """
+        asked = {} if self._operators is None else self._operators.asked
+        with fitting(self._gpu):
+            warm_up({**asked, "attention and all else": rehearse}, self._progress)
         budget = measure(self._gpu, self._settings.gpu_memory_utilization, rehearse)
         logger.info("KV has %d bytes: %s", budget.left, budget)
         return Room(budget.left, budget.left, available_bytes(), is_shared=False)
@@ -166,6 +177,52 @@ class CudaDevice:
         if count == 0:
             return torch.empty(0, dtype=self.kv_dtype)
         return self._gpu.pinned(count * self.kv_dtype.itemsize).view(self.kv_dtype)
+
+
+def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: Suits) -> str:
+    """The format of linear layers; raises `RefusedToStart` for what this GPU does not compute."""
+    own = str(dtype).removeprefix("torch.")
+    if asked == "auto" and suits is not Suits.FLOATS:
+        return "int8" if suits is Suits.ROUNDED else STORED
+    if asked in ("auto", own):
+        return own
+    if asked not in ("int8", "fp8"):
+        raise RefusedToStart(
+            f"weights {asked!r} is not supported on cuda with dtype {own}; known: {own}, int8, fp8"
+        )
+    if asked == "fp8" and gpu.capability < FP8_BY_ROW:
+        major, minor = gpu.capability
+        raise RefusedToStart(
+            f"weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
+            f"{gpu.model} has {major}.{minor}; int8 runs there"
+        )
+    if asked == "fp8" and dtype is not torch.bfloat16:
+        raise RefusedToStart(f"weights 'fp8' needs dtype bfloat16, not {own}")
+    return asked
+
+
+def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values: that of the model, or 8-bit floats."""
+    own = str(dtype).removeprefix("torch.")
+    return choose("kv_dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
+
+
+def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:
+    """Run each once; raises `RefusedToStart` naming the one that cannot be compiled or run."""
+    progress("kernels", 0, len(runs))
+    for done, (name, run) in enumerate(runs.items(), 1):
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError) as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RefusedToStart(f"kernels for {name} cannot be compiled or run: {line}") from error
+        progress("kernels", done, len(runs))
+
+
+def _unheard(what: str, done: int, total: int) -> None:
+    """Progress that nobody hears."""
 
 
 def gpu_index(device: str, placement: Placement, count: int) -> int:

@@ -3,8 +3,11 @@
 total ─ × utilization ─▶ allowed = weights and what else is there now │ largest step │ graphs │ KV
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 from engine.errors import RefusedToStart
 from engine.worker.cuda.gpu import Gpu
@@ -35,12 +38,27 @@ class Budget(NamedTuple):
         return f"{self.utilization:g} of {self.total // MIB:,} MiB, less {taken}"
 
 
+@contextmanager
+def fitting(gpu: Gpu) -> Iterator[None]:
+    """What is run inside are largest steps: where they do not fit, the start is refused."""
+    before = gpu.held_bytes()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RefusedToStart(
+            f"the largest step does not fit on {gpu.place} ({gpu.model}): {before // MIB:,} of "
+            f"{gpu.total_bytes // MIB:,} MiB hold weights; lower --max-batch-tokens or "
+            "--max-batch-size, or share the model among more GPUs"
+        ) from error
+
+
 def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> Budget:
     """Run the largest step and see what is left; raises `RefusedToStart` where nothing is."""
     gpu.give_back()
     gpu.forget_peak()
     before = gpu.held_bytes()
-    rehearse()
+    with fitting(gpu):
+        rehearse()
     step = gpu.peak_bytes() - before
     gpu.give_back()
     budget = Budget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
