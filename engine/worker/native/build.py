@@ -17,6 +17,7 @@ from numba import cfunc, njit, types
 
 OF_KERNELS = (  # modules with a tuple KERNELS, and perhaps one of kernels by kind of KV
     "engine.worker.native.kernels",
+    "engine.worker.native.linear_kernels",
     "engine.worker.native.int8_kernels",
     "engine.worker.native.drawing",
     "adapters.attention.entering",

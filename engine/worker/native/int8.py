@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.worker.native import int8_kernels
+from engine.worker.native.linear_kernels import LinearOperands
 from engine.worker.native.operators import Call, NativeOperators, columns_of_chunks
-from engine.worker.native.packed_tiles import GROUPS, HAS_QUADS, PAIRS, QUADS, WIDTH, Form
-from engine.worker.native.pages import Pages
+from engine.worker.native.packed_tiles import GROUPS, HAS_QUADS, PAIR, PAIRS, QUADS, WIDTH, Form
+from engine.worker.native.packing import pack
 from engine.worker.native.team import Team as NativeTeam
 from engine.worker.ports import Linear, Team
 from engine.worker.rounded import RoundedWeight, Weight, rounded
@@ -67,16 +68,6 @@ def stack(weights: Sequence[Weight], unit: int) -> RoundedWeight:
     return whole
 
 
-def pack(values: Tensor, group: int, pages: Pages) -> Tensor:
-    """`[panels * WIDTH, k]` as `[panels, k / group, WIDTH, group]`, which tiles read in order."""
-    rows, depth = values.shape
-    packed = pages.take((rows // WIDTH, depth // group, WIDTH, group), torch.int8)
-    parts = values.view(rows // WIDTH, WIDTH, depth // group, group).transpose(1, 2)
-    whole = torch.int16 if group == 2 else torch.int32  # a group moves as one
-    packed.view(whole).copy_(parts.view(whole))
-    return packed
-
-
 def offsets(values: Tensor, zero: int) -> Tensor:
     """What `zero` adds to the sums over each piece of k, int32 `[pieces, outputs]`."""
     pieces = torch.split(values, int8_kernels.DEPTH, dim=1)
@@ -99,7 +90,7 @@ class Int8Linear:
         self._linear = Call(
             team,
             rounding.linear,
-            int8_kernels.Int8LinearOperands(
+            LinearOperands(
                 weight=packed.data_ptr(),
                 weight_scale=weight.scales.data_ptr(),
                 offset=offset.data_ptr(),
@@ -108,6 +99,7 @@ class Int8Linear:
                 outputs=self._outputs,
                 columns=0,
                 x=0,
+                x_stride=0,
                 x_scale=0,
                 y=0,
                 y_stride=0,
@@ -115,7 +107,7 @@ class Int8Linear:
                 adds=0,
             ),
         )
-        self._columns = columns_of_chunks(self._outputs, team.threads, WIDTH)
+        self._columns = columns_of_chunks(self._outputs, team.threads)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape
@@ -136,6 +128,7 @@ class Int8Linear:
         self._linear.words[6:] = (
             columns,
             values.data_ptr(),
+            values.stride(0) * values.itemsize,
             scale.data_ptr(),
             y.data_ptr(),
             y.stride(0),
@@ -156,7 +149,8 @@ class Int8Operators(NativeOperators):
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         form = self._rounding.form
         weight = stack(weights, GROUPS * form.group)
-        packed = pack(weight.values, form.group, self._pages)
+        items = weight.values.view(torch.int16 if form.group == PAIR else torch.int32)
+        packed = pack(items, self._pages)  # a group moves as one
         shift = torch.zeros(len(weight.scales)) if bias is None else bias
         return Int8Linear(self._team, weight, packed, shift, self._rounding)
 

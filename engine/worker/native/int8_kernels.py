@@ -11,17 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from engine.worker.native.kernels import BYTES, PANEL
+from engine.worker.native.kernels import BYTES
+from engine.worker.native.linear_kernels import begin_row, multiply
 from engine.worker.native.memory import bits, float_of_bits, floats, octets, shorts, words
 from engine.worker.native.packed_tiles import (
     HAS_QUADS,
-    MOST_ROWS,
+    INT_ROWS,
     PAIR,
     QUAD,
     WIDTH,
     pair_tile,
     quad_tile,
-    sums_of_tile,
 )
 
 MOST_SHORT = (1 << 14) - 1
@@ -88,100 +88,29 @@ def round_to_octets(operands, chunk, thread):
         scales[row] = _round_row(x_at + row * x_stride * BYTES, width, y, MOST_OCTET, ZERO_OCTET)
 
 
-class Int8LinearOperands(NamedTuple):
-    """`y[rows, outputs] = x w^T + bias`, or `+=` with `adds`; packed weights, rounded x."""
-
-    weight: int
-    weight_scale: int
-    offset: int  # int32 [pieces of k, panels * WIDTH], taken from the sums
-    bias: int
-    inputs: int  # with padding
-    outputs: int
-    columns: int  # of a chunk, whole panels
-    x: int
-    x_scale: int
-    y: int
-    y_stride: int
-    rows: int
-    adds: int
-
-
 @njit(inline="always")
-def _finish(sums, offset, w_scale, x_scale, bias, y, y_stride, columns, rows, is_first, adds):
-    """The scaled sums of a tile into y."""
-    offsets, w_scales = bits(offset, columns), floats(w_scale, columns)
-    shift, x_scales = floats(bias, columns), floats(x_scale, rows)
+def _finish(sums, scales, bias, y, y_stride, columns, rows, is_first, adds):
+    """The scaled sums of a tile into y; see `multiply`."""
+    offsets, w_scales = bits(scales[0], columns), floats(scales[1], columns)
+    shift, x_scales = floats(bias, columns), floats(scales[2], rows)
     for m in range(rows):
         row = bits(sums + m * WIDTH * BYTES, columns)
         out = floats(y + m * y_stride * BYTES, columns)
         if is_first:
-            for n in range(columns):
-                out[n] = shift[n] + (out[n] if adds != 0 else np.float32(0))
+            begin_row(out, shift, adds)
         scale = x_scales[m]
         for n in range(columns):
             out[n] += np.float32(row[n] - offsets[n]) * (w_scales[n] * scale)
 
 
-@njit(inline="always")
-def _linear(operands, chunk, tile, group):
-    """See `Int8LinearOperands`. k is cut alike for any number of rows."""
-    (
-        w, w_scale, offset, bias, inputs, outputs, columns, x, x_scale, y, y_stride, rows, adds,
-    ) = words(operands, 13)  # fmt: skip
-    sums = sums_of_tile()
-    turn_bytes = WIDTH * group  # of weights, one group of k
-    x_bytes = 4 // group
-    padded = (outputs + WIDTH - 1) // WIDTH * WIDTH
-    panel_bytes = inputs // group * turn_bytes
-    first, last = chunk * columns, min(outputs, (chunk + 1) * columns)
-    # Few rows: walk along the weights as they lie. Many: keep a piece of them in cache.
-    block = WIDTH if rows <= PANEL else columns
-    for start in range(first, last, block):
-        for k in range(0, inputs, DEPTH):
-            depth = min(DEPTH, inputs - k)
-            for top in range(0, rows, PANEL):
-                below = min(PANEL, rows - top)
-                parts = (below + MOST_ROWS - 1) // MOST_ROWS
-                for n in range(start, min(start + block, last), WIDTH):
-                    place = w + n // WIDTH * panel_bytes + k // group * turn_bytes
-                    m = top
-                    for part in range(parts):
-                        count = (top + below - m + parts - part - 1) // (parts - part)
-                        share = depth // group * turn_bytes // parts
-                        tile(
-                            place,
-                            x + (m * inputs + k) * x_bytes,
-                            inputs * x_bytes,
-                            count,
-                            depth // group,
-                            sums,
-                            place + depth // group * turn_bytes + part * share,
-                            turn_bytes // parts,
-                        )
-                        _finish(
-                            sums,
-                            offset + (k // DEPTH * padded + n) * BYTES,
-                            w_scale + n * BYTES,
-                            x_scale + m * BYTES,
-                            bias + n * BYTES,
-                            y + (m * y_stride + n) * BYTES,
-                            y_stride,
-                            min(WIDTH, outputs - n),
-                            count,
-                            k == 0,
-                            adds,
-                        )
-                        m += count
-
-
 def linear_of_shorts(operands, chunk, thread):
-    """See `Int8LinearOperands`."""
-    _linear(operands, chunk, pair_tile, PAIR)
+    """See `LinearOperands`."""
+    multiply(operands, chunk, pair_tile, _finish, INT_ROWS, DEPTH, PAIR, PAIR)
 
 
 def linear_of_octets(operands, chunk, thread):
-    """See `Int8LinearOperands`."""
-    _linear(operands, chunk, quad_tile, QUAD)
+    """See `LinearOperands`."""
+    multiply(operands, chunk, quad_tile, _finish, INT_ROWS, DEPTH, QUAD, QUAD)
 
 
 KERNELS = (round_to_octets, linear_of_octets) if HAS_QUADS else (round_to_shorts, linear_of_shorts)

@@ -1,7 +1,7 @@
 """The operators of a layer, each `kernel(operands, chunk, thread)` over addresses.
 
 `operands` are int64 words; what each kernel takes is the NamedTuple beside it, word for word.
-A chunk is a run of columns (linear) or of rows (all others).
+A chunk is a run of rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -12,117 +12,10 @@ from numba import njit
 
 from engine.worker.native.build import FAST
 from engine.worker.native.memory import floats, power_of_two, words
-from engine.worker.native.tiles import COLUMNS, MOST_ROWS, make_dot_tile
 
-PANEL = 48  # rows of x that pass over a weight while it is in cache
-DEPTH = 1024  # floats of k that a tile walks before it moves on
 BYTES = 4
 
 SILU, GELU_TANH = 0, 1
-
-_tile_1, _tile_2, _tile_3 = (make_dot_tile(m, COLUMNS) for m in (1, 2, 3))
-_single = make_dot_tile(1, 1)
-
-
-class LinearOperands(NamedTuple):
-    """`y[rows, outputs] = x w^T + bias`, or `+=` with `adds`; weights are row-major."""
-
-    weight: int
-    inputs: int
-    outputs: int
-    bias: int  # an address, or 0 for none
-    columns: int  # of a chunk
-    x: int
-    x_stride: int
-    y: int
-    y_stride: int
-    rows: int
-    adds: int
-
-
-@njit(inline="always")
-def _four_columns(w, w_stride, x, x_stride, y, y_stride, length, rows, ahead, adds):
-    """Four columns of y, all rows: threes of rows, as even as can be.
-
-    The first tiles prefetch the four lines of what is needed next, so that memory keeps pace with
-    arithmetic; the others fetch what is there already.
-    """
-    groups = (rows + MOST_ROWS - 1) // MOST_ROWS
-    line = w_stride * BYTES
-    m = 0
-    for group in range(groups):
-        count = (rows - m + groups - group - 1) // (groups - group)
-        at, out = x + m * x_stride * BYTES, y + m * y_stride * BYTES
-        first = also = w
-        if group == 0:
-            first, also = ahead, ahead + line
-        elif group == 1:
-            first, also = ahead + 2 * line, (ahead + 3 * line if groups == 2 else w)
-        elif group == 2:
-            first = ahead + 3 * line
-        if count == 3:
-            _tile_3(w, w_stride, at, x_stride, out, y_stride, length, first, also, adds)
-        elif count == 2:
-            _tile_2(w, w_stride, at, x_stride, out, y_stride, length, first, also, adds)
-        else:
-            _tile_1(w, w_stride, at, x_stride, out, y_stride, length, first, also, adds)
-        m += count
-
-
-@njit(inline="always")
-def _piece(w, w_stride, x, x_stride, y, y_stride, length, columns, rows, ahead, adds):
-    """`length` of k for some columns of y, all rows; weights are prefetched `ahead` bytes on."""
-    whole = columns - columns % COLUMNS
-    for n in range(0, whole, COLUMNS):
-        at, out = w + n * w_stride * BYTES, y + n * BYTES
-        _four_columns(at, w_stride, x, x_stride, out, y_stride, length, rows, at + ahead, adds)
-    for n in range(whole, columns):
-        line = w + n * w_stride * BYTES
-        for m in range(rows):
-            row, out = x + m * x_stride * BYTES, y + (m * y_stride + n) * BYTES
-            _single(line, w_stride, row, x_stride, out, y_stride, length, line, line, adds)
-
-
-def linear(operands, chunk, thread):
-    """See `LinearOperands`. k is cut alike for any number of rows; the order of cuts is free."""
-    w, inputs, outputs, bias, columns, x, x_stride, y, y_stride, rows, adds = words(operands, 11)
-    first = chunk * columns
-    columns = min(columns, outputs - first)
-    w += first * inputs * BYTES
-    y += first * BYTES
-    if bias != 0:
-        shift = floats(bias + first * BYTES, columns)
-        for m in range(rows):
-            out = floats(y + m * y_stride * BYTES, columns)
-            for n in range(columns):
-                out[n] = shift[n] + (out[n] if adds != 0 else np.float32(0))
-        adds = 1
-    pieces = (inputs + DEPTH - 1) // DEPTH
-    depth = ((inputs + pieces - 1) // pieces + 15) // 16 * 16
-    # Few rows: walk along the weights as they lie. Many: keep a piece of them in cache.
-    block = COLUMNS if rows <= PANEL else columns
-    line = inputs * BYTES
-    for n in range(0, columns, block):
-        for piece in range(pieces):
-            k = piece * depth
-            then = piece + (2 if pieces == 1 else 1)  # the piece that is prefetched
-            ahead = then // pieces * COLUMNS * line + (then % pieces - piece) * depth * BYTES
-            if rows > PANEL:
-                ahead = COLUMNS * line
-            for m in range(0, rows, PANEL):
-                _piece(
-                    w + n * line + k * BYTES,
-                    inputs,
-                    x + (m * x_stride + k) * BYTES,
-                    x_stride,
-                    y + (m * y_stride + n) * BYTES,
-                    y_stride,
-                    min(depth, inputs - k),
-                    min(block, columns - n),
-                    min(PANEL, rows - m),
-                    ahead,
-                    adds + k,
-                )
 
 
 class NormOperands(NamedTuple):
@@ -243,4 +136,4 @@ def activation(operands, chunk, thread):
                 y[k] *= up[k]
 
 
-KERNELS = (linear, rms_norm, turn, activation)
+KERNELS = (rms_norm, turn, activation)

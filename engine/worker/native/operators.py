@@ -14,10 +14,12 @@ from engine.step import Sampling
 from engine.worker.layers import Decoder
 from engine.worker.native import drawing, kernels
 from engine.worker.native.build import kernel
+from engine.worker.native.linear_kernels import PANEL, LinearOperands, linear_of_floats
+from engine.worker.native.packed_tiles import WIDTH
+from engine.worker.native.packing import pack
 from engine.worker.native.pages import Pages
 from engine.worker.native.recorded import Recorded
 from engine.worker.native.team import Team as NativeTeam
-from engine.worker.native.tiles import COLUMNS
 from engine.worker.operators import LayerNorm, TorchOperators
 from engine.worker.ports import Largest, Linear, StageModel, Team
 from engine.worker.rounded import Weight, expanded
@@ -54,49 +56,55 @@ class Call:
         self(-(-rows // share))
 
 
-def columns_of_chunks(outputs: int, threads: int, unit: int) -> Callable[[int], int]:
-    """Columns of a chunk for so many rows, a multiple of `unit`: at most so many that they suit
-    the cache, and few enough that every thread has some."""
+def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
+    """Columns of a chunk for so many rows, in whole panels: at most so many that they suit the
+    cache, and few enough that every thread has some."""
 
     def at_most(most: int, chunks: int) -> int:
-        return max(unit, min(most, outputs // chunks // unit * unit))
+        return max(WIDTH, min(most, outputs // chunks // WIDTH * WIDTH))
 
     for_few = at_most(COLUMNS_FOR_FEW, 12 * threads)
     for_many = at_most(COLUMNS_FOR_MANY, 4 * threads)
-    return lambda rows: for_few if rows <= kernels.PANEL else for_many
+    return lambda rows: for_few if rows <= PANEL else for_many
 
 
 class NativeLinear:
-    """Row-major weights, not packed."""
+    """Packed weights of 32 bits."""
 
-    def __init__(self, team: Team, weight: Tensor, bias: Tensor | None) -> None:
-        self._held = weight, bias
+    def __init__(self, team: Team, packed: Tensor, outputs: int, bias: Tensor | None) -> None:
+        """From what `pack` made, and a bias for all rows."""
         self._team = team
-        self._outputs, inputs = weight.shape
-        blank = kernels.LinearOperands(
-            weight=weight.data_ptr(),
-            inputs=inputs,
-            outputs=self._outputs,
-            bias=0 if bias is None else bias.data_ptr(),
+        self._outputs = outputs
+        shift = torch.zeros(outputs) if bias is None else bias
+        self._held = packed, shift
+        blank = LinearOperands(
+            weight=packed.data_ptr(),
+            weight_scale=0,
+            offset=0,
+            bias=shift.data_ptr(),
+            inputs=packed.shape[1],
+            outputs=outputs,
             columns=0,
             x=0,
             x_stride=0,
+            x_scale=0,
             y=0,
             y_stride=0,
             rows=0,
             adds=0,
         )
-        self._call = Call(team, kernels.linear, blank)
-        self._columns = columns_of_chunks(self._outputs, team.threads, COLUMNS)
+        self._call = Call(team, linear_of_floats, blank)
+        self._columns = columns_of_chunks(outputs, team.threads)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         y = self._team.room("linear", (rows, self._outputs)) if add_to is None else add_to
         columns = self._columns(rows)
-        self._call.words[4:] = (
+        self._call.words[6:] = (
             columns,
             x.data_ptr(),
-            x.stride(0),
+            x.stride(0) * x.itemsize,
+            0,
             y.data_ptr(),
             y.stride(0),
             rows,
@@ -181,7 +189,9 @@ class NativeOperators:
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         parts = [expanded(weight) for weight in weights]
-        return NativeLinear(self._team, self._pages.stack(parts), bias)
+        outputs = sum(len(part) for part in parts)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return NativeLinear(self._team, pack(whole, self._pages), outputs, bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

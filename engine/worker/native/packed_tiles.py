@@ -1,6 +1,6 @@
-"""The register tile of a linear layer over packed weights, for each form of multiplying.
+"""The register tile of a linear layer over packed weights, for each form of numbers.
 
-A panel is `width` output channels. Of each, a group of neighbours in k lies in one lane of the
+A panel is `WIDTH` output channels. Of each, a group of neighbours in k lies in one lane of the
 panel's row, so that one vector instruction takes a group of x, repeated, into the sums of
 `LANES` channels at once: no sums across lanes, and memory is read from front to back. Each sum
 takes in k in order, so that a row's result cannot depend on the rows beside it.
@@ -16,15 +16,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.worker.native.memory import INT32, word
-from engine.worker.native.tiles import LANES, prefetch
+from engine.worker.native.tiles import LANES, VECTOR, fma, prefetch
 
 VECTORS = 2  # of sums in a row of a panel
 WIDTH = VECTORS * LANES
-MOST_ROWS = 4 if LANES == 8 else 8  # of a tile, whose sums stay in registers
-GROUPS = 4  # of k are padded to a multiple of this
+MOST_ROWS = 6 if LANES == 8 else 8  # of a tile, whose sums stay in registers
+INT_ROWS = 6 if LANES == 8 else 8  # products need registers, too
+GROUPS = 4  # of k are padded to a multiple of this, where both are rounded
 LINE = 64  # bytes of a cache line
 PAIR, QUAD = 2, 4
 
+IS_X86 = llvmlite.binding.get_process_triple().startswith("x86_64")
 FEATURES = llvmlite.binding.get_host_cpu_features()
 SUMS = ir.VectorType(INT32, LANES)
 SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -47,10 +49,12 @@ def quad_products(features):
 
 
 class Form(NamedTuple):
-    """How x and w are multiplied: `group` of k at a time, which are `group` octets of w and 32
-    bits of x."""
+    """How x and w are multiplied: `group` of k at a time, which have 32 bits in x."""
 
     group: int
+    lane_bytes: int  # of weights
+    most_rows: int
+    most_turn: int  # groups in a turn of the loop
     add: object  # `(builder, sums, weights, x) -> sums`
     weights: ir.VectorType
 
@@ -101,18 +105,25 @@ def _add_quads(instruction):
     return add
 
 
+def _add_float(builder, sums, weights, x):
+    """float32 x times float32 weights."""
+    factors = [builder.bitcast(each, VECTOR) for each in (weights, x, sums)]
+    return builder.bitcast(fma(builder, *factors), SUMS)
+
+
 HAS_QUADS = quad_products(FEATURES) is not None
-PAIRS = Form(PAIR, _add_pairs(pair_products(FEATURES)), NARROW)
-QUADS = Form(QUAD, _add_quads(quad_products(FEATURES)), OCTETS)
+FLOATS = Form(1, 4, MOST_ROWS, 1, _add_float, SUMS)
+PAIRS = Form(PAIR, 2, INT_ROWS, GROUPS, _add_pairs(pair_products(FEATURES)), NARROW)
+QUADS = Form(QUAD, 4, INT_ROWS, GROUPS, _add_quads(quad_products(FEATURES)), OCTETS)
 
 
 class TileOperands(NamedTuple):
-    """Byte addresses and strides. `groups` of k is a multiple of `GROUPS`."""
+    """Byte addresses and strides. `groups` of k is a multiple of the form's `most_turn`."""
 
     w: ir.Value  # a panel
     x: ir.Value
     x_stride: ir.Value
-    rows: ir.Value  # 1 to MOST_ROWS
+    rows: ir.Value  # 1 to the form's `most_rows`
     groups: ir.Value
     sums: ir.Value  # [rows, WIDTH], to be written
     ahead: ir.Value  # what is prefetched, `ahead_step` bytes further each turn
@@ -123,10 +134,10 @@ def make_packed_tile(form):
     """`sums[m, n] = sum over k of x[m, k] * w[k, n]`; called with what `TileOperands` names."""
 
     def build(context, builder, signature, args):
-        tile = TileOperands(*args)
-        for rows in range(1, MOST_ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", tile.rows, word(rows))):
-                _build_rows(builder, form, tile, rows)
+        for rows in range(1, form.most_rows + 1):
+            is_it = builder.icmp_signed("==", TileOperands(*args).rows, word(rows))
+            with builder.if_then(is_it):
+                builder.call(_function(builder.module, form, rows), args)
         return context.get_dummy_value()
 
     def packed_tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
@@ -135,18 +146,29 @@ def make_packed_tile(form):
     return intrinsic(packed_tile)
 
 
+def _function(module, form, rows):
+    """The tile for a number of rows, not inlined: it needs all registers for itself."""
+    kind = ir.FunctionType(ir.VoidType(), [word(0).type] * len(TileOperands._fields))
+    function = ir.Function(module, kind, f"tile_{form.group}_{form.lane_bytes}_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    _build_rows(builder, form, TileOperands(*function.args), rows)
+    builder.ret_void()
+    return function
+
+
 def _build_rows(builder, form, tile, rows):
-    """The tile for a number of rows that is known."""
     lines = [builder.add(tile.x, builder.mul(tile.x_stride, word(m))) for m in range(rows)]
     sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(VECTORS)] for _ in lines]
     for one in (one for row in sums for one in row):
         builder.store(ir.Constant(SUMS, [0] * LANES), one)
     ahead = cgutils.alloca_once_value(builder, tile.ahead)
-    turn = max(1, GROUPS // rows)  # groups of k; with more the registers run out
+    turn = max(1, form.most_turn // rows)  # with more the registers run out
     ahead_step = builder.mul(tile.ahead_step, word(turn))
     with cgutils.for_range_slice(builder, word(0), tile.groups, word(turn)) as (group, _):
         far = builder.load(ahead)
-        for line in range(0, turn * WIDTH * form.group, LINE):
+        for line in range(0, turn * WIDTH * form.lane_bytes, LINE):
             prefetch(builder, builder.add(far, word(line)))
         builder.store(builder.add(far, ahead_step), ahead)
         for part in range(turn):
@@ -163,7 +185,7 @@ def _pointer(builder, address, kind):
 
 def _add_group(builder, form, w, lines, sums, group):
     """One group of k: every x times the whole width of the panel."""
-    row_bytes = LANES * form.group
+    row_bytes = LANES * form.lane_bytes
     at = builder.add(w, builder.mul(group, word(VECTORS * row_bytes)))
     weights = [
         builder.load(_pointer(builder, builder.add(at, word(v * row_bytes)), form.weights), align=4)
@@ -176,9 +198,20 @@ def _add_group(builder, form, w, lines, sums, group):
         x = builder.insert_element(undefined, x, ir.Constant(INT32, 0))
         x = builder.shuffle_vector(x, undefined, spread)
         for vector, one in zip(weights, row, strict=True):
-            builder.store(form.add(builder, builder.load(one), vector, x), one)
+            added = form.add(builder, builder.load(one), vector, x)
+            builder.store(_pinned(builder, added), one)
 
 
+def _pinned(builder, sums):
+    """The same in its register: an instruction that is none, but that LLVM moves nothing across.
+    Left alone it unrolls and reorders until it is out of registers."""
+    if not IS_X86:
+        return sums
+    kind = ir.FunctionType(SUMS, [SUMS])
+    return builder.asm(kind, "", "=v,0", [sums], side_effect=False)
+
+
+float_tile = make_packed_tile(FLOATS)
 pair_tile = make_packed_tile(PAIRS)
 quad_tile = make_packed_tile(QUADS)
 

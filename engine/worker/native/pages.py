@@ -23,13 +23,6 @@ class Pages:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def stack(self, parts: Sequence[Tensor]) -> Tensor:
-        """A copy of the parts one below the other, `[sum of rows, columns]` in float32."""
-        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
-        whole = self.take((rows, columns), torch.float32)
-        torch.cat(list(parts), out=whole)
-        return whole
-
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor whose elements have no value yet."""
         num_bytes = dtype.itemsize * prod(shape)
