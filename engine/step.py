@@ -265,7 +265,8 @@ class WorkerSettings:
     chooses from the memory that is free. `host_kv_bytes`, over all workers too, are for KV that is
     swapped out. `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own
     limit. A worker that `traces` tells the times of each step. With `lookahead` steps may go on
-    from tokens that only the workers know.
+    from tokens that only the workers know. What is rounded at loading is kept in `cache_dir`; "":
+    nowhere.
     """
 
     model: str
@@ -285,6 +286,7 @@ class WorkerSettings:
     traces: bool = False
     lookahead: int = 0
     gpu_memory_utilization: float = 0.9
+    cache_dir: str = ""
     placement: Placement = Placement()
 
 

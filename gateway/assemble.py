@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import quote
 
 import uvloop
-from platformdirs import user_state_path
+from platformdirs import user_cache_path, user_state_path
 
 from engine.cost import LiveCost
 from engine.errors import RefusedToStart
@@ -258,6 +258,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         max_batch_size=settings.max_batch_size,
         threads=settings.threads,
         lookahead=settings.lookahead,
+        cache_dir=str(settings.cache_dir or user_cache_path("podway", appauthor=False)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
 

@@ -173,7 +173,10 @@ class Settings(BaseSettings):
         "measure: anew; none: learnt while serving",
     )
     cache_dir: Path | None = _option(
-        None, "scheduling", "where measurements are kept; by default the user's cache", "DIR"
+        None,
+        "scheduling",
+        "for measurements and rounded weights; by default the user's cache",
+        "DIR",
     )
     max_queue_requests: int = _option(
         2048, "scheduling", "requests that may wait before new ones get a 503", "N", ge=1

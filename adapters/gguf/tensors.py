@@ -4,7 +4,7 @@ F32, F16 and BF16 are views of the file; what is quantised is dequantised in flo
 its format defines, a few rows at a time.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,10 @@ class GgufTensors:
     @property
     def names(self) -> Set[str]:
         return self._stored.keys()
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return (self._file.path,)
 
     @property
     def suits(self) -> Suits:

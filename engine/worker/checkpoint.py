@@ -5,6 +5,7 @@ Families and attention backends are adapters: they are found by name, in tables 
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,9 +16,10 @@ from torch import Tensor
 from engine.errors import RefusedToStart
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.operators import TorchLinear, TorchOperators
-from engine.worker.ports import ModelFamily, ReadsFamily
+from engine.worker.ports import ModelFamily, ReadsFamily, WeightSource
 from engine.worker.random_weights import RandomWeights
 from engine.worker.rounded import Weight, expanded
+from engine.worker.rounding import facts_about, file_for, rounding
 from engine.worker.shard import Shard
 from engine.worker.stored import RoundedFiles, SafetensorsFiles, Stored, Suits
 from engine.worker.weights import Weights
@@ -117,6 +119,16 @@ class Checkpoint:
         self.family.build(own, shard, _NoOperators())
         weights.expect(len(own.taken))
         return whole.num_parameters
+
+    def rounding(
+        self, weights: WeightSource, shard: Shard, cache_dir: str
+    ) -> AbstractContextManager[WeightSource]:
+        """The weights with all matrices in 8 bits, kept in `cache_dir` for the next start."""
+        files = () if self.stored is None else self.stored.files
+        num_tensors = 0 if self.stored is None else len(self.stored.names)
+        share = (shard.span.start, shard.span.stop, shard.rank, shard.num_ranks)
+        kept = file_for(files, share, cache_dir)
+        return rounding(weights, num_tensors, kept, facts_about(files))
 
     def open_grammars(self) -> GrammarCompiler:
         """Constrained decoding over its vocabulary; reading a large one takes seconds."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -144,7 +145,9 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    model = checkpoint.family.build(device.source(weights), shard, operators)
+    rounds = checkpoint.rounding(weights, shard, settings.cache_dir)
+    with rounds if device.rounds else nullcontext(weights) as source:
+        model = checkpoint.family.build(device.source(source), shard, operators)
     model = device.recorded(model, operators, shard.num_ranks)
     weights.drop_pages()
 

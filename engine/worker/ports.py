@@ -271,6 +271,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def skip(self, name: str) -> None:
+        """Count as taken what came from elsewhere."""
+        ...
+
 
 class StageModel(Protocol):
     """A shard: a run of layers, and of each a rank's part. `ids` and `positions` are int64

@@ -57,6 +57,10 @@ class RandomWeights:
         """So many will be taken: what progress counts up to."""
         self._num_wanted = num_tensors
 
+    def skip(self, name: str) -> None:
+        """See `WeightSource`."""
+        self._taken.add(name)
+
     def drop_pages(self) -> None:
         """Nothing is held."""
 

@@ -5,7 +5,7 @@ Files are mapped and read at first touch; a tensor is a view of its file.
 
 # mypy: disable-error-code="no-untyped-call"
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from enum import Enum
 from pathlib import Path
 from typing import Protocol, cast
@@ -39,6 +39,11 @@ class Stored(Protocol):
 
     @property
     def suits(self) -> Suits: ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """What they lie in."""
+        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there; raises `RefusedToStart` if its type cannot be read."""
@@ -119,6 +124,10 @@ class SafetensorsFiles:
     @property
     def names(self) -> Set[str]:
         return self._shards.keys()
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return tuple(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         header = self.header(name)

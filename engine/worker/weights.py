@@ -93,9 +93,16 @@ class Weights:
         self.check(name, shape)
         wanted = (slice(None) if run is None else slice(run.start, run.stop) for run in parts)
         found = self._stored.read(name, tuple(wanted))
-        self._taken[name] = self._taken.get(name, 0) + prod(found.shape)
-        self._progress("weights", len(self._taken), self._num_wanted)
+        self._count(name, prod(found.shape))
         return found
+
+    def skip(self, name: str) -> None:
+        """See `WeightSource`."""
+        self._count(name, 0)
+
+    def _count(self, name: str, elements: int) -> None:
+        self._taken[name] = self._taken.get(name, 0) + elements
+        self._progress("weights", len(self._taken), self._num_wanted)
 
     def drop_pages(self) -> None:
         """Give back what was read of the files: linears have copies, and of an embedding few rows
@@ -162,6 +169,10 @@ class Outline:
         if is_transposed:
             return self.take(name, inputs, outputs, rows=columns, columns=rows).t()
         return self.take(name, outputs, inputs, rows=rows, columns=columns)
+
+    def skip(self, name: str) -> None:
+        """See `WeightSource`."""
+        self.taken[name] = 0
 
     def check_all_taken(self, ignored: tuple[str, ...]) -> None:
         """Refuse if the checkpoint holds tensors that the model has no place for."""

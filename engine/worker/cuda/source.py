@@ -27,6 +27,10 @@ class OnDevice:
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
+    def skip(self, name: str) -> None:
+        """See `WeightSource`."""
+        self._weights.skip(name)
+
     def take(
         self,
         name: str,
