@@ -34,7 +34,7 @@ class RowWriter:
 
     def _slots(self, pages: Tensor) -> Tensor:
         """`[slots, heads, dim]`; 8-bit floats as bytes, which every kernel of torch can move."""
-        slots = pages.flatten(0, 1)
+        slots = pages.view(-1, *pages.shape[2:])  # which must not become a copy
         return slots.view(torch.uint8) if self._is_rounded else slots
 
     def _rounded(self, rows: Tensor, inverse: float) -> Tensor:

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.attention.flashinfer import FlashInferAttention
+from adapters.attention.flashinfer_library import FlashInfer
+from adapters.attention.flashinfer_ports import Event
+from engine.worker.kv_tensors import KVTensors
 from engine.worker.layout import padded
-from tests.adapters.attention.flashinfer_cases import Made, Paged, make
+from engine.worker.native.team import Team
+from engine.worker.ports import AttentionSpec
+from tests.adapters.attention.flashinfer_cases import LIMITS, Made, Paged, make
+from tests.flashinfer_stand_in import StandIn
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,75 @@ def test_wrappers_are_made_and_heads_turned_as_their_signatures_say(library: Mod
     turn = inspect.signature(library.apply_rope_with_cos_sin_cache_inplace)
     names = ["positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"]
     assert list(turn.parameters) == names
+
+
+class Kernels:
+    """In the place of a compiled module: what the wrappers' own Python hands down to it."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[Any, ...]] = []
+        self.runs: list[tuple[Any, ...]] = []
+
+    def plan(self, *given: Any) -> list[int]:
+        self.plans.append(given)
+        return [1, 2, 3]
+
+    def workspace_size(self, *given: Any) -> tuple[int, int]:
+        return 1000, 2000
+
+    def paged_run(self, *given: Any) -> None:
+        self.runs.append(given)
+
+
+class OnCpu(FlashInfer):
+    """The library's wrappers without a GPU."""
+
+    num_processors = 132
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return StandIn().event()
+
+
+@pytest.fixture
+def kernels(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    found, real = Kernels(), torch.empty
+
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made: torch.Tensor = real(*sizes, **options)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for module in (library.prefill, library.decode):
+        monkeypatch.setattr(module, "get_batch_prefill_module", lambda *_: found)
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_wrappers_hand_our_steps_down_to_their_kernels(
+    kernels: Kernels, kv_dtype: torch.dtype
+) -> None:
+    pages = torch.zeros((2, 61, 4, 2, 64)).to(kv_dtype)
+    spec = AttentionSpec(4, 2, 64, 0.125, 9, torch.bfloat16, limits=LIMITS)
+    cache = KVTensors((pages[0],), (pages[1],), 1)
+    attention = FlashInferAttention(spec, cache, Team(1), OnCpu(torch.device("cpu")))
+    q, k, v = torch.split(torch.ones((4, 8, 64), dtype=torch.bfloat16), [4, 2, 2], dim=1)
+    with torch.inference_mode():
+        attention.plan(Paged(((7, 1), (30, 3)), 4).layout())
+        attention.run(0, q, k, v, None)
+        for seed in range(2):
+            decodes = Paged(((7, 1), (30, 1)), 4, seed=seed).layout()
+            attention.plan_captured(padded(decodes, 4, spare_block=60))
+            attention.run(0, q, k, v, None)
+    mixed, *captured = kernels.plans
+    assert [given[3].tolist() for given in kernels.plans] == [[0, 1, 4], *[[0, 1, 2, 3, 4]] * 2]
+    assert [given[4].tolist() for given in kernels.plans] == [[0, 2, 11], *[[0, 2, 10, 11, 12]] * 2]
+    assert mixed[5].tolist() == [8, 33]
+    assert [given[5].tolist() for given in captured] == [[8, 31, 1, 1]] * 2
+    heads_and_graph = [given[8:12] for given in kernels.plans]
+    assert heads_and_graph == [(4, 2, 4, False), (4, 2, 4, True), (4, 2, 4, True)]
+    buffers = [tuple(each.data_ptr() for each in given[6:10]) for given in kernels.runs[1:]]
+    assert buffers[0] == buffers[1], "a graph reads the same addresses in every replay"
+    assert attention.baked(4) == (1, 2, 3)

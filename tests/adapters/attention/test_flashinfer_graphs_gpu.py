@@ -1,0 +1,96 @@
+"""Decode steps captured in CUDA graphs, against the same steps run eagerly; on a GPU only."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.layout import RaggedLayout, padded
+from tests.adapters.attention.flashinfer_cases import Paged
+from tests.adapters.attention.flashinfer_on_gpu import ON_GPU, OnGpu, Shape, check_close
+
+pytestmark = ON_GPU
+
+LLAMA = Shape(32, 8, 128)
+NUM_PAGES = 3000
+
+
+class Captured(NamedTuple):
+    """A graph of one layer on static inputs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+    baked: tuple[int, ...]
+
+
+def capture(gpu: OnGpu, size: int) -> Captured:
+    blank = padded(Paged(((0, 1),), gpu.shape.page_size).layout(), size, NUM_PAGES)
+    inputs = gpu.step(size)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(2):
+            gpu.attention.plan_captured(blank)
+            gpu.attention.run(0, *inputs, None)
+        gpu.attention.plan_captured(blank)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = gpu.attention.run(0, *inputs, None)
+    torch.cuda.synchronize()
+    return Captured(graph, inputs, out, gpu.attention.baked(size))
+
+
+def replay(gpu: OnGpu, captured: Captured, step: Paged) -> None:
+    """One step of a graph, held against float32 over the cache that it has written."""
+    layout = step.layout()
+    gpu.fill(layout)
+    with torch.inference_mode():
+        _replay(gpu, captured, layout)
+    count = layout.num_requests
+    expected = gpu.expected(layout, captured.inputs[0][:count])
+    check_close(captured.out[:count], expected, gpu.shape.dtype)
+
+
+def _replay(gpu: OnGpu, captured: Captured, layout: RaggedLayout) -> None:
+    size = len(captured.out)
+    for static, new in zip(captured.inputs, gpu.step(size), strict=True):
+        static.copy_(new)
+    gpu.attention.plan_captured(padded(layout, size, NUM_PAGES))
+    assert gpu.attention.baked(size) == captured.baked
+    captured.out.fill_(torch.nan)
+    captured.graph.replay()
+
+
+def decodes(turn: int, most: int) -> Paged:
+    """Between one and `most` requests whose contexts grow with the turn."""
+    count = 1 + turn % most
+    return Paged(tuple((turn * (i + 1) + 3 * i, 1) for i in range(count)), 16, seed=turn)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, Shape(14, 2, 64)], ids=str)
+def test_a_graph_is_right_for_200_steps_of_growing_contexts(shape: Shape) -> None:
+    gpu = OnGpu(shape, NUM_PAGES)
+    captured = capture(gpu, 8)
+    for turn in range(200):
+        replay(gpu, captured, decodes(turn, most=8))
+
+
+def test_graphs_of_two_sizes_and_eager_steps_do_not_disturb_each_other() -> None:
+    gpu = OnGpu(LLAMA, NUM_PAGES)
+    large, small = capture(gpu, 8), capture(gpu, 4)
+    for turn in range(60):
+        replay(gpu, large if turn % 2 else small, decodes(turn, most=4))
+        layout = Paged(((50 + turn, 1), (turn, 20)), 16, seed=turn).layout()
+        gpu.fill(layout)
+        gpu.attention.plan(layout)
+        q, k, v = gpu.step(layout.num_tokens)
+        check_close(gpu.run(q, k, v), gpu.expected(layout, q), LLAMA.dtype)
+
+
+def test_contexts_may_be_far_longer_than_at_the_capture() -> None:
+    gpu = OnGpu(LLAMA, NUM_PAGES)
+    captured = capture(gpu, 4)
+    for length in (1, 8000, 17, 4097):
+        replay(gpu, captured, Paged(((length, 1),) * 4, 16, seed=length))
