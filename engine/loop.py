@@ -1,6 +1,6 @@
 """Engine: the only place that awaits iterations (Orca, algorithm 1).
 
-Plan and submit while fewer than `executor.depth` iterations are in flight; settle the oldest
+Plan and submit while fewer than `depth` iterations are in flight; settle the oldest
 when its future is done; sleep on one event that arrivals, futures and the death of a worker set.
 That death is survived: all live requests go back to waiting with what they have produced, and
 until the worker is back new ones are refused.
@@ -47,13 +47,16 @@ class Engine:
         clock: "Clock",
         ready_seconds: float = 30.0,
         lookahead: int = 0,
+        depth: int | None = None,
     ) -> None:
-        """`lookahead` of the executor's `depth` places are for iterations planned ahead."""
+        """At most `depth` iterations are in flight, all that the executor takes if it is None;
+        `lookahead` of these places are for iterations planned ahead."""
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._ready_seconds = ready_seconds
         self._lookahead = lookahead
+        self._depth = executor.depth if depth is None else depth
         self._streams: dict[RequestId, TokenStream] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._news = asyncio.Event()
@@ -172,7 +175,7 @@ class Engine:
 
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))
-        while self._executor.is_alive and len(self._in_flight) < self._executor.depth:
+        while self._executor.is_alive and len(self._in_flight) < self._depth:
             iteration = self._plan(self._clock())
             if iteration is None:
                 return
@@ -185,7 +188,7 @@ class Engine:
         if not self._lookahead or not self._in_flight:
             return self.scheduler.plan(now)
         oldest = self._in_flight[0].iteration
-        if len(self._in_flight) >= self._executor.depth - self._lookahead:
+        if len(self._in_flight) >= self._depth - self._lookahead:
             return self.scheduler.plan(now, oldest)
         return self.scheduler.plan(now) or self.scheduler.plan(now, oldest)
 

@@ -263,10 +263,10 @@ class WorkerSettings:
     `dtype`, `weights` (of linear layers), `kv_dtype`, `device` and `attention` may be "auto".
     `kv_slots` 0 means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker
     chooses from the memory that is free. `host_kv_bytes`, over all workers too, are for KV that is
-    swapped out. `threads` 0: a fair share of the cores. `max_model_len` 0: the checkpoint's own
-    limit. A worker that `traces` tells the times of each step. With `lookahead` steps may go on
-    from tokens that only the workers know. What is rounded at loading is kept in `cache_dir`; "":
-    nowhere.
+    swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is
+    what they do between kernels. `max_model_len` 0: the checkpoint's own limit. A worker that
+    `traces` tells the times of each step. With `lookahead` steps may go on from tokens that
+    only the workers know. What is rounded at loading is kept in `cache_dir`; "": nowhere.
     """
 
     model: str
@@ -283,6 +283,7 @@ class WorkerSettings:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     threads: int = 0
+    thread_wait: str = "spin"
     traces: bool = False
     lookahead: int = 0
     gpu_memory_utilization: float = 0.9
@@ -295,6 +296,7 @@ class WorkerReport:
     """What a worker learned while it loaded: facts about the model and the room for KV.
 
     `num_parameters` are the whole model's, `bytes_per_block` and `threads` the worker's own.
+    `kernels` are what it computes with, for a person.
     """
 
     architecture: str
@@ -312,3 +314,4 @@ class WorkerReport:
     weights: str = "float32"
     kv_dtype: str = "float32"
     num_host_blocks: int = 0
+    kernels: str = "torch"

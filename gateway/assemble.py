@@ -46,6 +46,7 @@ from gateway.connection import ConnectionBounds
 from gateway.exposition import Exposition
 from gateway.gate import Gate, open_gate
 from gateway.grammar import GrammarCheck
+from gateway.lookahead import chosen_lookahead, most_lookahead
 from gateway.metrics import Metrics
 from gateway.pacing import LoopWatch
 from gateway.quotas import Quotas
@@ -97,6 +98,7 @@ class Loaded:
     report: WorkerReport
     texts: Texts
     calibration: Calibration
+    lookahead: int
 
 
 class ControlPlane(NamedTuple):
@@ -147,7 +149,7 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
     keeping = MultiprocessSettings(
         num_stages=settings.pipeline_stages,
         num_ranks=settings.tensor_ranks,
-        depth=settings.pipeline_stages + settings.lookahead,
+        depth=settings.pipeline_stages + most_lookahead(settings),
         step_seconds=settings.step_seconds,
         max_restarts=settings.max_restarts,
     )
@@ -165,7 +167,8 @@ async def _loaded(settings: Settings, progress: OnProgress) -> AsyncIterator[Loa
         name = settings.served_model_name or _name(settings.model)
         report = starting.result()
         calibration = await _calibrated(settings, directory, executor, report)
-        yield Loaded(name, directory, executor, report, reading.result(), calibration)
+        ahead = chosen_lookahead(settings, report, calibration.model)
+        yield Loaded(name, directory, executor, report, reading.result(), calibration, ahead)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     finally:
@@ -257,7 +260,8 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_size=settings.max_batch_size,
         threads=settings.threads,
-        lookahead=settings.lookahead,
+        thread_wait=settings.thread_wait,
+        lookahead=most_lookahead(settings),
         cache_dir=str(settings.cache_dir or user_cache_path("podway", appauthor=False)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
@@ -279,7 +283,9 @@ def build_server(
 ) -> Server:
     """The gateway over a loaded model and its scheduler."""
     scheduler, metrics, quotas = plane
-    engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=settings.lookahead)
+    ahead = loaded.lookahead
+    depth = settings.pipeline_stages + ahead
+    engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
         engine=engine,
@@ -342,7 +348,7 @@ def _terms(settings: Settings, loaded: Loaded) -> Header:
         block_size=report.block_size,
         depth=settings.pipeline_stages,
         cost=loaded.calibration.model,
-        lookahead=settings.lookahead,
+        lookahead=loaded.lookahead,
         num_host_blocks=report.num_host_blocks,
     )
 

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         def announce(port: int, loaded: Loaded) -> None:
             progress.stop()
             url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
-            cost = str(loaded.calibration)
+            cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
             sys.stdout.write(banner(url, loaded.name, loaded.report, settings, cost))
             sys.stdout.flush()
 

@@ -89,6 +89,12 @@ class Settings(BaseSettings):
     threads: int = _option(
         0, "model", "compute threads of a worker; 0: its share of the cores", "N", ge=0, le=1024
     )
+    thread_wait: Literal["spin", "sleep"] = _option(
+        "spin",
+        "model",
+        "what compute threads do between kernels: look for work for a tenth of a millisecond "
+        "before they sleep for moments, or sleep almost at once, where others need the cores",
+    )
     max_model_len: int = _option(
         0, "model", "longest prompt + answer; 0: what the checkpoint allows", "TOKENS", ge=0
     )
@@ -196,14 +202,12 @@ class Settings(BaseSettings):
     tensor_ranks: int = _option(
         1, "workers", "shares of each layer; S × R processes in all", "R", ge=1, le=64
     )
-    lookahead: int = _option(
-        0,
+    lookahead: Annotated[Literal["auto", "0", "1"], BeforeValidator(str)] = _option(
+        "auto",
         "workers",
         "1: plan an iteration before the tokens it goes on from are known, so that workers need "
-        "not wait for it; a request that ends may then compute one token too many",
-        "N",
-        ge=0,
-        le=1,
+        "not wait for it; a request that ends may then compute one token too many; "
+        "auto: on a GPU, and on CPUs where steps are short and a core is left for the loop",
     )
     max_restarts: int = _option(
         3, "workers", "times that a worker may be started again within ten minutes", "N", ge=0

@@ -75,8 +75,8 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         "KV": f"{num_slots:,} slots in blocks of {report.block_size}, "
         f"{megabytes:,.0f} MiB{kv_dtype}",
-        "compute": f"{_workers(settings)} of {report.threads} threads, "
-        f"attention {report.attention}",
+        "compute": f"{_workers(settings)} of {report.threads} threads "
+        f"that {settings.thread_wait}, {report.kernels}, attention {report.attention}",
         "schedule": f"{settings.policy}, admission {settings.admission}, batches of "
         f"{settings.max_batch_size} requests or {settings.max_batch_tokens:,} tokens",
         "cost": cost,

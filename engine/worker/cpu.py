@@ -22,6 +22,7 @@ from engine.worker.native.int8 import FASTEST, Int8Operators, StoredOperators
 from engine.worker.native.kinds import has_half, kind_of
 from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
+from engine.worker.native.tiles import INSTRUCTIONS
 from engine.worker.operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
@@ -82,7 +83,7 @@ class CpuDevice:
         neighbours = settings.placement.num_neighbours
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
-        self._team = Team(self.threads)
+        self._team = Team(self.threads, settings.thread_wait)
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
     @classmethod
@@ -102,6 +103,11 @@ class CpuDevice:
         if weights == "auto":
             return Suits.FLOATS if self._is_plain else suits
         return Suits.ROUNDED if weights == "int8" else Suits.FLOATS
+
+    @property
+    def kernels(self) -> str:
+        """See `Device`."""
+        return "torch" if self._is_plain else INSTRUCTIONS
 
     def prepare(self, progress: Progress) -> None:
         """See `Device`."""

@@ -101,6 +101,11 @@ class Device(Protocol):
         """Compute threads of the CPU."""
         ...
 
+    @property
+    def kernels(self) -> str:
+        """What it computes with, for a person."""
+        ...
+
     def prepare(self, progress: Progress) -> None:
         """Have all kernels at hand, compiled now if they never were on this machine."""
         ...

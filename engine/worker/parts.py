@@ -189,6 +189,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
             threads=device.threads,
             weights=device.weights,
             num_host_blocks=num_host_blocks,
+            kernels=device.kernels,
         ),
         placement=placement,
         shard=shard,

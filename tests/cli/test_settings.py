@@ -77,6 +77,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
         "lookahead": "1",
+        "thread_wait": "sleep",
         "max_restarts": "7",
         "host_kv_memory": "3MiB",
         "swap": "reactive",
@@ -145,6 +146,8 @@ def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
             "--gpu-memory-utilization must be a number above 0, at most 1, not '1.5'",
         ),
         ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
+        ("lookahead", "2", "--lookahead must be one of auto, 0, 1, not '2'"),
+        ("thread_wait", "x", "--thread-wait must be one of spin, sleep, not 'x'"),
         ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
         (
             "policy",

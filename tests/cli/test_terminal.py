@@ -22,6 +22,7 @@ REPORT = WorkerReport(
     block_size=16,
     bytes_per_block=1 << 20,
     threads=2,
+    kernels="AVX2",
 )
 
 
@@ -32,7 +33,8 @@ class Terminal(io.StringIO):
 
 def test_the_banner_says_where_what_and_how_much() -> None:
     text = banner("http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms a step; assumed")
-    for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB", "2 threads",
+    for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
+                 "2 threads that spin, AVX2",
                  "float32 on cpu", "fcfs", "admission grow"):  # fmt: skip
         assert fact in text
     small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), "2 ms")

@@ -282,3 +282,21 @@ def test_with_a_lone_request_every_place_but_one_is_left_empty() -> None:
         running.cancel()
 
     run_virtual(main())
+
+
+def test_an_engine_uses_no_more_of_an_executor_than_it_is_told() -> None:
+    async def main() -> int:
+        clock = asyncio.get_running_loop().time
+        settings = SchedulerSettings(max_model_len=500, max_batch_size=1, max_batch_tokens=8)
+        scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+        engine = Engine(scheduler, SimulatedExecutor(HAND, 2), clock, depth=1)
+        running = asyncio.create_task(engine.run())
+        most = 0
+        with engine.stream(an_ask(1, 5)) as one, engine.stream(an_ask(1, 5)) as other:
+            while one.request.finish is None or other.request.finish is None:
+                await (one if one.request.finish is None else other).next()
+                most = max(most, one.request.num_in_flight + other.request.num_in_flight)
+        running.cancel()
+        return most
+
+    assert run_virtual(main()) == 1

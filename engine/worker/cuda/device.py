@@ -65,6 +65,7 @@ class CudaDevice:
     """See `Device`. Whatever needs a real GPU is behind `gpu`."""
 
     threads = 1
+    kernels = "torch"
     rounds = False
 
     def __init__(

@@ -31,13 +31,15 @@ from engine.worker.native.memory import (
 from engine.worker.native.tape import CALL_WORDS, Memory, Tape
 
 # Words of the control block, as byte offsets; each on its own cache line.
-CLAIM, DONE, KERNEL, OPERANDS, IS_AWAKE = 0, 64, 128, 136, 192
+CLAIM, DONE, KERNEL, OPERANDS, SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
 CONTROL_WORDS = 32
 
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
-SPINS = 20000  # looks at memory before a thread lets others run
 PAUSE_MICROSECONDS = 20
+# How often a thread that waits looks at memory before it sleeps for moments: for about a tenth of
+# a millisecond, or hardly, where others want the core.
+SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
 
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
@@ -61,7 +63,7 @@ def _work(control, thread):
 
 @njit(inline="always")
 def _lead(control, kernel, operands, chunks):
-    job = words(control + KERNEL, 2)
+    job = words(control + KERNEL, 3)
     job[0], job[1] = kernel, operands
     number = (load_acquire(control + CLAIM) >> (2 * COUNT_BITS)) + 1
     store_release(control + DONE, 0)
@@ -71,7 +73,7 @@ def _lead(control, kernel, operands, chunks):
     spins = 0
     while load_acquire(control + DONE) < chunks:
         spins += 1
-        if spins > SPINS:
+        if spins > job[2]:
             _sleep(PAUSE_MICROSECONDS)
 
 
@@ -89,20 +91,21 @@ def play(control, calls, count):
 
 def follow(control, thread):
     """Help with every job until the step is over."""
-    spins = 0
+    spins, most = 0, words(control + SPINS, 1)[0]
     while load_acquire(control + IS_AWAKE) != 0:
         if _work(control, thread) > 0:
             spins = 0
         else:
             spins += 1
-        if spins > SPINS:
+        if spins > most:
             _sleep(PAUSE_MICROSECONDS)
 
 
 class Team:
     """`threads` workers: the caller and `threads - 1` helpers, which end with the process."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, wait: str = "spin") -> None:
+        """`wait` is what a thread does that finds no work: a key of `SPINS_BEFORE_SLEEP`."""
         assert threads >= 1, "a team has at least its leader"
         self.threads = threads
         self.tape: Tape | None = None  # while it is recorded
@@ -111,6 +114,7 @@ class Team:
         self._play = compiled(play, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))
         self._block: NDArray[np.int64] = np.zeros(CONTROL_WORDS, dtype=np.int64)
+        self._block[SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
         self._begun = [threading.Semaphore(0) for _ in range(threads - 1)]
         for number in range(1, threads):

@@ -16,10 +16,14 @@ from numba.extending import intrinsic
 
 from engine.worker.native.memory import FLOAT, INT32, word
 
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 8
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+LANES = 16 if _FEATURES.get("avx512f", False) else 8
 STEP = 16  # floats of k per turn of the dot loop
 MOST_ROWS = 3  # times 4 columns: 12 sums, and AVX2 has 16 registers
 COLUMNS = 4
+
+_KNOWN = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
+INSTRUCTIONS = next((_KNOWN[name] for name in _KNOWN if _FEATURES.get(name, False)), "no vectors")
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 BYTE_POINTER = ir.IntType(8).as_pointer()

@@ -22,8 +22,9 @@ def count(operands, chunk, thread):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("is_awake", [True, False])
-def test_every_chunk_runs_once(threads: int, is_awake: bool) -> None:
-    team, address = Team(threads), build.kernel(count).address
+@pytest.mark.parametrize("wait", ["spin", "sleep"])
+def test_every_chunk_runs_once(threads: int, is_awake: bool, wait: str) -> None:
+    team, address = Team(threads, wait), build.kernel(count).address
 
     def run_all() -> None:
         for chunks in (1, 2, 3, 17, 1000, 0, 5):
