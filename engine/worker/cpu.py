@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
@@ -24,6 +25,7 @@ from engine.worker.native.operators import NativeOperators
 from engine.worker.native.team import Team
 from engine.worker.native.tiles import INSTRUCTIONS
 from engine.worker.operators import TorchOperators
+from engine.worker.plane import HostCarrier
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -163,6 +165,14 @@ class CpuDevice:
     def mover(self, cache: KVTensors, host: KVTensors) -> MovesBlocks:
         """See `Device`."""
         return HostPool(cache, host)
+
+    def carrier(self) -> HostCarrier:
+        """See `Device`."""
+        return HostCarrier(self.dtype)
+
+    def blank(self, *sizes: int) -> Tensor:
+        """See `Device`."""
+        return torch.zeros(sizes, dtype=self.dtype)
 
     def awake(self) -> AbstractContextManager[None]:
         """See `Device`."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
@@ -29,6 +30,7 @@ from engine.worker.stored import Suits
 
 if TYPE_CHECKING:
     from engine.worker.kv_tensors import KVTensors
+    from engine.worker.plane import Carrier
     from engine.worker.sampler import Draws
 
 logger = logging.getLogger(__name__)
@@ -152,6 +154,14 @@ class Device(Protocol):
         ...
 
     def mover(self, cache: "KVTensors", host: "KVTensors") -> MovesBlocks: ...
+
+    def carrier(self) -> "Carrier":
+        """How tensors of a step go to and from other workers. Raises `RefusedToStart`."""
+        ...
+
+    def blank(self, *sizes: int) -> Tensor:
+        """Zeros in `dtype`, where steps are computed."""
+        ...
 
     def awake(self) -> AbstractContextManager[None]:
         """Entered around each step."""

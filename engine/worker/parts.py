@@ -37,12 +37,14 @@ def _context(settings: WorkerSettings, shape: ModelShape) -> int:
     return settings.max_model_len or shape.max_positions
 
 
-def _take_place(shape: ModelShape, placement: Placement) -> tuple[Shard, Plane | None]:
+def _take_place(
+    shape: ModelShape, placement: Placement, device: Device
+) -> tuple[Shard, Plane | None]:
     """This worker's shard, and its end of the data plane unless it is alone."""
     shard = Shard.of(shape, placement, None)
     if placement.num_workers == 1:
         return shard, None
-    plane = Plane.join(placement)
+    plane = Plane.join(placement, device.carrier())
     return replace(shard, add_up=plane.add_up if placement.num_ranks > 1 else None), plane
 
 
@@ -132,7 +134,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     device = device or open_device(settings, checkpoint.suits)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
-    shard, plane = _take_place(shape, placement)
+    shard, plane = _take_place(shape, placement, device)
     local = shard.local_shape
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
     spec = _attention_spec(local, device.dtype, limits)

@@ -38,8 +38,7 @@ class Rehearsal:
         hidden = None
         with torch.inference_mode(), self.device.awake():
             if not self.shard.is_first:
-                sizes = (layout.num_tokens, shape.hidden_size)
-                hidden = torch.zeros(sizes, dtype=self.device.dtype, device=self.device.place)
+                hidden = self.device.blank(layout.num_tokens, shape.hidden_size)
             if not self.shard.is_last:
                 stage.run(layout, hidden)
                 return

@@ -121,7 +121,7 @@ class Worker:
             raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
         self._is_amid = False
         if self._owes:
-            nothing = torch.zeros(step.num_tokens, self._shard.shape.hidden_size)
+            nothing = self._device.blank(step.num_tokens, self._shard.shape.hidden_size)
             self._hand_on(step.step_id, nothing, 0.0, line)
         self._return.send(())
 
@@ -149,6 +149,8 @@ class Worker:
         layout, handed = prepared
         if handed is not None and handed.fault:
             raise StepFailed(handed.fault)
+        if handed is not None:
+            handed.settle()
         hidden = None if handed is None else handed.hidden
         if self._shard.is_last:
             hidden = self._stage.read(layout, hidden)

@@ -21,6 +21,7 @@ from engine.worker.cuda.source import OnDevice
 from engine.worker.device import Progress, Room, attentions_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import KVTensors, available_bytes, bytes_per_block
+from engine.worker.plane import Carrier
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -165,6 +166,14 @@ class CudaDevice:
     def mover(self, cache: KVTensors, host: KVTensors) -> MovesBlocks:
         """See `Device`."""
         return HostPool(cache, host)
+
+    def carrier(self) -> Carrier:
+        """See `Device`: from GPU to GPU, without the host."""
+        return self._gpu.carrier(self.dtype)
+
+    def blank(self, *sizes: int) -> Tensor:
+        """See `Device`."""
+        return torch.zeros(sizes, dtype=self.dtype, device=self.place)
 
     def awake(self) -> AbstractContextManager[None]:
         """Nothing has to be woken."""

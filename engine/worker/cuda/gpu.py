@@ -11,6 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.worker.cuda.nccl import NcclCarrier
+from engine.worker.plane import Carrier
+
 
 class Mark(Protocol):
     """A place in the work of a GPU."""
@@ -65,6 +68,10 @@ class Gpu(Protocol):
         """The array on the GPU, for work given from now on; nobody waits for the copy."""
         ...
 
+    def carrier(self, dtype: torch.dtype) -> Carrier:
+        """The way of tensors between GPUs; raises `RefusedToStart` where there is none."""
+        ...
+
     def mark(self) -> Mark:
         """After all work given to the current stream so far."""
         ...
@@ -104,6 +111,9 @@ class TorchGpu:
     def put(self, array: NDArray[Any]) -> Tensor:
         source = torch.from_numpy(array).pin_memory()  # torch keeps it until it has been read
         return source.to(self.place, non_blocking=True)
+
+    def carrier(self, dtype: torch.dtype) -> NcclCarrier:
+        return NcclCarrier.open(self.place, dtype)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it

@@ -1,13 +1,17 @@
 """A GPU that stands in for one: its tensors lie on the CPU, or nowhere; tests say what it uses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+
+from engine.worker.plane import HIDDEN_TAG, Group
 
 CPU = torch.device("cpu")
 
@@ -58,6 +62,9 @@ class StandingGpu:
     def put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.place)
 
+    def carrier(self, dtype: torch.dtype) -> "StandingCarrier":
+        return StandingCarrier(dtype)
+
     def mark(self) -> StandingMark:
         self.num_marks += 1
         return StandingMark(self.waits, self.num_marks - 1)
@@ -67,3 +74,32 @@ class StandingGpu:
         """Inside, a step takes so much."""
         yield
         self.peak = max(self.peak, num_bytes)
+
+
+@dataclass
+class StandingCarrier:
+    """Carries as NCCL does: what arrives must not be read before it was settled."""
+
+    dtype: torch.dtype
+    has_own_groups: bool = True
+    num_groups: int = 0
+    num_settled: int = 0
+
+    def group(self, store: Store, rank: int, size: int) -> Group:
+        self.num_groups += 1
+        return cast(Group, ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+
+    def receive(
+        self, group: Group, header: Work, sizes: tuple[int, int], peer: int
+    ) -> tuple[Tensor, Callable[[], None]]:
+        hidden = torch.full(sizes, torch.nan, dtype=self.dtype)
+        arriving = torch.empty(sizes, dtype=self.dtype)
+        header.wait()
+        work = group.recv([arriving], peer, HIDDEN_TAG)
+
+        def settle() -> None:
+            work.wait()
+            hidden.copy_(arriving)
+            self.num_settled += 1
+
+        return hidden, settle
