@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.worker.native.int8 import Int8Operators
 from engine.worker.native.team import Team
 
-REPEATS = 5
-CPU_SQUARE = 2048  # rows and columns of the matrices
+REPEATS = 3
+CPU_SQUARE = 1536  # rows and columns of the matrices
 CPU_READ_BYTES = 512 << 20
 GPU_SQUARE = 8192
 GPU_COPY_BYTES = 4 << 30

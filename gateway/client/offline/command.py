@@ -5,6 +5,7 @@ scheduler takes part.
 """
 
 import argparse
+import asyncio
 import importlib
 import os
 import re
@@ -21,8 +22,8 @@ from engine.errors import EngineError, RefusedToStart
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from gateway.client.flags import Parser, ShowDefaults, above_zero, positive
-from gateway.client.offline.floors import Limit, Sizes, Work, floor_of
-from gateway.client.offline.machine import best_of, measure_limits
+from gateway.client.offline.floors import Limit, Sizes, Work, floor_of, weights_of
+from gateway.client.offline.machine import best_of, measure_limits, read_limits
 from gateway.client.offline.report import OfflineReport, Row, show
 from gateway.client.offline.steps import Bench, Timing
 from gateway.terminal import LoadingBars
@@ -79,6 +80,7 @@ def parser() -> Parser:
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="of activations, as for podway serve")
     add("--weights", default="auto", metavar="NAME", help="format of the linear layers")
+    add("--kv-cache-dtype", default="auto", metavar="NAME", help="of keys and values")
     add("--attention", default="auto", metavar="NAME", help="attention backend")
     add("--threads", type=int, default=0, metavar="N", help="compute threads; 0: all cores")
     add("--batch-sizes", type=_numbers, default="1,8,32", metavar="N,N", help="of decode steps")
@@ -87,6 +89,7 @@ def parser() -> Parser:
     add("--block-size", type=positive, default=16, metavar="N", help="slots in a KV block")
     add("--in-flight", type=int, choices=(1, 2), help="steps; by default 2 on a GPU, else 1")
     add("--seconds", type=above_zero, default=2.0, metavar="S", help="to time steps alike")
+    add("--limits", type=Path, metavar="JSON", help="of an earlier run here, not measured again")
     add("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
 
@@ -133,10 +136,13 @@ async def measure(
     try:
         found = await executor.start(progress)
         in_flight = args.in_flight or (2 if found.device.startswith("cuda") else 1)
-        limits = await _limits(found, progress, 0)
+        known = None if args.limits is None else await asyncio.to_thread(read_limits, args.limits)
+        limits = known or await measure_limits(found.device, found.threads)
+        check_limits(limits, found)
         bench = Bench(executor, found, in_flight, args.seconds)
         timed = await run(bench, load, progress)
-        limits = best_of(limits, await _limits(found, progress, 1))
+        if known is None:
+            limits = best_of(limits, await measure_limits(found.device, found.threads))
     finally:
         await executor.close()
     rows = [
@@ -172,15 +178,11 @@ async def run(
     return timed
 
 
-async def _limits(
-    found: WorkerReport, progress: Callable[[str, int, int], None], done: int
-) -> Mapping[str, Limit]:
-    limits = await measure_limits(found.device, found.threads)
-    progress("limits", done + 1, 2)
-    for name in (found.weights, found.dtype):
+def check_limits(limits: Mapping[str, Limit], found: WorkerReport) -> None:
+    """Raises `RefusedToStart` where nothing tells how fast the worker's numbers could be."""
+    for name in ("read", weights_of(found), found.dtype):
         if name not in limits:
-            raise RefusedToStart(f"nothing measures the limit of {name} on {found.device}")
-    return limits
+            raise RefusedToStart(f"there is no limit of {name} on {found.device}")
 
 
 def open_shape(name: str) -> tuple[Path, Mapping[str, object]]:
@@ -200,6 +202,7 @@ def worker_settings(
         model=str(directory),
         dtype=args.dtype,
         weights=args.weights,
+        kv_dtype=args.kv_cache_dtype,
         device=args.device,
         attention=args.attention,
         block_size=size,

@@ -124,11 +124,16 @@ def floor_of(sizes: Sizes, work: Work, report: WorkerReport, limits: Mapping[str
     seen = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
-    weights = sizes.elements * ITEM_BYTES[report.weights]
+    weights = sizes.elements * ITEM_BYTES[weights_of(report)]
     num_bytes = weights + work.num_requests * seen * token_bytes + written
-    products = sizes.products(work) / limits[report.weights].rate
+    products = sizes.products(work) / limits[weights_of(report)].rate
     attention = sizes.attention(work) / limits[report.dtype].rate
     return Floor(num_bytes / limits["read"].rate, products + attention)
+
+
+def weights_of(report: WorkerReport) -> str:
+    """The format of the linear layers, without how it is computed with."""
+    return report.weights.partition(" ")[0]
 
 
 def _seen(length: int, window: int | None) -> int:

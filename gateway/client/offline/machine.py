@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import orjson
 
@@ -37,6 +38,17 @@ async def measure_limits(device: str, threads: int) -> Mapping[str, Limit]:
 def _our_path() -> str:
     """So that the other process imports the same code."""
     return os.pathsep.join(os.path.abspath(path) for path in sys.path)
+
+
+def read_limits(path: Path) -> Mapping[str, Limit]:
+    """Those of a run that `--json` wrote; raises `RefusedToStart` with the path."""
+    try:
+        found = orjson.loads(path.read_bytes())["limits"]
+        return {name: Limit(**limit) for name, limit in found.items()}
+    except OSError as error:
+        raise RefusedToStart(f"cannot read {path}: {error.strerror}") from error
+    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+        raise RefusedToStart(f"{path} was not written by podway bench --offline") from error
 
 
 def best_of(one: Mapping[str, Limit], other: Mapping[str, Limit]) -> dict[str, Limit]:

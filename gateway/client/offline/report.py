@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.step import WorkerReport
-from gateway.client.offline.floors import Floor, Limit, Work
+from gateway.client.offline.floors import Floor, Limit, Work, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class OfflineReport:
             f"{self.shape}: {found.num_parameters / 1e6:,.0f} M parameters, {found.dtype} with "
             f"{found.weights} weights on {found.device}, {found.threads} threads, "
             f"attention {found.attention}, {found.bytes_per_block / found.block_size:,.0f} bytes "
-            "of KV a token"
+            f"of {found.kv_dtype} KV a token"
         )
 
     @property
@@ -98,7 +98,7 @@ class OfflineReport:
 
     @property
     def _formats(self) -> tuple[str, str]:
-        return self.worker.weights, self.worker.dtype
+        return weights_of(self.worker), self.worker.dtype
 
 
 COLUMNS = ("step", "requests", "tokens", "ms", "tokens/s", "floor ms", "bound by", "of the limit")

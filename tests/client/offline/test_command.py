@@ -36,6 +36,7 @@ def test_every_step_is_held_against_its_floor(
     figures = tmp_path / "run.json"
     flags = ["--batch-sizes", "1,3", "--context", "140", "--prompt-lengths", "20,2x33"]
     few = ["--seconds", "0.01", "--threads", "1", "--weights", weights]
+    few += ["--kv-cache-dtype", "int8" if weights == "int8" else "auto"]
     code = bench.main(["--offline", "TINY", *flags, *few, "--json", str(figures)])
     assert code == 0
     written = json.loads(figures.read_bytes())
@@ -45,7 +46,8 @@ def test_every_step_is_held_against_its_floor(
         floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
         assert row["fraction"] == pytest.approx(floor / row["worker_seconds"])
         assert 0 < row["worker_seconds"] <= row["pace_seconds"]
-    assert written["worker"]["weights"] == weights
+    assert written["worker"]["weights"].startswith(weights)
+    assert written["worker"]["kv_dtype"] == weights
     assert written["worker"]["num_blocks"] == 3 * 9
     shown = capsys.readouterr().out
     assert "TINY: 4 M parameters" in shown
@@ -53,14 +55,17 @@ def test_every_step_is_held_against_its_floor(
     assert shown.count("decode") == 2
 
 
-@pytest.mark.usefixtures("_known_limits")
-def test_steps_may_be_in_flight_together(tmp_path: Path) -> None:
-    figures = tmp_path / "run.json"
+def test_steps_may_be_in_flight_together_and_limits_known(tmp_path: Path) -> None:
+    figures, known = tmp_path / "run.json", tmp_path / "known.json"
+    limits = {name: limit._asdict() for name, limit in LIMITS.items()}
+    known.write_text(json.dumps({"limits": limits}))
     flags = ["--batch-sizes", "2", "--context", "16", "--prompt-lengths", "8"]
     few = ["--seconds", "0.01", "--threads", "1", "--in-flight", "2"]
+    few += ["--limits", str(known)]
     assert bench.main(["--offline=TINY", *flags, *few, "--json", str(figures)]) == 0
     written = json.loads(figures.read_bytes())
     assert written["in_flight"] == 2
+    assert written["limits"] == limits
     for row in written["rows"]:
         floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
         assert row["fraction"] == pytest.approx(floor / row["pace_seconds"])
@@ -94,6 +99,15 @@ def test_wrong_numbers_are_refused(
 async def test_a_device_without_limits_is_refused() -> None:
     with pytest.raises(RefusedToStart, match="the limits of nowhere could not be measured: "):
         await machine.measure_limits("nowhere", 1)
+
+
+def test_limits_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedToStart, match=r"cannot read .*none.json: No such file"):
+        machine.read_limits(tmp_path / "none.json")
+    for text in ("{", "{}", '{"limits": {"read": 3}}'):
+        (tmp_path / "some.json").write_text(text)
+        with pytest.raises(RefusedToStart, match=r"some.json was not written by podway bench"):
+            machine.read_limits(tmp_path / "some.json")
 
 
 def test_the_best_of_two_measurements_counts() -> None:

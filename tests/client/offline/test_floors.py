@@ -67,7 +67,7 @@ def test_a_prefill_leaves_out_of_the_last_layer_what_nobody_reads() -> None:
 def test_eight_bits_are_a_quarter_to_read_and_have_a_rate_of_their_own() -> None:
     work = Work(1, 1, 1)
     limits = {"read": Limit(1e9, ""), "float32": Limit(100.0, ""), "int8": Limit(400.0, "")}
-    found = floor_of(SMALL, work, report("int8"), limits)
+    found = floor_of(SMALL, work, report("int8 (14-bit activations)"), limits)
     assert found.reading == pytest.approx((1330 + 96 + 96 + 200) / 1e9)
     assert found.computing == pytest.approx(2 * 1330 / 400 + 4 * 8 * 3 / 100)
     assert found.bound == "compute"
