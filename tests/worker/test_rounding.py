@@ -60,10 +60,10 @@ def opened(checkpoint: Path, cache: Path, rank: int = 0, num_ranks: int = 1) -> 
         yield Taking(source, weights)
 
 
-def load(checkpoint: Path, cache: Path) -> Tensor:
+def load(checkpoint: Path, cache: str) -> Tensor:
     """The logits of a worker that is started so."""
     settings = settings_for(checkpoint, "cpu", weights="int8")
-    return Driver(Worker.load(replace(settings, cache_dir=str(cache)), lambda *_: None)).logits(
+    return Driver(Worker.load(replace(settings, cache_dir=cache), lambda *_: None)).logits(
         (0, TOKENS)
     )[0]
 
@@ -91,7 +91,7 @@ def test_the_second_start_finds_what_the_first_rounded(checkpoint: Path, tmp_pat
 
 def test_a_worker_answers_the_same_from_what_was_kept(checkpoint: Path, tmp_path: Path) -> None:
     without, first, second = (
-        load(checkpoint, cache) for cache in (Path(""), tmp_path / "cache", tmp_path / "cache")
+        load(checkpoint, cache) for cache in ("", str(tmp_path), str(tmp_path))
     )
     assert torch.equal(first, second)
     assert torch.equal(first, without)

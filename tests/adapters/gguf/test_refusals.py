@@ -1,0 +1,93 @@
+"""A GGUF file that cannot be served says which of its keys or tensors is why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+
+from adapters.models.checkpoint import resolve_checkpoint
+from engine.errors import RefusedToStart
+from engine.worker.checkpoint import Checkpoint
+from tests.gguf_files import Gguf
+from tests.worker.driving import load_worker
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"general.architecture": "gemma2"}, "general.architecture 'gemma2' .*known: gpt2, llama"),
+        ({"split.count": 3}, "split.count"),
+        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"llama.attention.value_length": 4}, "value_length=4 is not supported; only 8"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 is not supported"),
+        ({"llama.embedding_length": "wide"}, "hidden_size is 'wide'"),
+        (
+            {"llama.feed_forward_length": 40},
+            r"has shape \[48, 32\], the config asks for \[40, 32\]",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama", more=more).write(path)
+    with pytest.raises(RefusedToStart, match=named):
+        load_worker(path)
+
+
+def test_a_tensor_that_nobody_asks_for_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama", extra={"blk.0.ffn_gate_exps.weight": torch.zeros(2, 2)}).write(path)
+    with pytest.raises(RefusedToStart, match=r"blk\.0\.ffn_gate_exps\.weight .*no place"):
+        load_worker(path)
+
+
+def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    wide = {"hidden_size": 256, "intermediate_size": 256}
+    Gguf("llama", Kind.TQ2_0, changes=wide).write(path)
+    with pytest.raises(RefusedToStart, match=r"is TQ2_0, which is not supported"):
+        load_worker(path)
+
+
+@pytest.mark.parametrize("length", [0, 3, 23, 100, 1000, -1, -5000])
+def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama").write(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:length])
+    with pytest.raises(RefusedToStart, match=r"model\.gguf (is not a whole GGUF|cannot be read)"):
+        Checkpoint.open(str(path))
+
+
+@pytest.mark.parametrize("place", [4, 8, 12, 16, 20, 24, 40])
+def test_a_file_with_wrong_counts_is_refused(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama").write(path)
+    content = bytearray(path.read_bytes())
+    content[place : place + 4] = b"\xff\xff\xff\x7f"
+    path.write_bytes(content)
+    with pytest.raises(RefusedToStart, match=r"model\.gguf"):
+        Checkpoint.open(str(path))
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("hello, this is some text\n" * 9)
+    with pytest.raises(RefusedToStart, match="does not begin with GGUF"):
+        Checkpoint.open(str(tmp_path / "model.gguf"))
+
+
+def test_one_file_of_a_hub_id_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_text("")
+
+    def download(repository: str, file: str) -> str:
+        assert (repository, file) == ("someone/some-model", "tiny.gguf")
+        return str(path)
+
+    monkeypatch.setattr("adapters.models.checkpoint.hf_hub_download", download)
+    assert resolve_checkpoint("someone/some-model:tiny.gguf") == path

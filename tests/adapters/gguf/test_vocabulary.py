@@ -1,0 +1,132 @@
+"""The vocabulary in a GGUF file gives the ids, the texts and the template of the original."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from adapters.dialects import load_chat_template
+from adapters.models.checkpoint import end_token_ids
+from adapters.tokenizers import load_token_table, load_tokenizer
+from engine.errors import RefusedToStart
+from tests.adapters.tokenizers import families
+from tests.gguf_files import Gguf
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+
+
+def pieces_of(tok: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The metadata of a vocabulary in SentencePiece's manner: scores in the order of merges."""
+    data = json.loads(tok.to_str())
+    vocab = sorted(data["model"]["vocab"].items(), key=lambda each: each[1])
+    places = {
+        "".join(merge if isinstance(merge, list) else merge.split(" ")): -float(place)
+        for place, merge in reversed(list(enumerate(data["model"]["merges"], 1)))
+    }
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3}
+    is_byte = [token.startswith("<0x") and len(token) == 6 for token, _ in vocab]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [token for token, _ in vocab],
+        "tokenizer.ggml.token_type": [
+            6 if byte else kinds.get(token, 1)
+            for (token, _), byte in zip(vocab, is_byte, strict=True)
+        ],
+        "tokenizer.ggml.scores": [places.get(token, -1e6) for token, _ in vocab],
+        "tokenizer.ggml.bos_token_id": data["model"]["vocab"]["<s>"],
+        "tokenizer.ggml.eos_token_id": data["model"]["vocab"]["</s>"],
+        "tokenizer.ggml.unknown_token_id": data["model"]["vocab"]["<unk>"],
+    }
+
+
+def same(path: Path, tok: tokenizers.Tokenizer) -> None:
+    ours = load_tokenizer(path)
+    for text in families.PIECES:
+        for special in (False, True):
+            ids = tok.encode(text, add_special_tokens=special).ids
+            assert ours.encode(text, add_special_tokens=special) == ids, (text, special)
+        decoder = ours.decoder()
+        shown = b"".join(map(decoder.feed, ids)).decode(errors="replace")
+        assert shown == tok.decode(ids), text
+    assert len(load_token_table(path).tokens) == ours.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("make", "pre", "bos"),
+    [
+        (families.gpt_2, "gpt-2", None),
+        (families.qwen_2, "qwen2", None),
+        (families.llama_3, "llama-bpe", "<|begin_of_text|>"),
+    ],
+)
+def test_byte_level_vocabularies_give_the_same_ids(
+    tmp_path: Path, make: Any, pre: str, bos: str | None
+) -> None:
+    tok = make()
+    more = {} if bos is None else {"tokenizer.ggml.bos_token_id": tok.token_to_id(bos)}
+    path = tmp_path / "model.gguf"
+    Gguf("llama", tokenizer=tok, pre=pre, more=more).write(path)
+    same(path, tok)
+
+
+def test_sentence_pieces_give_the_same_ids(tmp_path: Path) -> None:
+    tok = families.llama_2()
+    path = tmp_path / "model.gguf"
+    Gguf("llama", more=pieces_of(tok)).write(path)
+    same(path, tok)
+
+
+def test_what_ends_an_answer_and_frames_a_chat_is_read(tmp_path: Path) -> None:
+    tok = families.llama_3()
+    ids = {name: tok.token_to_id(f"<|{name}|>") for name in ("begin_of_text", "end_of_text")}
+    path = tmp_path / "model.gguf"
+    more = {
+        "tokenizer.ggml.bos_token_id": ids["begin_of_text"],
+        "tokenizer.ggml.eos_token_id": ids["end_of_text"],
+        "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.chat_template.tool_use": "{{ tools }}",
+    }
+    Gguf("llama", tokenizer=tok, more=more).write(path)
+    others = [tok.token_to_id(name) for name in ("<|eot_id|>", "<|im_end|>")]
+    assert end_token_ids(path) == (ids["end_of_text"], *others)
+    template = load_chat_template(path)
+    assert template is not None
+    assert template.source.startswith(TEMPLATE)
+    assert "<|begin_of_text|>hi<|end_of_text|>" in template.render(
+        [{"role": "user", "content": "hi"}]
+    )
+
+
+def test_the_file_says_whether_a_text_begins_with_bos(tmp_path: Path) -> None:
+    tok = families.llama_3()
+    path = tmp_path / "model.gguf"
+    more = {
+        "tokenizer.ggml.bos_token_id": tok.token_to_id("<|begin_of_text|>"),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    Gguf("llama", tokenizer=tok, more=more).write(path)
+    ids = tok.encode("hello", add_special_tokens=False).ids
+    assert load_tokenizer(path).encode("hello", add_special_tokens=True) == ids
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not supported"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "'ab' is no pair"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "token_type is not as long"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is .* expected a list of texts"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6},
+            "bos_token_id=1000000 is no token",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama", tokenizer=families.llama_3(), more=more).write(path)
+    with pytest.raises(RefusedToStart, match=named):
+        load_tokenizer(path)
