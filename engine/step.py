@@ -206,12 +206,14 @@ class StepTimes(NamedTuple):
     """When one worker came how far with a step: seconds of its machine's monotonic clock.
 
     Hidden states were there at `data_at`, None on the first stage. A step that was never computed
-    ended where it began.
+    ended where it began. On a GPU, `idle` seconds lie between the end of the step before and the
+    beginning of this one, in which the layers of neither were computed.
     """
 
     data_at: float | None
     began_at: float
     ended_at: float
+    idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,8 @@ class WorkerSettings:
     swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is
     what they do between kernels. `max_model_len` 0: the checkpoint's own limit. A worker that
     `traces` tells the times of each step. With `lookahead` steps may go on from tokens that
-    only the workers know. What is rounded at loading is kept in `cache_dir`; "": nowhere.
+    only the workers know. With `cuda_graphs` steps of decodes alone are captured on a GPU. What is
+    rounded at loading is kept in `cache_dir`; "": nowhere.
     """
 
     model: str
@@ -286,6 +289,7 @@ class WorkerSettings:
     thread_wait: str = "spin"
     traces: bool = False
     lookahead: int = 0
+    cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
     cache_dir: str = ""
     placement: Placement = Placement()

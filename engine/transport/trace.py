@@ -59,6 +59,8 @@ class TraceFile:
         if times.data_at is not None:
             facts["data_at"] = self._micros(times.data_at)
             self._moment(worker, DATA, f"{step} arrived", times.data_at)
+        if times.idle:
+            facts["idle"] = round(times.idle * 1e6)
         began, ended = self._micros(times.began_at), self._micros(times.ended_at)
         place = {"ph": "X", "pid": worker, "tid": COMPUTE, "ts": began, "dur": ended - began}
         self._write({"name": step, "args": facts, **place})

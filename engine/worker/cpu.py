@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
-from engine.worker.device import Progress, Room, attentions_for, choose
+from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
 from engine.worker.host_pool import HostPool
 from engine.worker.kv_tensors import (
     CPU_KV_DTYPES,
@@ -158,13 +158,13 @@ class CpuDevice:
         size = self._settings.block_size
         return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
 
-    def allocate_host(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
         """See `Device`."""
-        return self.allocate(shape, num_blocks)
+        return HostPool(cache, self.allocate(shape, num_host_blocks))
 
-    def mover(self, cache: KVTensors, host: KVTensors) -> MovesBlocks:
-        """See `Device`."""
-        return HostPool(cache, host)
+    def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
+        """Steps are computed when they come."""
+        return None
 
     def carrier(self) -> HostCarrier:
         """See `Device`."""

@@ -9,13 +9,15 @@ import importlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engine.errors import RefusedToStart
-from engine.step import WorkerSettings
+from engine.step import Step, WorkerSettings
+from engine.worker.launched import Launched
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -29,9 +31,12 @@ from engine.worker.ports import (
 from engine.worker.stored import Suits
 
 if TYPE_CHECKING:
+    from engine.worker.constraints import Constraints
     from engine.worker.kv_tensors import KVTensors
+    from engine.worker.layout import LayoutLimits
     from engine.worker.plane import Carrier
     from engine.worker.sampler import Draws
+    from engine.worker.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -149,11 +154,13 @@ class Device(Protocol):
         """A cache of zeros for all layers of `shape`."""
         ...
 
-    def allocate_host(self, shape: ModelShape, num_blocks: int) -> "KVTensors":
-        """The same in host memory, such as moves to and from the device want it."""
+    def mover(self, cache: "KVTensors", shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
+        """What moves blocks between the cache and so many blocks of host memory, made now."""
         ...
 
-    def mover(self, cache: "KVTensors", host: "KVTensors") -> MovesBlocks: ...
+    def launcher(self, whole: "Whole", progress: Progress) -> "LaunchesSteps | None":
+        """How a worker that is alone launches steps; None: it computes each when it comes."""
+        ...
 
     def carrier(self) -> "Carrier":
         """How tensors of a step go to and from other workers. Raises `RefusedToStart`."""
@@ -166,6 +173,25 @@ class Device(Protocol):
     def awake(self) -> AbstractContextManager[None]:
         """Entered around each step."""
         ...
+
+
+class LaunchesSteps(Protocol):
+    """Begins with steps in order, each of which is collected later."""
+
+    def launch(self, step: Step) -> Launched:
+        """What it raises is the failure of the step, but `WorkerLost`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What steps run on where one worker holds all of a model."""
+
+    stage: "Stage"
+    constraints: "Constraints"
+    sampler: "Draws"
+    mover: MovesBlocks
+    limits: "LayoutLimits"
 
 
 class _Kind(Protocol):

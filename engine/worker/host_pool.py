@@ -46,8 +46,8 @@ class HostPool:
     def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
         """Make the copies, in the order given. Raises `ValueError` for a block out of range."""
         for move in moves:
-            device = _blocks(move.device, self._device.num_blocks, "device")
-            host = _blocks(move.host, self._host.num_blocks, "host")
+            device = read_blocks(move.device, self._device.num_blocks, "device")
+            host = read_blocks(move.host, self._host.num_blocks, "host")
             if len(device) != len(host):
                 raise ValueError(f"a move of {len(device)} device and {len(host)} host blocks")
             if move.direction is Direction.OUT:
@@ -57,7 +57,8 @@ class HostPool:
         yield
 
 
-def _blocks(table: bytes, limit: int, tier: str) -> Tensor:
+def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:
+    """The block ids of one side of a move, int64; raises `ValueError` if one is out of range."""
     blocks = np.frombuffer(table, dtype="<i4")
     if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < limit):
         raise ValueError(f"{tier} block ids out of range [0, {limit})")

@@ -61,6 +61,28 @@ class RaggedLayout:
         return self.num_decodes == self.num_requests
 
 
+def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayout:
+    """A layout of padding alone."""
+    none, start = np.zeros(0, np.int64), np.zeros(1, np.int32)
+    counts = none.astype(np.int32)
+    empty = RaggedLayout(
+        token_ids=none,
+        held_rows=none,
+        positions=none,
+        slots=none,
+        qo_indptr=start,
+        kv_len=counts,
+        kv_indptr=start,
+        kv_indices=counts,
+        kv_last_page_len=counts,
+        sampled_rows=none,
+        scored_rows=none,
+        num_decodes=0,
+        block_size=block_size,
+    )
+    return padded(empty, num_rows, spare_block)
+
+
 def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayout:
     """A layout of decodes with requests of one token behind them, so that there are `num_rows`.
 

@@ -14,7 +14,7 @@ from engine.errors import RefusedToStart
 from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.checkpoint import Checkpoint, load_from_table
 from engine.worker.constraints import Constraints
-from engine.worker.device import Device, Progress, Room, open_device
+from engine.worker.device import Device, LaunchesSteps, Progress, Room, Whole, open_device
 from engine.worker.host_pool import choose_num_host_blocks
 from engine.worker.kv_tensors import KVTensors, choose_num_blocks
 from engine.worker.layout import LayoutLimits
@@ -116,6 +116,7 @@ class Parts:
     sampler: Draws
     constraints: Constraints
     mover: MovesBlocks
+    launcher: LaunchesSteps | None  # only where the worker is alone
     limits: LayoutLimits
     report: WorkerReport
     placement: Placement
@@ -168,13 +169,21 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
         num_blocks = plane.least("blocks", num_blocks)
         num_host_blocks = plane.least("host blocks", num_host_blocks)
     cache = device.allocate(local, num_blocks)
+    whole = Whole(
+        stage=make_stage(cache),
+        constraints=constraints,
+        sampler=sampler,
+        mover=device.mover(cache, local, num_host_blocks),
+        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
+    )
     return Parts(
         device=device,
-        stage=make_stage(cache),
+        stage=whole.stage,
         sampler=sampler,
         constraints=constraints,
-        mover=device.mover(cache, device.allocate_host(local, num_host_blocks)),
-        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
+        mover=whole.mover,
+        launcher=None if plane is not None else device.launcher(whole, progress),
+        limits=whole.limits,
         report=WorkerReport(
             architecture=checkpoint.architecture,
             num_parameters=num_parameters,

@@ -7,7 +7,7 @@ One worker holds one stage (a run of layers). Everything but attention works on
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -117,6 +117,7 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
     """A backend that CUDA graphs can be captured of, for steps of decodes alone.
 

@@ -29,11 +29,14 @@ class Reading(NamedTuple):
     late: tuple[int, ...] = ()
 
 
+Head = Callable[[Tensor], Tensor | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """`head` makes logits `[rows, vocab]` in float32 of hidden states, on rank 0."""
 
-    head: Callable[[Tensor], Tensor | None]
+    head: Head
     sampler: Draws
     constraints: Constraints
 
@@ -46,7 +49,7 @@ class Reader:
         num_draws = len(layout.sampled_rows)
         drawn, late_rows = self._draw(step, layout, hidden[:num_draws], wanted)
         entries = [at for at, entry in enumerate(step.entries) if entry.draw is not None]
-        faults = [_fault(entries[row], fault) for row, fault in drawn.faults]
+        faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
         late = tuple(entries[row] for row in late_rows)
         if not len(layout.scored_rows):
             return Reading(drawn.tokens, drawn.logprobs, (), tuple(faults), late)
@@ -61,7 +64,7 @@ class Reader:
         num_draws = len(layout.sampled_rows)
         if num_draws:
             self.head(hidden[:num_draws])
-        for part in self._slices(len(layout.scored_rows)):
+        for part in slices(len(layout.scored_rows), self.sampler.vocab_size):
             self.head(hidden[num_draws:][part])
 
     def _draw(
@@ -82,14 +85,10 @@ class Reader:
         ids = [target for order in orders if order is not None for target in order.ids]
         tops = [order.top for order in orders if order is not None for _ in order.ids]
         found: list[TokenLogprobs | None] = []
-        for part in self._slices(len(ids)):
+        for part in slices(len(ids), self.sampler.vocab_size):
             found += log_probabilities(self._logits(hidden[part]), ids[part], tops[part])
         told = iter(found)
         return [[next(told) for _ in order.ids] if order else [] for order in orders]
-
-    def _slices(self, num_rows: int) -> Iterator[slice]:
-        size = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
-        return (slice(first, first + size) for first in range(0, num_rows, size))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
@@ -97,5 +96,12 @@ class Reader:
         return logits
 
 
-def _fault(entry: int, fault: RowFault) -> Fault:
+def fault_of(entry: int, fault: RowFault) -> Fault:
+    """What is wrong with a row, said of its entry."""
     return Fault(entry, str(fault), fault.is_asked_for)
+
+
+def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Runs of so many rows whose logits are not too large at once."""
+    size = max(1, SLICE_BYTES // (4 * vocab_size))
+    return (slice(first, first + size) for first in range(0, num_rows, size))

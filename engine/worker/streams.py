@@ -81,3 +81,10 @@ class Streams(Protocol):
         All graphs share one pool of memory: one overwrites what another returned.
         """
         ...
+
+    def settle(self) -> None:
+        """Wait until all that was given to any stream is done: for the start, and for failures.
+
+        Raises `WorkerLost` if the device fails.
+        """
+        ...

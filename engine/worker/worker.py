@@ -46,6 +46,7 @@ class Worker:
         self._stage = parts.stage
         self._reader = Reader(parts.stage.head, parts.sampler, parts.constraints)
         self._mover = parts.mover
+        self._launcher = parts.launcher
         self._device = parts.device
         self._limits = parts.limits
         self._shard = parts.shard
@@ -55,7 +56,7 @@ class Worker:
         self._inbox = Inbox(self._prepare)
         self._owes = False  # the next stage the step that runs
         self._is_amid = False  # in a step, where ranks wait for each other
-        self.times = StepTimes(None, 0.0, 0.0)  # of the step run last
+        self.times = StepTimes(None, 0.0, 0.0)  # of the step launched last
 
     @classmethod
     def load(
@@ -75,8 +76,15 @@ class Worker:
             self._inbox.put(step)
 
     def launch(self, step: Step) -> Launched:
-        """Run a step; it is computed when it is launched. Raises as `run` does."""
-        result = self.run(step)
+        """Begin with a step; whatever is raised but `WorkerLost`, the next step can be launched.
+
+        Without a launcher it has been computed on return.
+        """
+        if self._launcher is not None:
+            now = time.monotonic()
+            self.times = StepTimes(None, now, now)
+            return self._launcher.launch(step)
+        result = self._run(step)
         return Done(Collected(result, self.times))
 
     def run(self, step: Step) -> StepResult:
@@ -84,6 +92,9 @@ class Worker:
 
         Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
         """
+        return self.launch(step).collect().result
+
+    def _run(self, step: Step) -> StepResult:
         self._held.open(step)
         prepared = self._take(step)
         self._return.expect(step)

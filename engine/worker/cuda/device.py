@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 
 import torch
 from torch import Tensor
@@ -12,14 +11,15 @@ from engine.errors import RefusedToStart
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels import FlashInferKernels, Kernels, prepare_environment
+from engine.worker.cuda.launching import make_launcher
 from engine.worker.cuda.memory import fitting, measure
 from engine.worker.cuda.missing import missing
+from engine.worker.cuda.moves import DeviceMover
 from engine.worker.cuda.operators import STORED, CudaOperators
 from engine.worker.cuda.products import FP8, FP8_BY_ROW, TorchProducts
 from engine.worker.cuda.sampler import DeviceSampler
 from engine.worker.cuda.source import OnDevice
-from engine.worker.device import Progress, Room, attentions_for, choose
-from engine.worker.host_pool import HostPool
+from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
 from engine.worker.kv_tensors import KVTensors, available_bytes, bytes_per_block
 from engine.worker.plane import Carrier
 from engine.worker.ports import (
@@ -85,6 +85,7 @@ class CudaDevice:
         self.kv_dtype = kv_format(settings.kv_dtype, self.dtype)
         self._settings = settings
         self._gpu = gpu
+        self._streams = gpu.streams()
         is_plain = self.attentions == (PLAIN_ATTENTION,) or self.dtype is torch.float32
         self._kernels = None if is_plain else kernels
         self._operators: CudaOperators | None = None  # once somebody asked for them
@@ -157,15 +158,15 @@ class CudaDevice:
         cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
-    def allocate_host(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        """Pinned, so that copies run beside the compute."""
-        sizes = self._sizes(shape, num_blocks)
-        cache = self._pinned(prod(sizes)).view(sizes)
-        return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]))
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
+        """See `Device`; the host's blocks are pinned, each with all its layers in one piece."""
+        layers, both, _, *block = self._sizes(shape, num_host_blocks)
+        sizes = (num_host_blocks, layers, both, *block)
+        return DeviceMover(self._streams, cache, self._streams.pinned(sizes, self.kv_dtype))
 
-    def mover(self, cache: KVTensors, host: KVTensors) -> MovesBlocks:
-        """See `Device`."""
-        return HostPool(cache, host)
+    def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
+        """See `Device`; with graphs where attention can be captured and nobody declined them."""
+        return make_launcher(self._streams, whole, self._settings, progress)
 
     def carrier(self) -> Carrier:
         """See `Device`: from GPU to GPU, without the host."""
@@ -182,11 +183,6 @@ class CudaDevice:
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
         size = self._settings.block_size
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
-
-    def _pinned(self, count: int) -> Tensor:
-        if count == 0:
-            return torch.empty(0, dtype=self.kv_dtype)
-        return self._gpu.pinned(count * self.kv_dtype.itemsize).view(self.kv_dtype)
 
 
 def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: Suits) -> str:

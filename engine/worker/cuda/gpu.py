@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.worker.cuda.nccl import NcclCarrier
+from engine.worker.cuda.streams import CudaStreams
 from engine.worker.plane import Carrier
+from engine.worker.streams import Streams
 
 
 class Mark(Protocol):
@@ -72,6 +74,10 @@ class Gpu(Protocol):
         """The way of tensors between GPUs; raises `RefusedToStart` where there is none."""
         ...
 
+    def streams(self) -> Streams:
+        """Those of this GPU; all its parts share one of these."""
+        ...
+
     def mark(self) -> Mark:
         """After all work given to the current stream so far."""
         ...
@@ -114,6 +120,9 @@ class TorchGpu:
 
     def carrier(self, dtype: torch.dtype) -> NcclCarrier:
         return NcclCarrier.open(self.place, dtype)
+
+    def streams(self) -> CudaStreams:
+        return CudaStreams(self.place)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from engine.worker.plane import HIDDEN_TAG, Group
+from tests.worker.cuda.standin import StandInStreams
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,7 @@ class StandingGpu:
     pinned_bytes: int = 0
     num_marks: int = 0
     waits: list[int] = field(default_factory=list)
+    of_it: StandInStreams = field(default_factory=StandInStreams)
 
     def used_bytes(self) -> int:
         return self.used
@@ -64,6 +66,9 @@ class StandingGpu:
 
     def carrier(self, dtype: torch.dtype) -> "StandingCarrier":
         return StandingCarrier(dtype)
+
+    def streams(self) -> StandInStreams:
+        return self.of_it
 
     def mark(self) -> StandingMark:
         self.num_marks += 1

@@ -100,10 +100,10 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
     for tensor in (*cache.keys, *cache.values):
         assert (tensor.shape, tensor.dtype) == ((6, 4, 2, 8), torch.bfloat16)
         assert tensor.is_contiguous()
-    host = device.allocate_host(SHAPE, 3)
-    assert (host.num_blocks, host.num_spare) == (3, 0)
-    assert gpu.pinned_bytes == 3 * device.block_bytes(SHAPE) == 3 * 2 * 3 * 4 * 2 * 8 * 2
-    assert device.allocate_host(SHAPE, 0).num_blocks == 0
+    device.mover(cache, SHAPE, 3)
+    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE) == 3 * 2 * 3 * 4 * 2 * 8 * 2
+    device.mover(cache, SHAPE, 0)
+    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""torch.cuda behind the port of `engine.worker.streams`."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from engine.errors import WorkerLost
+from engine.worker.streams import Event, Graph
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEvent:
+    """See `Event`."""
+
+    event: torch.cuda.Event
+
+    @property
+    def is_reached(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:  # whatever went wrong on the device is told here first
+            raise WorkerLost(f"the GPU failed: {error}") from error
+
+    def seconds_since(self, earlier: Event) -> float:
+        milliseconds = cast(CudaEvent, earlier).event.elapsed_time(self.event)
+        return float(milliseconds) * 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStream:
+    """See `Stream`; None is the stream that is current when nobody chose another."""
+
+    stream: torch.cuda.Stream | None
+
+    def do(self, work: Callable[[], object]) -> None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            work()
+
+    def mark(self, *, is_timed: bool = False) -> CudaEvent:
+        # Waiting sleeps: the answering thread leaves its core to the one that launches.
+        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._current())
+        return CudaEvent(event)
+
+    def hold(self, event: Event) -> None:
+        self._current().wait_event(cast(CudaEvent, event).event)
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream() if self.stream is None else self.stream
+
+
+class CudaStreams:
+    """See `Streams`. The device must be the current one of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = CudaStream(None)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def side(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def pinned(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(sizes), dtype=dtype, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
+
+    def settle(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise WorkerLost(f"the GPU failed: {error}") from error
