@@ -5,11 +5,11 @@ import importlib.util
 
 import torch
 
+from adapters.attention.fp8 import FP8
 from engine.worker.ports import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-FP8 = torch.float8_e4m3fn
 CAPABILITY = (8, 0)  # bfloat16; 8-bit floats are widened in the kernel
 MOST_STRIDE = 1 << 32  # elements of a page
 INSTEAD = "--attention reference computes it in plain torch, slowly"

@@ -8,38 +8,35 @@ padding have one, too.
 import torch
 from torch import Tensor
 
+from adapters.attention import fp8
 from adapters.attention.flashinfer_ports import Library
-from engine.worker.kv_tensors import KVTensors
+from engine.worker.kv_tensors import KVTensors, as_bytes
 from engine.worker.ports import AttentionSpec, Turn
-
-MOST_FP8 = 448.0  # of e4m3, which has no infinity: whatever is beyond becomes this
 
 
 class RowWriter:
     """Writes rows of k or v `[tokens, heads, dim]` into slots, in the dtype of the cache."""
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors) -> None:
-        self._dtype = cache.keys[0].dtype
-        self._is_rounded = self._dtype != spec.dtype
-        self._k_inverse, self._v_inverse = 1 / spec.k_scale, 1 / spec.v_scale
-        self._keys = tuple(self._slots(each) for each in cache.keys)
-        self._values = tuple(self._slots(each) for each in cache.values)
+        self._scales = spec.k_scale, spec.v_scale
+        self._keys = tuple(_slots(each) for each in cache.keys)
+        self._values = tuple(_slots(each) for each in cache.values)
+        self._is_rounded = cache.keys[0].dtype == fp8.FP8
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """`slots` are int64 `[tokens]`."""
         if self._is_rounded:
-            k, v = self._rounded(k, self._k_inverse), self._rounded(v, self._v_inverse)
+            k, v = (
+                as_bytes(fp8.rounded(rows, scale))
+                for rows, scale in zip((k, v), self._scales, strict=True)
+            )
         self._keys[layer].index_copy_(0, slots, k)
         self._values[layer].index_copy_(0, slots, v)
 
-    def _slots(self, pages: Tensor) -> Tensor:
-        """`[slots, heads, dim]`; 8-bit floats as bytes, which every kernel of torch can move."""
-        slots = pages.view(-1, *pages.shape[2:])  # which must not become a copy
-        return slots.view(torch.uint8) if self._is_rounded else slots
 
-    def _rounded(self, rows: Tensor, inverse: float) -> Tensor:
-        scaled = rows if inverse == 1.0 else rows * inverse
-        return scaled.clamp(-MOST_FP8, MOST_FP8).to(self._dtype).view(torch.uint8)
+def _slots(pages: Tensor) -> Tensor:
+    """`[slots, heads, dim]` over the same memory; raises if the slots do not lie in a row."""
+    return as_bytes(pages.view(-1, *pages.shape[2:]))
 
 
 class Turner:

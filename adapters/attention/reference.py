@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.worker.kv_tensors import KVTensors
+from adapters.attention import fp8
+from engine.worker.kv_tensors import KVTensors, as_bytes
 from engine.worker.layout import RaggedLayout
 from engine.worker.ports import AttentionSpec, Team, Turn
 
@@ -20,6 +21,7 @@ class _Pages(NamedTuple):
 
     pages: Tensor  # [num_blocks, block_size, kv_heads, dim]
     scales: Tensor | None  # [num_blocks, block_size, kv_heads]
+    scale: float  # of 8-bit floats
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Rows `[tokens, kv_heads, dim]` into their slots, rounded."""
@@ -29,11 +31,16 @@ class _Pages(NamedTuple):
             scales = rows.abs().amax(dim=-1) / 127
             self.scales[at] = scales
             rows = (rows / scales.clamp_min(TINY)[..., None]).round_()
-        self.pages[at] = rows.to(self.pages.dtype)
+        if self.pages.dtype == fp8.FP8:
+            rows = fp8.rounded(rows, self.scale)
+        as_bytes(self.pages)[at] = as_bytes(rows.to(self.pages.dtype))
 
     def read(self, blocks: Tensor, length: int) -> Tensor:
         """The first `length` tokens of some blocks, `[length, kv_heads, dim]` in float32."""
-        rows = self.pages[blocks].flatten(0, 1)[:length].float()
+        found = as_bytes(self.pages)[blocks].view(self.pages.dtype)
+        rows = found.flatten(0, 1)[:length].float()
+        if self.pages.dtype == fp8.FP8:
+            return rows * self.scale
         if self.scales is None:
             return rows
         return rows * self.scales[blocks].flatten(0, 1)[:length, :, None]
@@ -60,11 +67,7 @@ class ReferenceAttention:
         assert layout is not None, "plan comes before run"
         if turn is not None:
             q, k = _turned(q, turn), _turned(k, turn)
-        cache = self._cache
-        keys = _Pages(cache.keys[layer], cache.key_scales[layer] if cache.key_scales else None)
-        values = _Pages(
-            cache.values[layer], cache.value_scales[layer] if cache.value_scales else None
-        )
+        keys, values = self._pages_of(layer)
         keys.write(self._slots, k)
         values.write(self._slots, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -76,6 +79,15 @@ class ReferenceAttention:
             length = int(layout.kv_len[i])
             out[rows] = self._attend(q[rows], keys.read(pages, length), values.read(pages, length))
         return out
+
+    def _pages_of(self, layer: int) -> tuple[_Pages, _Pages]:
+        cache, spec = self._cache, self._spec
+        key_scales = cache.key_scales[layer] if cache.key_scales else None
+        value_scales = cache.value_scales[layer] if cache.value_scales else None
+        return (
+            _Pages(cache.keys[layer], key_scales, spec.k_scale),
+            _Pages(cache.values[layer], value_scales, spec.v_scale),
+        )
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         spec, length = self._spec, len(keys)

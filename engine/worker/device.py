@@ -46,7 +46,8 @@ DEVICES = {
     "cpu": "engine.worker.cpu:CpuDevice",
     "cuda": "engine.worker.cuda.device:CudaDevice",
 }
-RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda"}  # attention backends of one kind of device only
+# Attention backends of one kind of device only.
+RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda", "flashinfer-split": "cuda"}
 
 
 class Room(NamedTuple):

@@ -52,11 +52,23 @@ class KVTensors:
         return self.keys[0].shape[1]
 
     def as_it_lies(self) -> list[Tensor]:
-        """All that blocks consist of, `[num_blocks, …]` each, in the order of memory."""
+        """All that blocks consist of, `[num_blocks, …]` each, in the order of memory.
+
+        To be moved, not computed with: see `as_bytes`.
+        """
         return [
-            one.permute(sorted(range(one.dim()), key=one.stride, reverse=True))
+            as_bytes(one.permute(sorted(range(one.dim()), key=one.stride, reverse=True)))
             for one in (*self.keys, *self.values, *self.key_scales, *self.value_scales)
         ]
+
+
+def as_bytes(numbers: Tensor) -> Tensor:
+    """8-bit floats as uint8, over the same memory, since few kernels of torch move them.
+
+    Others as they are.
+    """
+    is_small = numbers.is_floating_point() and numbers.itemsize == 1
+    return numbers.view(torch.uint8) if is_small else numbers
 
 
 def available_bytes() -> int:

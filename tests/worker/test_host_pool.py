@@ -72,7 +72,7 @@ def test_moves_are_made_in_order() -> None:
     assert first_slots(keys) == [0, 0, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_blocks", [1, 5])
 def test_a_block_comes_back_with_all_that_it_consists_of(
     dtype: torch.dtype, num_blocks: int

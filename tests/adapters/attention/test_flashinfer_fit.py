@@ -9,6 +9,7 @@ from adapters.attention import BACKENDS
 from adapters.attention.flashinfer import FlashInferAttention
 from adapters.attention.flashinfer_fit import absent, unfit
 from engine.errors import RefusedToStart
+from engine.worker.device import RUNS_ON
 from engine.worker.kv_tensors import KVTensors
 from engine.worker.native.team import Team
 from engine.worker.ports import AttentionSpec
@@ -75,4 +76,7 @@ def test_without_a_gpu_or_the_library_that_is_what_is_said(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_class_can_be_asked_where_there_is_no_gpu() -> None:
     assert FlashInferAttention.why_not(spec(), HALF, 16) == "there is no GPU that torch can use"
-    assert {"flashinfer", "flashinfer-split"} <= BACKENDS.keys()
+
+
+def test_every_backend_but_the_reference_is_of_one_kind_of_device() -> None:
+    assert BACKENDS.keys() - RUNS_ON.keys() == {"reference"}
