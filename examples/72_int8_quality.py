@@ -1,9 +1,11 @@
-"""What 8-bit weights cost in quality: the same texts through both weight formats of one model.
+"""What fewer bits cost in quality: the same texts through two formats of weights or KV of a model.
 
-Prints the Kullback-Leibler divergence of int8 from float32, in nats a token, and how often both
-would say the same next token. The float32 model writes the texts, greedily; both then read them.
+Prints the Kullback-Leibler divergence from float32, in nats a token, how often both would say the
+same next token, and the largest difference of a logit. The float32 model writes the texts,
+greedily; both then read them.
 
-    python examples/72_int8_quality.py [MODEL] [--texts 50] [--tokens 64]
+    python examples/72_int8_quality.py [MODEL] [--weights int8] [--kv-cache-dtype auto]
+        [--texts 50] [--tokens 64]
 """
 
 import argparse
@@ -34,14 +36,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     builtin = importlib.resources.files("adapters") / "builtin"
     parser.add_argument("model", nargs="?", default=str(builtin), help="a checkpoint directory")
+    parser.add_argument("--weights", default="int8", help="compared with float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="compared with float32")
     parser.add_argument("--texts", type=int, default=50, help="prompts of random ids")
     parser.add_argument("--tokens", type=int, default=64, help="after each prompt")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def load(model: str, weights: str, num_slots: int) -> Worker:
-    settings = WorkerSettings(model=model, weights=weights, kv_slots=num_slots, block_size=BLOCK)
+def load(model: str, weights: str, kv_dtype: str, num_slots: int) -> Worker:
+    settings = WorkerSettings(
+        model=model, weights=weights, kv_dtype=kv_dtype, kv_slots=num_slots, block_size=BLOCK
+    )
     return Worker.load(settings, lambda what, done, total: None)
 
 
@@ -74,14 +80,17 @@ def main() -> None:
     longest = 256 + options.tokens
     blocks = -(-longest // BLOCK)
     num_slots = max(options.texts, len(QUESTIONS)) * blocks * BLOCK
-    exact = load(options.model, "float32", num_slots)
-    rounded = load(options.model, "int8", num_slots)
+    exact = load(options.model, "float32", "float32", num_slots)
+    rounded = load(options.model, options.weights, options.kv_cache_dtype, num_slots)
     batch = [(0, prompt) for prompt in prompts(options, exact.report.vocab_size)]
     divergence: list[torch.Tensor] = []
     agreed: list[torch.Tensor] = []
+    farthest = 0.0
     for number in range(options.tokens):
         now = step(number, batch, blocks)
-        truth, found = exact.logits(now).log_softmax(-1), rounded.logits(now).log_softmax(-1)
+        logits, others = exact.logits(now), rounded.logits(now)
+        farthest = max(farthest, float((logits - others).abs().max()))
+        truth, found = logits.log_softmax(-1), others.log_softmax(-1)
         divergence.append((truth.exp() * (truth - found)).sum(-1))
         agreed.append(truth.argmax(-1) == found.argmax(-1))
         batch = [
@@ -93,6 +102,7 @@ def main() -> None:
     print(f"divergence, mean     {nats.mean():.2e} nats")
     print(f"divergence, p99      {nats.quantile(0.99):.2e} nats")
     print(f"same likeliest token {torch.cat(agreed).double().mean():.2%}")
+    print(f"largest difference   {farthest:.2e} of a logit")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,22 @@ def test_72_both_weight_formats_read_the_same_texts() -> None:
     shown = run(sys.executable, EXAMPLES / "72_int8_quality.py", "--tokens", "4")
     figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
     assert float(figures["divergence, mean   "].split()[0]) < 0.01
-    assert shown.splitlines()[-1].endswith("%")
+    assert shown.splitlines()[-2].endswith("%")
+
+
+def test_72_both_forms_of_kv_read_the_same_texts() -> None:
+    formats = ("--weights", "float32", "--kv-cache-dtype", "bfloat16")
+    shown = run(sys.executable, EXAMPLES / "72_int8_quality.py", "--tokens", "4", *formats)
+    figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
+    assert 0 < float(figures["divergence, mean   "].split()[0]) < 0.001
+
+
+def test_73_attention_is_timed_in_every_form_of_kv() -> None:
+    script = EXAMPLES / "73_attention_speed.py"
+    few = ("--seconds", "0.001", "--contexts", "16", "--batch", "2")
+    shown = run(sys.executable, script, *few).splitlines()
+    assert shown[0].split(" | ")[2:-1] == ["float32", "float16", "bfloat16", "int8"]
+    assert len(shown) == 2 + 2 * 2
 
 
 def test_80_the_headline_is_written_as_table_plot_and_figures(tmp_path: Path) -> None:
