@@ -27,7 +27,9 @@ class Pages:
         """A tensor whose elements have no value yet."""
         num_bytes = dtype.itemsize * prod(shape)
         if self._used + num_bytes > len(self._slab):
-            mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes))
+            # Private: by default mappings are shared, and those seldom get huge pages.
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes), kind)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
