@@ -19,7 +19,7 @@ SILU, GELU_TANH = 0, 1
 
 
 class NormOperands(NamedTuple):
-    """Root mean square norm of `groups` runs of `dim` floats in each row; y may be x."""
+    """A norm of `groups` runs of `dim` floats in each row; y may be x."""
 
     weight: int
     eps: float
@@ -31,6 +31,7 @@ class NormOperands(NamedTuple):
     rows: int
     groups: int
     rows_per_chunk: int
+    bias: int  # not of the root mean square norm
 
 
 @njit(fastmath=FAST)
@@ -41,8 +42,41 @@ def _mean_square(x):
     return total / np.float32(len(x))
 
 
+@njit(fastmath=FAST)
+def _mean(x):
+    total = np.float32(0)
+    for value in x:
+        total += value
+    return total / np.float32(len(x))
+
+
+@njit(fastmath=FAST)
+def _variance(x, mean):
+    total = np.float32(0)
+    for value in x:
+        total += (value - mean) * (value - mean)
+    return total / np.float32(len(x))
+
+
+def layer_norm(operands, chunk, thread):
+    """See `NormOperands`; of mean and variance."""
+    weight_at, _, dim, x_at, x_stride, y_at, y_stride, rows, groups, per, bias_at = words(
+        operands, 11
+    )
+    eps = floats(operands + 8, 1)[0]
+    weight, bias = floats(weight_at, dim), floats(bias_at, dim)
+    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
+        for group in range(groups):
+            x = floats(x_at + (row * x_stride + group * dim) * BYTES, dim)
+            y = floats(y_at + (row * y_stride + group * dim) * BYTES, dim)
+            mean = _mean(x)
+            scale = np.float32(1) / np.sqrt(_variance(x, mean) + eps)
+            for k in range(dim):
+                y[k] = (x[k] - mean) * scale * weight[k] + bias[k]
+
+
 def rms_norm(operands, chunk, thread):
-    """See `NormOperands`."""
+    """See `NormOperands`; of the root mean square."""
     weight_at, _, dim, x_at, x_stride, y_at, y_stride, rows, groups, per = words(operands, 10)
     eps = floats(operands + 8, 1)[0]
     weight = floats(weight_at, dim)
@@ -136,4 +170,4 @@ def activation(operands, chunk, thread):
                 y[k] *= up[k]
 
 
-KERNELS = (rms_norm, turn, activation)
+KERNELS = (layer_norm, rms_norm, turn, activation)

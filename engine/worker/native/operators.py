@@ -20,7 +20,7 @@ from engine.worker.native.packing import pack
 from engine.worker.native.pages import Pages
 from engine.worker.native.recorded import Recorded
 from engine.worker.native.team import Team as NativeTeam
-from engine.worker.operators import LayerNorm, TorchOperators
+from engine.worker.operators import TorchOperators
 from engine.worker.ports import Largest, Linear, StageModel, Team
 from engine.worker.rounded import Weight, expanded
 
@@ -114,14 +114,18 @@ class NativeLinear:
         return y
 
 
-class NativeRmsNorm:
-    """Root mean square norm."""
+class NativeNorm:
+    """Root mean square norm, or with a bias that of mean and variance."""
 
-    def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
-        self._held = weight
+    def __init__(self, team: Team, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._held = weight, bias
         self._team = team
         self._dim = len(weight)
-        self._call = Call(team, kernels.rms_norm, (weight.data_ptr(), 0, self._dim, *(0,) * 7))
+        self._call = Call(
+            team,
+            kernels.rms_norm if bias is None else kernels.layer_norm,
+            (weight.data_ptr(), 0, self._dim, *(0,) * 7, 0 if bias is None else bias.data_ptr()),
+        )
         self._call.words.view(np.float32)[2] = eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ class NativeActivation:
 
 
 class NativeOperators:
-    """See `Operators`. What no kernel does yet (LayerNorm, odd activations) is torch's."""
+    """See `Operators`. What no kernel does (odd activations) is torch's."""
 
     def __init__(self, team: NativeTeam) -> None:
         self._team = team
@@ -196,12 +200,11 @@ class NativeOperators:
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def rms_norm(self, weight: Tensor, eps: float) -> NativeRmsNorm:
-        return NativeRmsNorm(self._team, weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float) -> NativeNorm:
+        return NativeNorm(self._team, weight, None, eps)
 
-    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> LayerNorm:
-        self.is_native = False
-        return self._torch.layer_norm(weight, bias, eps)
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> NativeNorm:
+        return NativeNorm(self._team, weight, bias, eps)
 
     def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
         if name in ACTIVATION_KINDS:

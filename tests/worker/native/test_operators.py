@@ -63,6 +63,16 @@ def test_rms_norm(native: NativeOperators, rows: int) -> None:
     torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("dim", [1, 20, 257])
+def test_layer_norm(native: NativeOperators, rows: int, dim: int) -> None:
+    weight, bias, x = noise(dim), noise(dim, seed=1), 3 * noise(rows, dim, seed=2) + 2
+    fast, plain = (each.layer_norm(weight, bias, 1e-5) for each in (native, PLAIN))
+    torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
+    x[-1, 0] = torch.inf
+    assert fast(x).isfinite().all(dim=1).tolist() == [True] * (rows - 1) + [False]
+
+
 def test_rms_norm_of_heads_in_place_leaves_the_others_alone(native: NativeOperators) -> None:
     weight, fused = noise(20), noise(7, 6, 20, seed=1)
     expected = fused.clone()

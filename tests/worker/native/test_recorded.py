@@ -33,7 +33,7 @@ def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Te
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-@pytest.mark.parametrize("variant", ["llama_gelu", "qwen3", "mistral_window"])
+@pytest.mark.parametrize("variant", ["llama_gelu", "qwen3", "gpt2"])
 def test_logits_are_the_same_bits_played_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, weights: str
 ) -> None:
