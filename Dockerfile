@@ -2,8 +2,13 @@
 FROM python:3.11-slim
 
 ARG EXTRAS=""
+# Of Debian: FlashInfer compiles its kernels with them.
+ARG PACKAGES=""
 # Where pip may look for other builds of torch, for instance the ones without CUDA.
 ARG PIP_EXTRA_INDEX_URL=""
+
+RUN test -z "$PACKAGES" || (apt-get update && apt-get install -y --no-install-recommends $PACKAGES \
+    && rm -rf /var/lib/apt/lists/*)
 
 WORKDIR /opt/podway
 COPY pyproject.toml README.md LICENSE ./
@@ -13,7 +18,7 @@ COPY adapters adapters
 RUN pip install --no-cache-dir --disable-pip-version-check ".${EXTRAS:+[$EXTRAS]}"
 
 # Checkpoints from the hub are kept here; the directory exists so that a volume on it is writable.
-RUN useradd --create-home podway && install -d -o podway -g podway /home/podway/.cache/huggingface
+RUN useradd --create-home podway && install -d -o podway -g podway /home/podway/.cache/huggingface /home/podway/kernels
 USER podway
 WORKDIR /home/podway
 RUN python -m engine.worker.native

@@ -317,6 +317,11 @@ class Settings(BaseSettings):
             raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key need each other: give both or none")
+        if self.launcher == "ray" and self.device.startswith("cuda"):
+            raise ValueError(
+                f"--launcher ray places workers on CPUs: --device must be auto or cpu, not "
+                f"{self.device!r}"
+            )
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(
                 f"--max-batch-tokens ({self.max_batch_tokens}) must be at least "

@@ -58,7 +58,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "served_model_name": "n",
         "dtype": "float32",
         "weights": "int8",
-        "device": "cuda:1",
+        "device": "cpu",
         "gpu_memory_utilization": "0.5",
         "attention": "cpu",
         "threads": "2",
@@ -190,6 +190,7 @@ def test_a_flag_wins_over_the_environment_for_a_switch_too(
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
+    assert refusal(launcher="ray", device="cuda").startswith("--launcher ray places workers on CPU")
     assert refusal(kv_slots="64", kv_memory="1GiB").startswith("--kv-slots and --kv-memory exclude")
     line = refusal(max_batch_size="64", max_batch_tokens="63")
     assert line.startswith("--max-batch-tokens (63) must be at least --max-batch-size (64)")
