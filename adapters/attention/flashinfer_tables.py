@@ -34,7 +34,8 @@ class Sizes:
     def of(cls, limits: StepLimits, page_size: int) -> "Sizes":
         requests = -(-limits.max_requests // WIDTH) * WIDTH
         per_request = -(-limits.max_model_len // page_size)
-        return cls(requests, max(limits.max_tokens, requests), requests * per_request)
+        # A step that shares its tokens out evenly may round up for each request.
+        return cls(requests, limits.max_tokens + requests, requests * per_request)
 
     @property
     def arena_bytes(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.step import BlockMove, Direction
 from engine.worker.cuda.carrying import put
 from engine.worker.host_pool import read_blocks
-from engine.worker.kv_tensors import KVTensors
+from engine.worker.kv_tensors import KVTensors, as_bytes
 from engine.worker.streams import Event, Streams
 
 STAGING_BYTES = 64 << 20  # of the device, at most (or one block)
@@ -44,8 +44,12 @@ class DeviceMover:
     def __init__(self, streams: Streams, cache: KVTensors, pool: Tensor) -> None:
         self._streams = streams
         self._stream = streams.side()
-        self._cache = cache
-        self._pool = pool
+        self._num_blocks = cache.num_blocks
+        self._layers = tuple(
+            (as_bytes(keys), as_bytes(values))
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        )
+        self._pool = as_bytes(pool)
         block_bytes = pool[:1].numel() * pool.element_size() if len(pool) else 1
         self._most = max(1, STAGING_BYTES // max(1, block_bytes))
 
@@ -78,7 +82,7 @@ class DeviceMover:
         return self._stream.mark()
 
     def _checked(self, move: BlockMove) -> _Copy:
-        device = read_blocks(move.device, self._cache.num_blocks, "device")
+        device = read_blocks(move.device, self._num_blocks, "device")
         host = read_blocks(move.host, len(self._pool), "host")
         if len(device) != len(host):
             raise ValueError(f"a move of {len(device)} device and {len(host)} host blocks")
@@ -93,7 +97,7 @@ class DeviceMover:
 
     def _out(self, device: Tensor, host: Tensor) -> None:
         at, staging = put(self._streams, device.numpy()), self._staging(len(device))
-        for layer, pair in enumerate(zip(self._cache.keys, self._cache.values, strict=True)):
+        for layer, pair in enumerate(self._layers):
             for which, tensor in enumerate(pair):
                 staging[:, layer, which].copy_(tensor.index_select(0, at))
         for place, block in enumerate(host.numpy().tolist()):
@@ -103,7 +107,7 @@ class DeviceMover:
         to, staging = put(self._streams, device.numpy()), self._staging(len(device))
         for place, block in enumerate(host.numpy().tolist()):
             self._streams.copy(staging[place], self._pool[block])
-        for layer, pair in enumerate(zip(self._cache.keys, self._cache.values, strict=True)):
+        for layer, pair in enumerate(self._layers):
             for which, tensor in enumerate(pair):
                 tensor.index_copy_(0, to, staging[:, layer, which])
 
