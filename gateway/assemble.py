@@ -264,6 +264,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         lookahead=most_lookahead(settings),
         cache_dir=str(settings.cache_dir or user_cache_path("podway", appauthor=False)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
     )
 
 

@@ -202,6 +202,11 @@ class Settings(BaseSettings):
     tensor_ranks: int = _option(
         1, "workers", "shares of each layer; S × R processes in all", "R", ge=1, le=64
     )
+    cuda_graphs: bool = _option(
+        True,
+        "workers",
+        "on a GPU, capture steps without prompts at the start and play them as one",
+    )
     lookahead: Annotated[Literal["auto", "0", "1"], BeforeValidator(str)] = _option(
         "auto",
         "workers",

@@ -76,6 +76,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "max_batch_tokens": "32",
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
+        "cuda_graphs": "false",
         "lookahead": "1",
         "thread_wait": "sleep",
         "max_restarts": "7",

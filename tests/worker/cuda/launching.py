@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Protocol
 
 from torch import Tensor
 
@@ -66,6 +67,15 @@ class StandInDevice(CudaDevice):
         return self.made[-1]
 
 
+class LaunchesSteps(Protocol):
+    """A worker whose steps are launched under some rules, or none."""
+
+    @property
+    def worker(self) -> Worker: ...
+
+    def launch(self, step: Step) -> Launched: ...
+
+
 @dataclass(frozen=True)
 class OnStandIns:
     """A worker, and the device it believes in."""
@@ -94,7 +104,7 @@ class LaunchingExecutor:
     """A `StepExecutor` that launches a step when it is submitted and collects it some turns of the
     loop later, in order, as the answering thread of a worker would."""
 
-    worker: OnStandIns
+    worker: LaunchesSteps
     depth: int
     random: Random
     is_alive: bool = True

@@ -22,7 +22,7 @@ from engine.step import BlockMove, Sampling
 from engine.worker.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.inline import play
-from tests.worker.cuda.launching import LaunchingExecutor, OnStandIns, on_stand_ins
+from tests.worker.cuda.launching import LaunchesSteps, LaunchingExecutor, on_stand_ins
 from tests.worker.driving import load_worker
 
 VOCAB = 97
@@ -96,7 +96,7 @@ async def read(engine: Engine, ask: Ask, until: int) -> Said:
 
 
 async def serve(
-    on_gpu: OnStandIns, lookahead: int, num_blocks: int, seed: int
+    on_gpu: LaunchesSteps, lookahead: int, num_blocks: int, seed: int
 ) -> tuple[list[Said], Told]:
     """All at once, the more urgent later; every fourth leaves in the middle."""
     report, told = on_gpu.worker.report, Told()
