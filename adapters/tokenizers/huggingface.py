@@ -28,6 +28,11 @@ class HuggingFaceTokenizer:
         self.special_tokens = definition.special_tokens
         self._control_texts = {i: text.encode() for text, i in self.special_tokens.items()}
 
+    @property
+    def table(self) -> list[bytes]:
+        """What each id adds in the middle of a text."""
+        return self._decoders.table
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
         if not text.isascii():
