@@ -5,7 +5,7 @@ same next token, and the largest difference of a logit. The float32 model writes
 greedily; both then read them.
 
     python examples/72_int8_quality.py [MODEL] [--weights int8] [--kv-cache-dtype auto]
-        [--texts 50] [--tokens 64]
+        [--texts 50] [--tokens 64] [--original MODEL]
 """
 
 import argparse
@@ -35,7 +35,8 @@ QUESTIONS = (
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     builtin = importlib.resources.files("adapters") / "builtin"
-    parser.add_argument("model", nargs="?", default=str(builtin), help="a checkpoint directory")
+    parser.add_argument("model", nargs="?", default=str(builtin), help="a checkpoint")
+    parser.add_argument("--original", help="what the model was made from; else itself in float32")
     parser.add_argument("--weights", default="int8", help="compared with float32")
     parser.add_argument("--kv-cache-dtype", default="auto", help="compared with float32")
     parser.add_argument("--texts", type=int, default=50, help="prompts of random ids")
@@ -80,7 +81,7 @@ def main() -> None:
     longest = 256 + options.tokens
     blocks = -(-longest // BLOCK)
     num_slots = max(options.texts, len(QUESTIONS)) * blocks * BLOCK
-    exact = load(options.model, "float32", "float32", num_slots)
+    exact = load(options.original or options.model, "float32", "float32", num_slots)
     rounded = load(options.model, options.weights, options.kv_cache_dtype, num_slots)
     batch = [(0, prompt) for prompt in prompts(options, exact.report.vocab_size)]
     divergence: list[torch.Tensor] = []
