@@ -71,7 +71,7 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As the report says it: "cpu", "cuda:0"."""
+        """As the report says it: "cpu", "cuda:0 (NVIDIA H200)"."""
         ...
 
     @property

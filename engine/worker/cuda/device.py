@@ -77,7 +77,7 @@ class CudaDevice:
         suits: Suits = Suits.FLOATS,
     ) -> None:
         self.place = gpu.place
-        self.name = str(gpu.place)
+        self.name = f"{gpu.place} ({gpu.model})"
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
         self._format = weight_format(settings.weights, self.dtype, gpu, suits)

@@ -55,6 +55,7 @@ def test_the_whole_worker_computes_in_the_dtype_of_the_device(
     worker = on_gpu(replace(settings_for(tmp_path), dtype=dtype), StandingGpu(total_bytes=1 << 31))
     report = worker.report
     assert (report.dtype, report.weights, report.attention) == (dtype, dtype, "reference")
+    assert report.device == "cpu (Standing GPU)"
     pieces = [(0, range(1, 20)), (1, (5,)), (0, (7,))]
     exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
     for piece in pieces:
