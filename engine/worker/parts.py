@@ -20,6 +20,7 @@ from engine.worker.kv_tensors import KVTensors, choose_num_blocks
 from engine.worker.layout import LayoutLimits
 from engine.worker.plane import Plane
 from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, MovesBlocks, StepLimits
+from engine.worker.random_weights import check_room
 from engine.worker.rehearsal import Rehearsal
 from engine.worker.sampler import Draws
 from engine.worker.shard import Shard
@@ -148,6 +149,9 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
+    if checkpoint.stored is None and device.place.type == "cpu":
+        item_bytes = 1 if device.weights.startswith("int8") else device.dtype.itemsize
+        check_room(num_parameters // placement.num_workers * item_bytes)
     rounds = checkpoint.rounding(weights, shard, settings.cache_dir)
     with rounds if device.rounds else nullcontext(weights) as source:
         model = checkpoint.family.build(device.source(source), shard, operators)

@@ -127,6 +127,15 @@ class RandomWeights:
         return torch.from_numpy(own).view(len(rows), *shape[1:])
 
 
+def check_room(num_bytes: int) -> None:
+    """Raise `RefusedToStart` if memory will not hold weights of about so many bytes."""
+    if num_bytes > (available := available_bytes()):
+        raise RefusedToStart(
+            f"random weights of {num_bytes / 2**30:.1f} GiB do not fit into the "
+            f"{available / 2**30:.1f} GiB of memory that are available"
+        )
+
+
 def _room(size: int) -> NDArray[np.float32]:
     """So many elements, with all their pages at once: one by one they take longer than drawing."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)

@@ -42,6 +42,15 @@ def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -
         drawn().take("a.weight", 16, 16)
 
 
+def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(random_weights, "available_bytes", lambda: 1 << 23)
+    with pytest.raises(RefusedToStart, match=r"weights of 0.0 GiB do not fit into the 0.0 GiB"):
+        load_worker("random:TINY", attention="cpu")
+
+
 def test_a_worker_generates_from_a_random_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
