@@ -6,12 +6,12 @@ A kind is a literal in the code of a kernel, so that each kernel is compiled for
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 import platform
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from engine.worker.native.features import has
 from engine.worker.native.memory import FLOAT, INT32
 
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
@@ -24,8 +24,7 @@ ELEMENTS = (FLOAT, HALF, INT16, INT8_TYPE)
 
 def has_half() -> bool:
     """Whether this machine converts between float16 and float32 by itself."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("f16c", False)) or platform.machine() in ("aarch64", "arm64")
+    return has("f16c") or platform.machine() in ("aarch64", "arm64")
 
 
 def _like(value, element):

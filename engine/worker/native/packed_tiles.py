@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.worker.native.features import has
 from engine.worker.native.memory import INT32, word
 from engine.worker.native.tiles import LANES, VECTOR, fma, prefetch
 
@@ -27,25 +28,24 @@ LINE = 64  # bytes of a cache line
 PAIR, QUAD = 2, 4
 
 IS_X86 = llvmlite.binding.get_process_triple().startswith("x86_64")
-FEATURES = llvmlite.binding.get_host_cpu_features()
 SUMS = ir.VectorType(INT32, LANES)
 SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 OCTETS = ir.VectorType(ir.IntType(8), 4 * LANES)
 NARROW = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
-def pair_products(features):
+def _pair_products():
     """LLVM's name of the instruction that multiplies 16-bit pairs and adds neighbours, if any."""
-    if LANES == 16 and features.get("avx512bw", False):
-        return "llvm.x86.avx512.pmaddw.d.512"
-    return "llvm.x86.avx2.pmadd.wd" if LANES == 8 and features.get("avx2", False) else None
+    if LANES == 16:
+        return "llvm.x86.avx512.pmaddw.d.512" if has("avx512bw") else None
+    return "llvm.x86.avx2.pmadd.wd" if has("avx2") else None
 
 
-def quad_products(features):
+def _quad_products():
     """LLVM's name of VNNI's instruction: unsigned times signed octets, fours of them added."""
     if LANES == 16:
-        return "llvm.x86.avx512.vpdpbusd.512" if features.get("avx512vnni", False) else None
-    return "llvm.x86.avx512.vpdpbusd.256" if features.get("avxvnni", False) else None
+        return "llvm.x86.avx512.vpdpbusd.512" if has("avx512vnni") else None
+    return "llvm.x86.avx512.vpdpbusd.256" if has("avxvnni") else None
 
 
 class Form(NamedTuple):
@@ -111,10 +111,10 @@ def _add_float(builder, sums, weights, x):
     return builder.bitcast(fma(builder, *factors), SUMS)
 
 
-HAS_QUADS = quad_products(FEATURES) is not None
+HAS_QUADS = _quad_products() is not None
 FLOATS = Form(1, 4, MOST_ROWS, 1, _add_float, SUMS)
-PAIRS = Form(PAIR, 2, INT_ROWS, GROUPS, _add_pairs(pair_products(FEATURES)), NARROW)
-QUADS = Form(QUAD, 4, INT_ROWS, GROUPS, _add_quads(quad_products(FEATURES)), OCTETS)
+PAIRS = Form(PAIR, 2, INT_ROWS, GROUPS, _add_pairs(_pair_products()), NARROW)
+QUADS = Form(QUAD, 4, INT_ROWS, GROUPS, _add_quads(_quad_products()), OCTETS)
 
 
 class TileOperands(NamedTuple):

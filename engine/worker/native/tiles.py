@@ -8,22 +8,21 @@ depends on the length of the walk alone.
 from itertools import chain
 from typing import NamedTuple
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.worker.native.features import has
 from engine.worker.native.memory import FLOAT, INT32, word
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-LANES = 16 if _FEATURES.get("avx512f", False) else 8
+LANES = 16 if has("avx512f") else 8
 STEP = 16  # floats of k per turn of the dot loop
 MOST_ROWS = 3  # times 4 columns: 12 sums, and AVX2 has 16 registers
 COLUMNS = 4
 
 _KNOWN = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
-INSTRUCTIONS = next((_KNOWN[name] for name in _KNOWN if _FEATURES.get(name, False)), "no vectors")
+INSTRUCTIONS = next((_KNOWN[name] for name in _KNOWN if has(name)), "no vectors")
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 BYTE_POINTER = ir.IntType(8).as_pointer()
