@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ def circumstances(servers: Path, rounds: Rounds) -> str:
     cores = os.cpu_count() or 1
     return (
         f"Made by `python examples/86_compare_servers.py {servers}`: in turn,"
-        f" {1 + max(one['round'] for one in rounds)} rounds, medians (smallest to largest).\n"
+        f" rounds: {1 + max(one['round'] for one in rounds)}, medians (smallest to largest).\n"
         f"{cores} cores of {_processor()}; the load client and all else took"
         f" {others / wall / cores:.0%} of the CPU seconds.\n"
     )
@@ -60,7 +60,7 @@ def _open(rounds: Rounds, loads: Sequence[Load]) -> str:
     measures += (("TTFT p50 ms", "ttft_p50", 1e3),)
     columns = [f"{name}: {title}" for name in names for title, *_ in measures]
     picks = [_of_load(name, key, unit) for name in names for _, key, unit in measures]
-    return _table(columns, rounds, picks) if names else ""
+    return _table(columns, rounds, picks)
 
 
 def _standing(rounds: Rounds) -> str:
@@ -84,8 +84,9 @@ def _of_server(key: str) -> Pick:
     return lambda one: float(one[key])
 
 
-def _table(columns: Iterable[str], rounds: Rounds, picks: Sequence[Pick]) -> str:
-    columns = list(columns)
+def _table(columns: Sequence[str], rounds: Rounds, picks: Sequence[Pick]) -> str:
+    if not columns:
+        return ""
     lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for server in dict.fromkeys(one["server"] for one in rounds):
         mine = [one for one in rounds if one["server"] == server]
