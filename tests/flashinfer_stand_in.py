@@ -6,6 +6,7 @@ overwritten too early gives wrong results here, as on a GPU. Wrong dtypes, wrong
 before plans and plans over cuts not yet fetched raise.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ class StandInEvent:
         self._stand_in.go_on(self._at)
 
 
-class StandInWrapper:
+class StandInWrapper(ABC):
     """What both wrappers have in common: cuts in pinned staging, and attention by the tables."""
 
     def __init__(self, stand_in: StandIn, workspace: Tensor) -> None:
@@ -157,8 +158,9 @@ class StandInWrapper:
         self._stand_in.later(lambda: self._fetch(tables))
         self._staged_until = self._stand_in.given
 
+    @abstractmethod
     def _fetch(self, tables: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """The device takes what was planned, when it comes to it."""
 
     def _check_workspace(self, needed: int) -> None:
         if len(self._workspace) < needed:
