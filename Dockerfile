@@ -21,7 +21,7 @@ RUN pip install --no-cache-dir --disable-pip-version-check ".${EXTRAS:+[$EXTRAS]
 RUN useradd --create-home podway && install -d -o podway -g podway /home/podway/.cache/huggingface /home/podway/kernels
 USER podway
 WORKDIR /home/podway
-RUN python -m engine.worker.native
+RUN python -m engine.worker.cpu
 
 ENV PODWAY_HOST=0.0.0.0 PYTHONUNBUFFERED=1
 EXPOSE 8000

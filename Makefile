@@ -37,5 +37,5 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
-	$(BIN)/python -m engine.worker.native
+	$(BIN)/python -m engine.worker.cpu
 	touch $@

@@ -60,7 +60,7 @@ class Observer(Protocol):
         ...
 
 
-class Silence:
+class NullObserver:
     """The observer that does nothing; base for those who want a few of the calls."""
 
     def arrived(self, request: "Request", now: float) -> None:
@@ -103,7 +103,7 @@ class Silence:
         return None
 
 
-class Audience:
+class ObserverGroup:
     """Several observers behind one."""
 
     def __init__(self, *observers: Observer) -> None:

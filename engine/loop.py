@@ -15,15 +15,15 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
-from engine.request import Abort, Ask, Request
+from engine.request import Abort, Request, RequestSpec
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
     from engine.ports import Clock, Policy, StepExecutor, StepFuture
-    from engine.scheduler import IterationScheduler
     from engine.step import RequestId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ RESTART_SECONDS = 5.0  # what a restart is expected to take, until one has been 
 LEAST_RETRY_SECONDS = 1.0
 
 
-class _InFlight(NamedTuple):
+class _IterationInFlight(NamedTuple):
     iteration: "Iteration"
     future: "StepFuture"
 
@@ -58,7 +58,7 @@ class Engine:
         self._lookahead = lookahead
         self._depth = executor.depth if depth is None else depth
         self._streams: dict[RequestId, TokenStream] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_IterationInFlight] = deque()
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,7 +100,7 @@ class Engine:
         """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
         self.scheduler.check_together(prompt_lens)
 
-    def stream(self, ask: Ask) -> TokenStream:
+    def stream(self, ask: RequestSpec) -> TokenStream:
         """A lease on the answer to `ask`; nothing happens before its `with` is entered."""
         return TokenStream(ask, self)
 
@@ -181,7 +181,7 @@ class Engine:
                 return
             future = self._executor.submit(iteration.step)
             future.add_done_callback(lambda _: self._news.set())
-            self._in_flight.append(_InFlight(iteration, future))
+            self._in_flight.append(_IterationInFlight(iteration, future))
 
     def _plan(self, now: float) -> "Iteration | None":
         """The next iteration: of requests that are there, else of those in the oldest flight."""
@@ -192,7 +192,7 @@ class Engine:
             return self.scheduler.plan(now, oldest)
         return self.scheduler.plan(now) or self.scheduler.plan(now, oldest)
 
-    def _settle(self, oldest: _InFlight) -> bool:
+    def _settle(self, oldest: _IterationInFlight) -> bool:
         """Commit or fail an iteration that came back; False if the device is gone."""
         self._settled_at = now = self._clock()
         try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
     from engine.step import Step, StepResult
 
 
@@ -53,7 +53,7 @@ class StepExecutor(Protocol):
 
 
 class Cost(Protocol):
-    """Seconds of iterations that have not run; see `engine.cost`."""
+    """Seconds of iterations that have not run; see `engine.cost.model`."""
 
     def compute(self, num_tokens: int, start: int) -> float:
         """One request alone: `num_tokens` tokens from position `start`."""
@@ -75,7 +75,7 @@ class Policy(Protocol):
         """Whether a waiting request may take the KV of less urgent ones that have started."""
         ...
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         """Raise `DeadlineUnmeetable` or `InvalidRequest` if it had better not come; `num_tokens`
         of its prompt have to be computed."""
         ...

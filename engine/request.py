@@ -1,4 +1,4 @@
-"""One request: what was asked (`Ask`, never changes) and how far it is (`Request`).
+"""One request: what was asked (`RequestSpec`, never changes) and how far it is (`Request`).
 
 Theory of operation. A request waits until the ledger has room, is admitted (it holds KV), runs
 in one iteration after another, and ends exactly once. Only the scheduler moves it, and only
@@ -139,7 +139,7 @@ class Abort(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestSpec:
     """What a caller wants: at most `max_tokens` tokens after `prompt` (ids, at least one).
 
     `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
@@ -180,7 +180,7 @@ class Request:
     """A live request. Times are seconds of the engine's clock; None until they happened."""
 
     request_id: "RequestId"
-    ask: Ask
+    ask: RequestSpec
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
@@ -191,7 +191,7 @@ class Request:
     num_pending: int = 0  # tokens that iterations in flight sample
     num_in_flight: int = 0  # iterations in flight that compute it, or move its KV
     num_cached: int = 0  # tokens of the prompt that were found there at first admission
-    block_hashes: list[bytes] = field(default_factory=list)  # see engine.prefix
+    block_hashes: list[bytes] = field(default_factory=list)  # see engine.kv.prefix
     num_preemptions: int = 0  # times that its KV was given up, to be computed again
     num_swaps: int = 0  # times that its KV was swapped out
     produced_at_start: int = 0  # output when it was last given KV

@@ -7,7 +7,7 @@ however the block is left; a request that has finished by then is not touched.
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from engine.request import Abort, Ask, FinishReason, Request
+from engine.request import Abort, FinishReason, Request, RequestSpec
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,7 +40,7 @@ class Lender(Protocol):
 class TokenStream:
     """Tokens as they come, then a finish reason; for one reader."""
 
-    def __init__(self, ask: Ask, lender: Lender) -> None:
+    def __init__(self, ask: RequestSpec, lender: Lender) -> None:
         self.ask = ask
         self.request: Request  # from __enter__ on
         self._lender = lender

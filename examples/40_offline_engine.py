@@ -14,14 +14,14 @@ from pathlib import Path
 import adapters
 from adapters.dialects import load_chat_template
 from adapters.tokenizers import load_tokenizer
-from engine.kv import KVLedger
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask, FinishReason
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import FinishReason, RequestSpec
 from engine.step import Sampling, WorkerSettings
 from engine.transport.inline import InlineExecutor
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from gateway.ports import Tokenizer
 
 PROMPTS = ("Hello!", "What is 2 + 3?", "What is Podway?", "Tell me a story.")
@@ -34,7 +34,7 @@ def show_progress(label: str, done: int, total: int) -> None:
         print(f"{label}: {total}", file=sys.stderr)
 
 
-async def answer(engine: Engine, tokenizer: Tokenizer, ask: Ask) -> str:
+async def answer(engine: Engine, tokenizer: Tokenizer, ask: RequestSpec) -> str:
     """Lease a stream, take tokens until it ends. Leaving the block early would free its slots."""
     decoder = tokenizer.decoder()
     text = b""
@@ -47,7 +47,7 @@ async def answer(engine: Engine, tokenizer: Tokenizer, ask: Ask) -> str:
     return text.decode(errors="replace").strip()
 
 
-async def serve(engine: Engine, tokenizer: Tokenizer, asks: list[Ask]) -> list[str]:
+async def serve(engine: Engine, tokenizer: Tokenizer, asks: list[RequestSpec]) -> list[str]:
     """Run the engine beside its clients, and stop it when they have their answers."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
@@ -67,11 +67,11 @@ def main() -> None:
         FirstComeFirstServed(),
     )
 
-    def ask(prompt: str) -> Ask:
+    def ask(prompt: str) -> RequestSpec:
         text = template.render([{"role": "user", "content": prompt}])
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         greedy = Sampling(temperature=0)
-        return Ask(ids, MAX_TOKENS, greedy, end_ids=frozenset(report.eos_token_ids))
+        return RequestSpec(ids, MAX_TOKENS, greedy, end_ids=frozenset(report.eos_token_ids))
 
     started = time.perf_counter()
     engine = Engine(scheduler, InlineExecutor(worker), time.perf_counter)

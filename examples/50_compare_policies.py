@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from random import Random
 from statistics import mean, quantiles
 
-from engine.cost import CostModel, LiveCost
-from engine.kv import KVLedger
-from engine.memory import Admission
+from engine.control.admission import Admission
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel, LiveCost
+from engine.kv.ledger import KVLedger
 from engine.policy import POLICIES, PolicySettings, build
-from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
-from engine.simulated.play import Fared, play
+from engine.simulated.play import Outcome, play
 from engine.simulated.trace import Arrival, orca_lengths, poisson
 
 COST = CostModel.linear(per_step=0.020, per_token=0.0001, per_slot=1e-7)  # seconds
@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 
 def run(
     policy: str, admission: Admission, num_slots: int, arrivals: Sequence[Arrival]
-) -> list[Fared]:
+) -> list[Outcome]:
     """The same arrivals through a fresh engine."""
     settings = SchedulerSettings(max_model_len=2048, max_batch_size=32, admission=admission)
     ledger = KVLedger(num_slots // BLOCK_SIZE, BLOCK_SIZE)
@@ -36,7 +36,7 @@ def run(
     return play(scheduler, SimulatedExecutor(COST), arrivals)
 
 
-def row(name: str, fared: Sequence[Fared]) -> str:
+def row(name: str, fared: Sequence[Outcome]) -> str:
     """Milliseconds to the first token, and normalised latency in milliseconds a token."""
     ttft = quantiles((one.ttft * 1e3 for one in fared), n=100)
     norm = quantiles((one.normalized_latency * 1e3 for one in fared), n=100)

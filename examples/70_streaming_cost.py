@@ -34,27 +34,27 @@ import uvicorn
 import uvloop
 
 from adapters.grammar import open_compiler
-from engine.events import Audience
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.events import ObserverGroup
 from engine.grammar import GrammarCompiler, TokenTable
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.step import Step, StepEntry, StepResult
-from gateway.access import BodyLimits, RequestLog
-from gateway.app import build_app
-from gateway.connection import Connection
-from gateway.exposition import Exposition
-from gateway.grammar import GrammarCheck
-from gateway.keys import Keys
-from gateway.metrics import Metrics
-from gateway.pacing import LoopWatch
-from gateway.quotas import Quotas
-from gateway.schema.sampling import Vocabulary
-from gateway.server import calm_collector
+from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.keys import Keys
+from gateway.access.quotas import Quotas
+from gateway.generation.grammar_check import GrammarCheck
+from gateway.observe.backpressure import LoopWatch
+from gateway.observe.exposition import Exposition
+from gateway.observe.metrics import Metrics
+from gateway.schema.fields.sampling import Vocabulary
+from gateway.serve.connection import Connection
+from gateway.serve.server import calm_collector
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.files import FileLimits
 from gateway.store.store import open_store
+from gateway.web.app import build_app
 
 MODEL = "mock"
 MAX_TOKENS = 1_000_000  # no stream comes to its end
@@ -156,7 +156,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         ),
         KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
         FirstComeFirstServed(),
-        Audience(metrics, RequestLog(), quotas),
+        ObserverGroup(metrics, RequestLog(), quotas),
     )
     tokenizer = Words()
     service = Service(

@@ -16,7 +16,7 @@ from random import Random
 import torch
 
 from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 
 BLOCK = 16
 GREEDY = Draw(Sampling(temperature=0.0))

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from adapters.attention.cpu import CpuAttention
 from engine.step import RequestId, Step, StepEntry, StepId
-from engine.worker.kv_tensors import CPU_KV_DTYPES, allocate, bytes_per_block
-from engine.worker.layout import LayoutLimits, build_layout
-from engine.worker.native.team import Team
+from engine.worker.cpu.attention.backend import CpuAttention
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate, bytes_per_block
+from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, ModelShape
 
 BLOCK = 16
@@ -37,7 +37,11 @@ GROUPED, EACH = Heads("14 over 2", 14, 2), Heads("12 over 12", 12, 12)
 
 
 def cpu_seconds(
-    team: Team, heads: Heads, dtype: torch.dtype, requests: list[tuple[int, int]], seconds: float
+    team: NativeThreadPool,
+    heads: Heads,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    seconds: float,
 ) -> float:
     """Of one layer for requests of (cached, new) tokens, the least of many runs."""
     shape = ModelShape(LAYERS, heads.queries, heads.keys, DIM, 1, 1, 1, 1, 1 << 20)
@@ -73,7 +77,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--batch", type=int, default=8, help="requests that decode together")
     options = parser.parse_args()
-    team = Team(options.threads)
+    team = NativeThreadPool(options.threads)
     dtypes = {name: dtype for name, dtype in CPU_KV_DTYPES.items() if name != "auto"}
     print("| heads | step | " + " | ".join(dtypes) + " | of float32 |")
     print("|---" * (3 + len(dtypes)) + "|")

@@ -17,16 +17,16 @@ from random import Random
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from engine.kv import KVLedger
-from engine.memory import Admission
+from engine.control.admission import Admission
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.simulated.capacity import highest
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import Figures, summarise
 from engine.simulated.hardware import Deployment
-from engine.simulated.play import Fared, Played, play_all
+from engine.simulated.play import Outcome, Played, play_all
 from engine.simulated.record import Recorder
 from engine.simulated.run import NO_SLO
 from engine.simulated.trace import Arrival, at_rate, orca_lengths, poisson
@@ -85,11 +85,11 @@ def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Fi
     recorder.watch(scheduler)
     played = play_all(scheduler, SimulatedExecutor(hardware.cost(), hardware.stages), arrivals)
     if system.together:
-        played = Played(handed_over_together(played.fared), played.lost)
+        played = Played(handed_over_together(played.outcomes), played.lost)
     return summarise(system.name, played, recorder, NO_SLO)
 
 
-def handed_over_together(fared: Sequence[Fared]) -> list[Fared]:
+def handed_over_together(fared: Sequence[Outcome]) -> list[Outcome]:
     """The same requests, each ending when the last of its batch does (who started together)."""
     ends: dict[float, float] = {}
     for one in fared:

@@ -15,14 +15,14 @@ from time import process_time
 
 from rich.console import Console
 
+from engine.control.scheduler import SchedulerSettings
 from engine.policy import build
-from engine.scheduler import SchedulerSettings
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.figures import SLO, Figures
 from engine.simulated.hardware import Deployment
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import read_trace
-from gateway.client.curves import draw_time, show
+from gateway.commands.simulate.curves import draw_time, show
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
 UNBOUNDED = 10**9

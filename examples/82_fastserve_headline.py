@@ -17,9 +17,9 @@ from random import Random
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from engine.memory import Admission, Swap
+from engine.control.admission import Admission, SwapMode
+from engine.control.scheduler import SchedulerSettings
 from engine.policy import PolicySettings, build
-from engine.scheduler import SchedulerSettings
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.figures import Figures
 from engine.simulated.hardware import Deployment
@@ -37,7 +37,7 @@ class System:
 
     name: str
     policy: str
-    swap: Swap = Swap.PROACTIVE
+    swap: SwapMode = SwapMode.PROACTIVE
     starvation: float | None = None
     skips: bool = True
 
@@ -151,7 +151,11 @@ def costs(rows: Sequence[tuple[str, Figures]]) -> str:
 
 
 def swap_kinds(bench: Bench, system: System, loads: Sequence[float]) -> list[tuple[str, Figures]]:
-    kinds = {Swap.OFF: "recompute", Swap.REACTIVE: "reactive", Swap.PROACTIVE: "proactive"}
+    kinds = {
+        SwapMode.OFF: "recompute",
+        SwapMode.REACTIVE: "reactive",
+        SwapMode.PROACTIVE: "proactive",
+    }
     return [
         (f"{load:g}/s, {name}", bench.run(replace(system, swap=swap), load))
         for load in loads

@@ -35,7 +35,7 @@ from real_engine.machine import (
 from real_engine.running import Run, capacity, really
 
 from engine.simulated.figures import SLO
-from engine.simulated.play import Fared
+from engine.simulated.play import Outcome
 
 OUT = Path(__file__).parent / "results" / "real_engine"
 Table = list[list[str]]
@@ -56,7 +56,7 @@ async def mlfq(
         for policy in ("fcfs", "mlfq"):
             moved = calls_of(count, most * load)
             run = await really(on, on.terms(policy), moved, slo)
-            jct = [one.jct for one in run.played.fared]
+            jct = [one.jct for one in run.played.outcomes]
             figures = run.figures
             cells = [mean(jct), *percentiles(jct, 50, 95, 99)]
             rows.append(
@@ -85,7 +85,7 @@ async def fair(on: Machine, count: int) -> tuple[Table, Results]:
     for policy in ("fcfs", "fair"):
         run = await really(on, on.terms(policy), loads.with_a_greedy_tenant(count, rate))
         for name, is_greedy in (("modest, four", False), ("greedy, one", True)):
-            chosen = [one for one in run.played.fared if _tenant(one) == is_greedy]
+            chosen = [one for one in run.played.outcomes if _tenant(one) == is_greedy]
             ttft, jct = [one.ttft for one in chosen], [one.jct for one in chosen]
             cells = [mean(ttft), *percentiles(ttft, 95), mean(jct), *percentiles(jct, 95)]
             rows.append([policy, name, str(len(chosen)), *(f"{cell:.2f}" for cell in cells)])
@@ -93,7 +93,7 @@ async def fair(on: Machine, count: int) -> tuple[Table, Results]:
     return rows, results
 
 
-def _tenant(one: Fared) -> bool:
+def _tenant(one: Outcome) -> bool:
     assert isinstance(one.arrival, loads.Call)
     return one.arrival.tenant == "greedy"
 
@@ -119,7 +119,7 @@ def _in_time(run: Run, arrivals: Sequence[loads.Call], limit: float | None) -> f
     """Of all that arrived with this deadline (None: any), who was refused among them."""
     asked = [call for call in arrivals if limit in (None, call.ttft_deadline)]
     kept = 0
-    for one in run.played.fared:
+    for one in run.played.outcomes:
         assert isinstance(one.arrival, loads.Call)
         wanted = one.arrival.ttft_deadline
         kept += limit in (None, wanted) and one.ttft <= (wanted or 0.0)
@@ -139,7 +139,7 @@ async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
     for name, blocks in (("no reuse", 0), ("32,768 slots", whole), ("8,192 slots", whole // 4)):
         terms = on.terms("fcfs", reuses_prefixes=bool(blocks))
         run = await really(on, replace(terms, num_blocks=blocks or whole), arrivals)
-        ttft = [one.ttft for one in run.played.fared]
+        ttft = [one.ttft for one in run.played.outcomes]
         hit = run.figures.cached_tokens / total
         cells = [mean(ttft), *percentiles(ttft, 50, 95), run.figures.at("jct", "mean") or 0.0]
         shown = [f"{hit:.1%}", f"{hit / best:.0%}", *(f"{cell:.2f}" for cell in cells)]

@@ -26,7 +26,7 @@ from real_engine.machine import (
 )
 from real_engine.running import Run, capacity, really, virtually
 
-from engine.cost import CostModel
+from engine.cost.model import CostModel
 from engine.simulated.figures import SLO, Figures
 from engine.simulated.follow import Follower
 

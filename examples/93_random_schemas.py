@@ -24,14 +24,14 @@ from schema_corpus.serving import BUILTIN, Said, random_worker, serve
 from adapters.grammar import open_compiler
 from adapters.tokenizers import load_token_table
 from engine.grammar import GrammarCompiler, GrammarError, TokenTable
-from engine.request import Ask, FinishReason
+from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, Sampling
 
 TABLE = "{:34}{:>12}"
 
 
-def ask_for(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> Ask:
-    return Ask(
+def ask_for(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> RequestSpec:
+    return RequestSpec(
         prompt=tuple(table.encode(f"Number {seed}: ")),
         max_tokens=max_tokens,
         sampling=Sampling(temperature=1.0, seed=seed),
@@ -54,7 +54,7 @@ def verdict(schema: Schema, said: Said, table: TokenTable) -> str:
     return "finished and valid"
 
 
-def time_masks(compiler: GrammarCompiler, ask: Ask, said: Said) -> list[float]:
+def time_masks(compiler: GrammarCompiler, ask: RequestSpec, said: Said) -> list[float]:
     """Milliseconds of each mask of an output, the token fed before it included."""
     assert ask.grammar is not None
     matcher = compiler.compile(ask.grammar)
@@ -89,7 +89,7 @@ def main() -> None:
     compiler = open_compiler(table, len(table.tokens))
     schemas = random_schemas(flags.schemas, flags.seed)
     compiling: list[float] = []
-    served: list[tuple[Schema, Ask]] = []
+    served: list[tuple[Schema, RequestSpec]] = []
     refused: Counter[str] = Counter()
     for number, schema in enumerate(schemas):
         ask = ask_for(schema, table, number, flags.max_tokens)

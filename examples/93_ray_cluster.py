@@ -16,18 +16,18 @@ from ray.cluster_utils import Cluster
 
 import adapters
 from adapters.cluster.ray import RayLauncher
-from engine.kv import KVLedger
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask, FinishReason
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import FinishReason, RequestSpec
 from engine.step import Sampling, WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 
 MODEL = Path(adapters.__file__).parent / "builtin"
 WORKER = WorkerSettings(str(MODEL), kv_slots=4096)
-ASK = Ask(prompt=tuple(range(300, 340)), max_tokens=60, sampling=Sampling(temperature=0))
+ASK = RequestSpec(prompt=tuple(range(300, 340)), max_tokens=60, sampling=Sampling(temperature=0))
 
 
 def make_cluster() -> Cluster:

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "gpu"
 
 def missing() -> str:
     """What this machine lacks, in a line; empty if nothing."""
-    from engine.worker.cuda.missing import missing as lacks
+    from engine.worker.cuda.requirements import missing as lacks
 
     return lacks(wants_kernels=True)
 

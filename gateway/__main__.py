@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.errors import RefusedToStart
-from gateway.client.flags import Parser
+from gateway.commands.flags import Parser
 
 COMMANDS = {
-    "serve": ("gateway.cli:main", "serve a model over OpenAI's API"),
-    "chat": ("gateway.client.chat:main", "talk to a server in the terminal"),
+    "serve": ("gateway.serve.command:main", "serve a model over OpenAI's API"),
+    "chat": ("gateway.commands.chat.command:main", "talk to a server in the terminal"),
     "simulate": (
-        "gateway.client.simulate:main",
+        "gateway.commands.simulate.command:main",
         "play a load through the engine in virtual time",
     ),
-    "bench": ("gateway.client.bench:main", "drive a server and report its latencies"),
+    "bench": ("gateway.commands.bench.command:main", "drive a server and report its latencies"),
 }
 EXIT_REFUSED = 1
 EXIT_INTERRUPTED = 130

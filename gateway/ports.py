@@ -60,14 +60,14 @@ class StreamParser(Protocol):
         ...
 
 
-class WantedCalls(NamedTuple):
+class ToolChoice(NamedTuple):
     """The tools whose calls are looked for, and how many calls there may be."""
 
     names: Collection[str] = ()
     max_calls: int | None = None
 
 
-class HeldCalls(NamedTuple):
+class ToolCallGrammar(NamedTuple):
     """Calls that match a grammar: the schema of the parameters by tool, or None for any object.
 
     `must_call`: no other answer will do. Else it is free text, or JSON that matches `answer`.
@@ -93,7 +93,7 @@ class Dialect(Protocol):
         ...
 
     def parser(
-        self, prompt: str, wanted: WantedCalls, bits: Callable[[int], int]
+        self, prompt: str, wanted: ToolChoice, bits: Callable[[int], int]
     ) -> StreamParser | None:
         """Who reads the answer to `prompt`; None: it is all content.
 
@@ -105,7 +105,7 @@ class Dialect(Protocol):
         """What to add to a prompt that opens reasoning, so that the answer comes at once."""
         ...
 
-    def hold_calls(self, held: HeldCalls) -> "Grammar | None":
+    def hold_calls(self, held: ToolCallGrammar) -> "Grammar | None":
         """What answers match that call so; None: this dialect's answers cannot be held to it."""
         ...
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from engine.loop import Engine
 from engine.ports import Clock
-from gateway.access import BodyLimits, Caller
-from gateway.exposition import Exposition
-from gateway.grammar import GrammarCheck
-from gateway.keys import Keys
-from gateway.pacing import LoopWatch
+from gateway.access.callers import BodyLimits, Caller
+from gateway.access.keys import Keys
+from gateway.access.quotas import Quotas
+from gateway.generation.active import ActiveResponses
+from gateway.generation.grammar_check import GrammarCheck
+from gateway.observe.backpressure import LoopWatch
+from gateway.observe.exposition import Exposition
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
-from gateway.quotas import Quotas
-from gateway.running import Running
-from gateway.schema.frames import Header
-from gateway.schema.sampling import Vocabulary
+from gateway.schema.fields.sampling import Vocabulary
+from gateway.schema.rendering import ResponseHeader
 from gateway.store.store import Store
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class Service:
     pace: Pace
     store: Store
     quotas: Quotas = field(default_factory=Quotas)
-    running: Running = field(default_factory=Running)
+    running: ActiveResponses = field(default_factory=ActiveResponses)
     cors_origins: Sequence[str] = ()
 
-    def header(self, prefix: str) -> Header:
+    def header(self, prefix: str) -> ResponseHeader:
         """The identity of a new response, `prefix-` and 24 hex digits."""
-        return Header(
+        return ResponseHeader(
             response_id=self.new_id(f"{prefix}-"),
             created=self.unix_now(),
             model=self.model.name,
@@ -107,7 +107,7 @@ def service_of(http: "HttpRequest") -> Service:
 
 
 def caller_of(http: "HttpRequest") -> Caller:
-    """Who asks; set by `gateway.app` before any route runs."""
+    """Who asks; set by `gateway.web.app` before any route runs."""
     caller = http.scope["podway.caller"]
     assert isinstance(caller, Caller), "the app names every caller"
     return caller

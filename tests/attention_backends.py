@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from adapters.attention import BACKENDS
-from adapters.attention.flashinfer import FlashInferAttention
-from engine.worker.kv_tensors import KVTensors, allocate
-from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, StepLimits, Team, Turn
+from adapters.attention.flashinfer.backend import FlashInferAttention
+from engine.worker.model.kv_tensors import KVTensors, allocate
+from engine.worker.ports import (
+    AttentionSpec,
+    MakesAttention,
+    ModelShape,
+    RotaryAngles,
+    StepLimits,
+    ThreadPool,
+)
 from tests.flashinfer_stand_in import StandIn
 
 ON_CPU = (BACKENDS["cpu"], BACKENDS["reference"])
@@ -53,14 +60,17 @@ class OnStandIn:
         self.plan_captured = attention.plan_captured
         self.baked = attention.baked
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
         """See `AttentionBackend`."""
         self._stand_in.catch_up()
         return self._attention.run(layer, q, k, v, turn)
 
 
 def _on_stand_in(
-    made: Callable[..., FlashInferAttention], spec: AttentionSpec, cache: KVTensors, team: Team
+    made: Callable[..., FlashInferAttention],
+    spec: AttentionSpec,
+    cache: KVTensors,
+    team: ThreadPool,
 ) -> OnStandIn:
     stand_in = StandIn()
     return OnStandIn(made(replace(spec, limits=LIMITS), cache, team, stand_in), stand_in)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer_ports import CapturedBuffers, CapturedWrapper
+from adapters.attention.flashinfer.ports import CapturedBuffers, CapturedWrapper
 
 TILE = 16
 POISON = -77

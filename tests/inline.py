@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.errors import EngineError, WorkerLost
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask, FinishReason, Request
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import FinishReason, Request, RequestSpec
 from engine.step import Step, StepResult, TokenLogprobs
 from engine.transport.inline import InlineExecutor, StepAnswer
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Mortal:
 
 def play(
     worker: Worker,
-    asks: Sequence[Ask],
+    asks: Sequence[RequestSpec],
     *,
     num_blocks: int = 0,
     dies_in: Sequence[int] = (),
@@ -84,7 +84,7 @@ def play(
     return heard
 
 
-async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Heard]:
+async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[Heard]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         heard = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
@@ -93,7 +93,7 @@ async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Heard]:
     return heard
 
 
-async def _listen(engine: Engine, ask: Ask) -> Heard:
+async def _listen(engine: Engine, ask: RequestSpec) -> Heard:
     heard = Heard()
     with engine.stream(ask) as stream:
         heard.request = stream.request

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.cost import CostModel, LiveCost
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel, LiveCost
 from engine.iteration import Iteration
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.ports import Policy
-from engine.request import Ask, Request
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import Request, RequestSpec
 from engine.step import RequestId, Sampling, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
@@ -15,9 +15,9 @@ HAND = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
 GREEDY = Sampling(temperature=0.0)
 
 
-def an_ask(prompt_len: int, max_tokens: int, **fields: object) -> Ask:
+def an_ask(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:
     """An ask for exactly so many tokens."""
-    return Ask((1,) * prompt_len, max_tokens, GREEDY, **fields)  # type: ignore[arg-type]
+    return RequestSpec((1,) * prompt_len, max_tokens, GREEDY, **fields)  # type: ignore[arg-type]
 
 
 def a_request(number: int, prompt_len: int, max_tokens: int, **fields: object) -> Request:
@@ -63,7 +63,7 @@ def answer(scheduler: IterationScheduler, iteration: Iteration, now: float) -> f
 
 def play(
     scheduler: IterationScheduler,
-    arrivals: Sequence[tuple[float, Ask]],
+    arrivals: Sequence[tuple[float, RequestSpec]],
     each_turn: Callable[[float], None] = lambda now: None,
 ) -> list[Request]:
     """All arrivals (moment, ask), earliest first, to their end."""

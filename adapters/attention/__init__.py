@@ -1,8 +1,8 @@
 """Attention backends by the name that `--attention` takes, loaded by name."""
 
 BACKENDS: dict[str, str] = {
-    "cpu": "adapters.attention.cpu:CpuAttention",
-    "flashinfer": "adapters.attention.flashinfer:FlashInferAttention",
-    "flashinfer-split": "adapters.attention.flashinfer:SplitFlashInferAttention",
+    "cpu": "engine.worker.cpu.attention.backend:CpuAttention",
+    "flashinfer": "adapters.attention.flashinfer.backend:FlashInferAttention",
+    "flashinfer-split": "adapters.attention.flashinfer.backend:SplitFlashInferAttention",
     "reference": "adapters.attention.reference:ReferenceAttention",
 }

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adapters.attention import fp8
-from engine.worker.kv_tensors import KVTensors, as_bytes
-from engine.worker.layout import RaggedLayout
-from engine.worker.ports import AttentionSpec, Team, Turn
+from adapters.attention.flashinfer import fp8
+from engine.worker.model.kv_tensors import KVTensors, as_bytes
+from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -49,7 +49,7 @@ class _Pages(NamedTuple):
 class ReferenceAttention:
     """Gathers the pages of a request, masks, softmax in float32."""
 
-    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: Team) -> None:
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: ThreadPool) -> None:
         self._spec = spec
         self._cache = cache
         self._place = cache.keys[0].device
@@ -61,7 +61,7 @@ class ReferenceAttention:
         self._layout = layout
         self._slots = torch.from_numpy(layout.slots).to(self._place)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
         """See `AttentionBackend`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
@@ -104,7 +104,7 @@ class ReferenceAttention:
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def _turned(heads: Tensor, turn: Turn) -> Tensor:
+def _turned(heads: Tensor, turn: RotaryAngles) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     cos, sin = turn.cos[:, None], turn.sin[:, None]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -22,9 +22,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from engine.errors import RefusedToStart
 from engine.step import Placement
-from engine.transport.handshake import NotOneOfUs, admit
+from engine.transport.handshake import HandshakeFailed, accept_worker
 from engine.transport.launcher import placements
-from engine.worker import remote
+from engine.worker.process import remote
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +214,8 @@ async def _admit_one(connection: socket.socket, secret: bytes, peer: str) -> int
     connection.setblocking(False)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            return await admit(connection, secret)
-    except (NotOneOfUs, OSError, TimeoutError) as error:
+            return await accept_worker(connection, secret)
+    except (HandshakeFailed, OSError, TimeoutError) as error:
         logger.warning("a stranger at %s was turned away: %s", peer, error)
         connection.close()
         return None

@@ -27,7 +27,7 @@ _WIDENING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch
 _WIDENING |= {"tojson", "wordwrap"}
 
 
-class Budget:
+class RenderBudget:
     """What one rendering may still use."""
 
     __slots__ = ("chars", "turns")
@@ -63,7 +63,7 @@ class GenerationBlock(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox. Give `render` a `Budget` under the name `BUDGET`."""
+    """The sandbox. Give `render` a `RenderBudget` under the name `BUDGET`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -119,9 +119,9 @@ class _Rewriting(NodeTransformer):
         return nodes.Filter(parts, _JOIN, [], [], None, None, lineno=node.lineno)
 
 
-def _budget(context: Context) -> Budget:
+def _budget(context: Context) -> RenderBudget:
     budget = context.parent[BUDGET]
-    assert isinstance(budget, Budget), "a template was rendered without a budget"
+    assert isinstance(budget, RenderBudget), "a template was rendered without a budget"
     return budget
 
 
@@ -141,7 +141,7 @@ def _loop(context: Context, items: Iterable[Any]) -> Iterable[Any]:
     return _counted(budget, items)
 
 
-def _counted(budget: Budget, items: Iterable[Any]) -> Iterator[Any]:
+def _counted(budget: RenderBudget, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         budget.turn()
         yield item
@@ -180,7 +180,7 @@ def _first_argument(kind: str | None, context: Context) -> tuple[Context | Envir
     return ()
 
 
-def _measured(budget: Budget, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _measured(budget: RenderBudget, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`args` of a string method or filter, the subject first, after paying for what is to come."""
     subject = args[0] if args else ""
     if name == "replace" and len(args) > 2:

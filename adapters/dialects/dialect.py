@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.dialects.parser import Marks, MessageParser
-from adapters.dialects.reader import Reader
+from adapters.dialects.reader import TextReader
 from adapters.dialects.tool_calls import ReadAnswer
 from engine.step import Grammar, GrammarKind
-from gateway.ports import HeldCalls, StreamParser, WantedCalls
+from gateway.ports import StreamParser, ToolCallGrammar, ToolChoice
 
 Bits = Callable[[int], int]
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -62,7 +62,7 @@ class ModelDialect:
         calls = () if self.tools is None else self.tools.special_tokens
         return (*calls, *(self.reasoning or ()))
 
-    def parser(self, prompt: str, wanted: WantedCalls, bits: Bits) -> StreamParser | None:
+    def parser(self, prompt: str, wanted: ToolChoice, bits: Bits) -> StreamParser | None:
         """Who reads the answer to `prompt`; None: it is all content.
 
         `bits` makes random bits, for the ids of calls.
@@ -72,7 +72,7 @@ class ModelDialect:
             return None
         new_id = long_id if style is None else style.new_id
         return MessageParser(
-            Reader(lambda: new_id(bits), wanted.max_calls),
+            TextReader(lambda: new_id(bits), wanted.max_calls),
             self.reasoning,
             None if style is None else style.read,
             frozenset(wanted.names),
@@ -85,7 +85,7 @@ class ModelDialect:
             return ""
         return f"\n{self.reasoning.close}\n\n"
 
-    def hold_calls(self, held: HeldCalls) -> Grammar | None:
+    def hold_calls(self, held: ToolCallGrammar) -> Grammar | None:
         """What answers match that call so.
 
         None: free text beside calls without a mark cannot be told from them.
@@ -108,7 +108,7 @@ class ModelDialect:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open)
 
 
-def _tagged(style: ToolStyle, held: HeldCalls) -> Grammar:
+def _tagged(style: ToolStyle, held: ToolCallGrammar) -> Grammar:
     structures = [
         {
             "begin": style.mark + style.head % name,

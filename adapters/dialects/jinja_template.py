@@ -13,7 +13,7 @@ from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.utils import Namespace
 
-from adapters.dialects.bounds import BUDGET, BoundedEnvironment, Budget
+from adapters.dialects.bounds import BUDGET, BoundedEnvironment, RenderBudget
 from engine.errors import InvalidRequest, RefusedToStart
 
 Message = Mapping[str, Any]
@@ -157,7 +157,9 @@ def _as_system(message: Message) -> Message:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
-def _budget(messages: Sequence[Message]) -> Budget:
+def _budget(messages: Sequence[Message]) -> RenderBudget:
     contents = (message.get("content") for message in messages)
     chars = sum(len(content) for content in contents if isinstance(content, str))
-    return Budget(_TURNS + _TURNS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars)
+    return RenderBudget(
+        _TURNS + _TURNS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars
+    )

@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 from adapters.dialects.json_span import JsonSpan
-from adapters.dialects.reader import Reader, Reads
+from adapters.dialects.reader import Reads, TextReader
 
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -32,7 +32,7 @@ class _Call(NamedTuple):
     arguments: str
 
 
-def read_call(reader: Reader, names: Container[str]) -> Reads[bool]:
+def read_call(reader: TextReader, names: Container[str]) -> Reads[bool]:
     """Read one call of a tool in `names` from the reader; False: there is none, nothing is taken.
 
     Afterwards the closing brace is taken too, if it is there.
@@ -59,7 +59,7 @@ def read_call(reader: Reader, names: Container[str]) -> Reads[bool]:
         yield
 
 
-def read_arguments(reader: Reader) -> Reads[None]:
+def read_arguments(reader: TextReader) -> Reads[None]:
     """Pass on the JSON object that comes next, up to its end or to where it is none."""
     span = JsonSpan()
     while True:
@@ -71,7 +71,7 @@ def read_arguments(reader: Reader) -> Reads[None]:
         yield
 
 
-def _close(reader: Reader) -> Reads[None]:
+def _close(reader: TextReader) -> Reads[None]:
     """The rest of the object around the arguments; a brace that was forgotten is forgiven."""
     following = yield from reader.peek()
     if following == "}":
@@ -80,7 +80,7 @@ def _close(reader: Reader) -> Reads[None]:
         yield from _skip_object(reader)
 
 
-def _skip_object(reader: Reader) -> Reads[None]:
+def _skip_object(reader: TextReader) -> Reads[None]:
     """Over what else a call may say, such as an id."""
     span = JsonSpan(depth=1)
     while True:
@@ -91,7 +91,7 @@ def _skip_object(reader: Reader) -> Reads[None]:
         yield
 
 
-def _read_whole(reader: Reader, size: int, names: Container[str]) -> bool:
+def _read_whole(reader: TextReader, size: int, names: Container[str]) -> bool:
     found = _parsed(reader.text[:size])
     if found is None or found.name not in names:
         return False

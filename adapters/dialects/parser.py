@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from adapters.dialects.reader import Reader, Reads
+from adapters.dialects.reader import Reads, TextReader
 from adapters.dialects.tool_calls import ReadAnswer, pour_rest
 from gateway.ports import Piece, Reasoning
 
@@ -24,7 +24,7 @@ class MessageParser:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: TextReader,
         marks: Marks | None,
         read_answer: ReadAnswer | None,
         names: Container[str] = (),

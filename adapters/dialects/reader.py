@@ -13,7 +13,7 @@ T = TypeVar("T")
 Reads = Generator[None, None, T]  # waits at each `yield`, returns T in the end
 
 
-class Reader:
+class TextReader:
     """The text that is not read yet, and the pieces made of what is.
 
     `is_full` from the call on that would be one more than `max_calls`: no pieces are made then.

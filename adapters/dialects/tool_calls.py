@@ -1,4 +1,4 @@
-"""How families of models write tool calls. Each is a program over a `Reader`.
+"""How families of models write tool calls. Each is a program over a `TextReader`.
 
 What looks like a call and is none stays content, its marks included.
 """
@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable, Container
 
 from adapters.dialects.json_call import Anything, read_arguments, read_call
-from adapters.dialects.reader import Reader, Reads
+from adapters.dialects.reader import Reads, TextReader
 
-ReadAnswer = Callable[[Reader, Container[str]], Reads[None]]  # the reader, and the tools offered
+ReadAnswer = Callable[
+    [TextReader, Container[str]], Reads[None]
+]  # the reader, and the tools offered
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -25,7 +27,7 @@ def content(text: str) -> str:
     return text
 
 
-def read_hermes(reader: Reader, names: Container[str]) -> Reads[None]:
+def read_hermes(reader: TextReader, names: Container[str]) -> Reads[None]:
     """Hermes, Qwen, the built-in model: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
     while (yield from reader.pour(content, HERMES_OPEN)):
         if (yield from read_call(reader, _ANYTHING)):
@@ -34,7 +36,7 @@ def read_hermes(reader: Reader, names: Container[str]) -> Reads[None]:
             show_passed(reader)
 
 
-def read_llama(reader: Reader, names: Container[str]) -> Reads[None]:
+def read_llama(reader: TextReader, names: Container[str]) -> Reads[None]:
     """Llama 3: an answer that is nothing but `{"name": …, "parameters": …}`, several after `;`.
 
     `<|python_tag|>` may come first. JSON that calls no offered tool is an answer in JSON.
@@ -47,7 +49,7 @@ def read_llama(reader: Reader, names: Container[str]) -> Reads[None]:
     yield from pour_rest(reader)
 
 
-def read_mistral(reader: Reader, names: Container[str]) -> Reads[None]:
+def read_mistral(reader: TextReader, names: Container[str]) -> Reads[None]:
     """Mistral: `[TOOL_CALLS]` and an array of calls, or, later, a name and its arguments."""
     while (yield from reader.pour(content, MISTRAL_CALLS)):
         is_array = yield from reader.accept("[")
@@ -55,7 +57,7 @@ def read_mistral(reader: Reader, names: Container[str]) -> Reads[None]:
             show_passed(reader)
 
 
-def _read_array(reader: Reader) -> Reads[bool]:
+def _read_array(reader: TextReader) -> Reads[bool]:
     """Calls up to the closing bracket; False if it does not come."""
     while (yield from read_call(reader, _ANYTHING)):
         if not (yield from reader.accept(",")):
@@ -63,7 +65,7 @@ def _read_array(reader: Reader) -> Reads[bool]:
     return False
 
 
-def _read_named(reader: Reader) -> Reads[bool]:
+def _read_named(reader: TextReader) -> Reads[bool]:
     """`name[ARGS]{…}`, with or without a `[CALL_ID]` between."""
     while (header := _MISTRAL_NAME.match(reader.text[:_MAX_NAME])) is None:
         is_late = "{" in reader.text or len(reader.text) >= _MAX_NAME
@@ -77,14 +79,14 @@ def _read_named(reader: Reader) -> Reads[bool]:
     return True
 
 
-def show_passed(reader: Reader) -> None:
+def show_passed(reader: TextReader) -> None:
     """What was passed over is content after all."""
     size = len(reader.passed)
     reader.unread()
     reader.say(content, size)
 
 
-def pour_rest(reader: Reader) -> Reads[None]:
+def pour_rest(reader: TextReader) -> Reads[None]:
     """Everything that follows is content."""
     while not reader.is_ended:
         reader.say(content, len(reader.text))

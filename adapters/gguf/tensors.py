@@ -16,8 +16,8 @@ from torch import Tensor
 from adapters.gguf.file import GgufFile, TensorEntry
 from adapters.gguf.names import NAMES, ROPE_FACTORS, Names
 from engine.errors import RefusedToStart
-from engine.worker.mappings import drop_pages
-from engine.worker.stored import Suits
+from engine.worker.weights.checkpoint_files import PreferredFormat
+from engine.worker.weights.mappings import drop_pages
 
 Kind = GGMLQuantizationType
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -48,10 +48,10 @@ class GgufTensors:
         return (self._file.path,)
 
     @property
-    def suits(self) -> Suits:
+    def suits(self) -> PreferredFormat:
         """8 bits, if any matrix has fewer; what Q8_0 holds is exact in floats only."""
         kinds = {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
-        return Suits.FLOATS if kinds <= NEAR_FLOATS else Suits.ROUNDED
+        return PreferredFormat.FLOATS if kinds <= NEAR_FLOATS else PreferredFormat.ROUNDED
 
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]

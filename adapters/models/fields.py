@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import RefusedToStart
-from engine.worker.operators import ACTIVATIONS
+from engine.worker.model.torch_operators import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import torch
 
 from adapters.models.fields import Fields
 from adapters.models.projections import Projections, embedding_and_head
-from engine.worker.layers import AttentionBlock, Block, Decoder, Mlp
+from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
+from engine.worker.model.shard import RankPart, Shard
 from engine.worker.ports import Linear, ModelShape, Norm, Operators, WeightSource
-from engine.worker.shard import Part, Shard
 
 
 class Gpt2:
@@ -63,7 +63,7 @@ class Gpt2:
             weights.take(f"{name}.weight", hidden), weights.take(f"{name}.bias", hidden), self._eps
         )
 
-    def _block(self, projections: Projections, at: str, layer: int) -> Block:
+    def _block(self, projections: Projections, at: str, layer: int) -> DecoderLayer:
         weights, shard, operators = projections.weights, projections.shard, projections.operators
         width = shard.heads.times(shard.shape.head_dim)
         attention = AttentionBlock(
@@ -74,7 +74,7 @@ class Gpt2:
             qkv=fan_out(projections, f"{at}.attn.c_attn", width, repeats=3),
             out=fan_in(projections, f"{at}.attn.c_proj", width),
         )
-        return Block(
+        return DecoderLayer(
             attention_norm=self._norm(weights, f"{at}.ln_1", operators),
             attention=attention,
             mlp_norm=self._norm(weights, f"{at}.ln_2", operators),
@@ -86,7 +86,7 @@ class Gpt2:
         )
 
 
-def fan_out(projections: Projections, name: str, part: Part, repeats: int = 1) -> Linear:
+def fan_out(projections: Projections, name: str, part: RankPart, repeats: int = 1) -> Linear:
     """From the hidden states to `repeats` runs that lie side by side, each of them cut alike."""
     hidden, size = projections.shard.shape.hidden_size, part.size * repeats
     runs = [
@@ -98,7 +98,7 @@ def fan_out(projections: Projections, name: str, part: Part, repeats: int = 1) -
     return projections.operators.linear(weights, torch.cat(biases))
 
 
-def fan_in(projections: Projections, name: str, part: Part) -> Linear:
+def fan_in(projections: Projections, name: str, part: RankPart) -> Linear:
     """Back to the hidden states, summed over the ranks; rank 0 adds the bias."""
     hidden, weights = projections.shard.shape.hidden_size, projections.weights
     weight = weights.take_matrix(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.worker.layers import Added, Embedding
+from engine.worker.model.layers import Added, Embedding
+from engine.worker.model.shard import RankPart, Shard
 from engine.worker.ports import Linear, Operators, WeightSource
-from engine.worker.shard import Part, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Projections:
     shard: Shard
     operators: Operators
 
-    def fan_out(self, outputs: Mapping[str, Part], *, has_bias: bool) -> Linear:
+    def fan_out(self, outputs: Mapping[str, RankPart], *, has_bias: bool) -> Linear:
         """One linear of several that read the hidden states, one below the other."""
         hidden = self.shard.shape.hidden_size
         weights = [
@@ -32,7 +32,7 @@ class Projections:
         ]
         return self.operators.linear(weights, torch.cat(biases) if biases else None)
 
-    def fan_in(self, name: str, inputs: Part, *, has_bias: bool) -> Linear:
+    def fan_in(self, name: str, inputs: RankPart, *, has_bias: bool) -> Linear:
         """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
         hidden = self.shard.shape.hidden_size
         weight = self.weights.take_matrix(f"{name}.weight", hidden, inputs.size, columns=inputs.run)

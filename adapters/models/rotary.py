@@ -12,18 +12,18 @@ from torch import Tensor
 from adapters.models.fields import Fields
 from adapters.models.projections import Projections, embedding_and_head
 from engine.errors import RefusedToStart
-from engine.worker.layers import (
+from engine.worker.model.layers import (
     AttentionBlock,
-    Block,
     Decoder,
+    DecoderLayer,
     GivenScaling,
     LinearScaling,
     Llama3Scaling,
     Mlp,
     inverse_frequencies,
 )
+from engine.worker.model.shard import RankPart, Shard
 from engine.worker.ports import ModelShape, Norm, Operators, WeightSource
-from engine.worker.shard import Part, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ class RotaryFamily(ABC):
     def _norm(self, weights: WeightSource, name: str, dim: int, operators: Operators) -> Norm:
         return operators.rms_norm(weights.take(f"{name}.weight", dim), self._size.eps)
 
-    def _block(self, projections: Projections, layer: int) -> Block:
+    def _block(self, projections: Projections, layer: int) -> DecoderLayer:
         weights, shard, operators = projections.weights, projections.shard, projections.operators
         hidden, at = shard.shape.hidden_size, f"model.layers.{layer}"
-        return Block(
+        return DecoderLayer(
             attention_norm=self._norm(weights, f"{at}.input_layernorm", hidden, operators),
             attention=self._attention(projections, at, layer - shard.span.start),
             mlp_norm=self._norm(weights, f"{at}.post_attention_layernorm", hidden, operators),
@@ -145,7 +145,7 @@ class RotaryFamily(ABC):
 
     def _mlp(self, projections: Projections, at: str) -> Mlp:
         inner, has_bias = projections.shard.inner, self._traits.mlp_bias
-        wanted: dict[str, Part] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        wanted: dict[str, RankPart] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
         return Mlp(
             up=projections.fan_out(wanted, has_bias=has_bias),
             down=projections.fan_in(f"{at}.down_proj", inner, has_bias=has_bias),

@@ -1,9 +1,9 @@
 """BackgroundLast: any policy for who waits for an answer, and behind them whoever does not.
 
-A request with `Ask.is_background` (a line of a batch) uses what is left of an iteration. It never
-goes before one of the others, whatever their policy, and is the first to give up its KV. Among
-themselves background requests go first come, first served, so under steady load they may starve:
-that is what their caller asked for.
+A request with `RequestSpec.is_background` (a line of a batch) uses what is left of an iteration.
+It never goes before one of the others, whatever their policy, and is the first to give up its KV.
+Among themselves background requests go first come, first served, so under steady load they may
+starve: that is what their caller asked for.
 """
 
 from itertools import chain
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Policy
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 
 class BackgroundLast:
@@ -28,7 +28,7 @@ class BackgroundLast:
     def preempts(self) -> bool:
         return self.inner.preempts
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         """Forecasts are made for those who wait."""
         if not ask.is_background:
             self.inner.vet(ask, num_tokens, now)

@@ -9,21 +9,21 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
+from engine.policy.expected_order import by_place
 from engine.policy.forecast import Forecast
 from engine.policy.settings import PolicySettings
-from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
     from engine.step import RequestId
 
 STARVATION_SECONDS = 60.0
 
 
-class _Place(NamedTuple):
+class _DeadlineKey(NamedTuple):
     due: float
     request_id: "RequestId"  # decides between equals; the request itself is never compared
     request: "Request"
@@ -39,11 +39,11 @@ class EarliestFeasibleFirst:
         self._cost = cost
         self._forecast = Forecast(cost, settings.seats)
         self._patience = settings.starvation_seconds or STARVATION_SECONDS
-        self._queue: list[_Place] = []
-        self._places: dict[Request, _Place] = {}
+        self._queue: list[_DeadlineKey] = []
+        self._places: dict[Request, _DeadlineKey] = {}
         self._in_time: set[Request] = set()  # have a deadline that they may still meet
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         """Refuse what cannot be in time: for good if not even alone, else until later."""
         limits = [limit for limit in (ask.ttft_deadline, ask.deadline) if limit is not None]
         if not limits:
@@ -78,7 +78,7 @@ class EarliestFeasibleFirst:
 
     def order(self, now: float) -> "Iterator[Request]":
         """By due moment; who is found late on the way takes its new place further back."""
-        late: list[_Place] = []
+        late: list[_DeadlineKey] = []
         for place in tuple(self._queue):
             request = place.request
             while late and late[0] < place:
@@ -120,7 +120,7 @@ class EarliestFeasibleFirst:
     def _file(self, request: "Request", due: float | None, is_in_time: bool) -> None:
         if due is None:
             due = request.arrived_at + self._patience
-        place = self._places[request] = _Place(due, request.request_id, request)
+        place = self._places[request] = _DeadlineKey(due, request.request_id, request)
         insort(self._queue, place)
         if is_in_time:
             self._in_time.add(request)

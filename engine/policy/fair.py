@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
+from engine.policy.expected_order import by_place
 from engine.policy.settings import PolicySettings
-from engine.policy.turns import by_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class VirtualTokenCounter:
         self._last_counter = 0.0  # of the last tenant to leave
         self._num_tenants = 0
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:

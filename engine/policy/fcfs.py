@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from engine.policy.turns import by_place
+from engine.policy.expected_order import by_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.policy.settings import PolicySettings
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 
 class FirstComeFirstServed:
@@ -25,7 +25,7 @@ class FirstComeFirstServed:
     ) -> None:
         self._live: dict[Request, None] = {}
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:

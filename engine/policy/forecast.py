@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 WEIGHT = 0.1  # of the latest iteration or answer in what is remembered
 
@@ -47,16 +47,16 @@ class Forecast:
         """Seconds to the request's next token if it goes first from now on."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
-    def decodes_left(self, ask: "Ask", produced: int) -> float:
+    def decodes_left(self, ask: "RequestSpec", produced: int) -> float:
         """Tokens to come after those `produced`."""
         answer_len = max(min(ask.max_tokens, self._answer_len or 1.0), ask.min_tokens)
         return max(0.0, answer_len - produced)
 
-    def pace_alone(self, ask: "Ask") -> float:
+    def pace_alone(self, ask: "RequestSpec") -> float:
         """Seconds between its tokens with nobody else in its iterations."""
         return self._cost.compute(1, len(ask.prompt))
 
-    def pace(self, ask: "Ask") -> float:
+    def pace(self, ask: "RequestSpec") -> float:
         """Seconds between its tokens, in such company as there was of late."""
         return self.pace_alone(ask) if self._pace is None else self._pace
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.policy.patience import Patience
 from engine.policy.settings import PolicySettings
+from engine.policy.waiting import WaitingTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 STARVATION_SECONDS = 3.0  # of the paper's released code
 
@@ -41,9 +41,9 @@ class SkipJoinMLFQ:
         self._settings = settings or PolicySettings()
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
         self._jobs: dict[Request, _Job] = {}
-        self._patience = Patience(self._settings.starvation_seconds or STARVATION_SECONDS)
+        self._patience = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:

@@ -4,15 +4,15 @@ from bisect import insort
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.policy.patience import Patience
+from engine.policy.expected_order import by_place
 from engine.policy.settings import PolicySettings
-from engine.policy.turns import by_place
+from engine.policy.waiting import WaitingTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
 
 STARVATION_SECONDS = 60.0
 
@@ -25,12 +25,12 @@ class LowestPriorityFirst:
 
     def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
         limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS
-        self._patience = Patience(limit)
+        self._patience = WaitingTimes(limit)
         self._rescued: dict[Request, None] = {}
         self._classes: dict[int, dict[Request, None]] = {}
         self._priorities: list[int] = []  # of the classes, ascending
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:

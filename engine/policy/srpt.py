@@ -8,19 +8,19 @@ from bisect import bisect_left, insort
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.policy.patience import Patience
+from engine.policy.expected_order import by_place
 from engine.policy.settings import PolicySettings
-from engine.policy.turns import by_place
+from engine.policy.waiting import WaitingTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.ports import Cost
-    from engine.request import Ask, Request
+    from engine.request import Request, RequestSpec
     from engine.step import RequestId
 
 
-class _Place(NamedTuple):
+class _RemainingKey(NamedTuple):
     seconds: float  # of work that is left
     request_id: "RequestId"  # decides between equals; the request itself is never compared
     request: "Request"
@@ -33,12 +33,12 @@ class ShortestRemainingFirst:
 
     def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         self._cost = cost
-        self._patience = Patience((settings or PolicySettings()).starvation_seconds or inf)
+        self._patience = WaitingTimes((settings or PolicySettings()).starvation_seconds or inf)
         self._rescued: set[Request] = set()
-        self._queue: list[_Place] = []
-        self._places: dict[Request, _Place] = {}
+        self._queue: list[_RemainingKey] = []
+        self._places: dict[Request, _RemainingKey] = {}
 
-    def vet(self, ask: "Ask", num_tokens: int, now: float) -> None:
+    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
@@ -75,7 +75,7 @@ class ShortestRemainingFirst:
         return first + others * self._cost.compute(1, request.num_tokens)
 
     def _file(self, request: "Request", seconds: float) -> None:
-        place = self._places[request] = _Place(seconds, request.request_id, request)
+        place = self._places[request] = _RemainingKey(seconds, request.request_id, request)
         insort(self._queue, place)
 
     def _withdraw(self, request: "Request") -> None:

@@ -8,40 +8,40 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import InvalidRequest
-from engine.simulated.hardware import Device, Shape
+from engine.simulated.hardware import DeviceSpec, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-T = TypeVar("T", Device, Shape)
+T = TypeVar("T", DeviceSpec, ModelSpec)
 
 _GIB = 2.0**30
 
-DEVICES: dict[str, Device] = {
+DEVICES: dict[str, DeviceSpec] = {
     device.name: device
     for device in (
         # name, dense fp16 FLOP/s, bytes/s, bytes, link, network, host
-        Device("a100-40gb", 312e12, 1555e9, 40 * _GIB, 300e9, 25e9, 32e9),
-        Device("a100-80gb", 312e12, 2039e9, 80 * _GIB, 300e9, 25e9, 32e9),
-        Device("h100", 989e12, 3350e9, 80 * _GIB, 450e9, 50e9, 64e9),
-        Device("h200", 989e12, 4800e9, 131 * _GIB, 450e9, 50e9, 64e9),
-        Device("l4", 121e12, 300e9, 24 * _GIB, 32e9, 12.5e9, 32e9),
+        DeviceSpec("a100-40gb", 312e12, 1555e9, 40 * _GIB, 300e9, 25e9, 32e9),
+        DeviceSpec("a100-80gb", 312e12, 2039e9, 80 * _GIB, 300e9, 25e9, 32e9),
+        DeviceSpec("h100", 989e12, 3350e9, 80 * _GIB, 450e9, 50e9, 64e9),
+        DeviceSpec("h200", 989e12, 4800e9, 131 * _GIB, 450e9, 50e9, 64e9),
+        DeviceSpec("l4", 121e12, 300e9, 24 * _GIB, 32e9, 12.5e9, 32e9),
     )
 }
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, ModelSpec] = {
     shape.name: shape
     for shape in (
         # Orca, table 1
-        Shape.gpt("gpt3-13b", 40, 5120),
-        Shape.gpt("gpt3-101b", 80, 10240),
-        Shape.gpt("gpt3-175b", 96, 12288),
-        Shape.gpt("gpt3-341b", 120, 15360),
+        ModelSpec.gpt("gpt3-13b", 40, 5120),
+        ModelSpec.gpt("gpt3-101b", 80, 10240),
+        ModelSpec.gpt("gpt3-175b", 96, 12288),
+        ModelSpec.gpt("gpt3-341b", 120, 15360),
         # name, parameters, layers, hidden, width, bytes of keys and values per token
-        Shape("llama-3.1-8b", 7.5e9, 32, 4096, 4096, 131_072, context=131_072),
-        Shape("llama-3.1-70b", 69.5e9, 80, 8192, 8192, 327_680, context=131_072),
-        Shape("qwen2.5-0.5b", 0.49e9, 24, 896, 896, 12_288, context=32_768),
-        Shape("qwen2.5-7b", 7.07e9, 28, 3584, 3584, 57_344, context=131_072),
+        ModelSpec("llama-3.1-8b", 7.5e9, 32, 4096, 4096, 131_072, context=131_072),
+        ModelSpec("llama-3.1-70b", 69.5e9, 80, 8192, 8192, 327_680, context=131_072),
+        ModelSpec("qwen2.5-0.5b", 0.49e9, 24, 896, 896, 12_288, context=32_768),
+        ModelSpec("qwen2.5-7b", 7.07e9, 28, 3584, 3584, 57_344, context=131_072),
     )
 }
 

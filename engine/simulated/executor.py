@@ -10,7 +10,7 @@ from engine.step import HELD_TOKEN, Direction, StepResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.cost import CostModel
+    from engine.cost.model import CostModel
     from engine.step import BlockMove, RequestId, Step, StepEntry
 
 

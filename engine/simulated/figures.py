@@ -15,7 +15,7 @@ from engine.simulated.trace import mean_rate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.simulated.play import Fared, Played
+    from engine.simulated.play import Outcome, Played
     from engine.simulated.record import Moment, Recorder
 
 MEASURES = {
@@ -54,18 +54,18 @@ class SLO:
             raise InvalidRequest(f"{min(unknown)!r} is none of {known}", "slo")
         return cls(**limits)
 
-    def is_met(self, fared: "Fared") -> bool:
+    def is_met(self, outcome: "Outcome") -> bool:
         limits = (
-            (self.ttft, fared.ttft),
-            (self.tpot, fared.tpot or 0.0),
-            (self.norm, fared.normalized_latency),
-            (self.jct, fared.jct),
+            (self.ttft, outcome.ttft),
+            (self.tpot, outcome.tpot or 0.0),
+            (self.norm, outcome.normalized_latency),
+            (self.jct, outcome.jct),
         )
         return all(limit is None or seconds <= limit for limit, seconds in limits)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Distribution:
     """How samples in seconds are distributed; percentiles are interpolated linearly."""
 
     count: int
@@ -77,7 +77,7 @@ class Spread:
     highest: float
 
     @classmethod
-    def of(cls, samples: "Sequence[float]") -> "Spread | None":
+    def of(cls, samples: "Sequence[float]") -> "Distribution | None":
         """None for no samples."""
         if not len(samples):
             return None
@@ -104,7 +104,7 @@ class Figures:
     num_ahead: int  # of those, ahead of need
     swapped_slots: int  # that crossed the link to the host, in both directions
     num_good: int  # finished within the SLO
-    spreads: dict[str, Spread | None]
+    spreads: dict[str, Distribution | None]
     moments: "list[Moment]"
 
     @property
@@ -150,33 +150,33 @@ class Figures:
 
 def summarise(label: str, played: "Played", recorder: "Recorder", slo: SLO) -> Figures:
     """The figures of those who finished; who was refused or lost only lowers attainment."""
-    fared = played.fared
+    outcomes = played.outcomes
     arrivals = sorted(
-        [one.arrival for one in fared] + [one.arrival for one in played.lost],
+        [one.arrival for one in outcomes] + [one.arrival for one in played.lost],
         key=lambda arrival: arrival.at,
     )
-    ended = max((one.arrival.at + one.jct for one in fared), default=0.0)
+    ended = max((one.arrival.at + one.jct for one in outcomes), default=0.0)
     return Figures(
         label=label,
         offered=mean_rate(arrivals),
         num_arrived=len(arrivals),
-        num_finished=len(fared),
-        seconds=ended - arrivals[0].at if fared else 0.0,
-        output_tokens=sum(one.arrival.output_len for one in fared),
-        cached_tokens=sum(one.num_cached for one in fared),
+        num_finished=len(outcomes),
+        seconds=ended - arrivals[0].at if outcomes else 0.0,
+        output_tokens=sum(one.arrival.output_len for one in outcomes),
+        cached_tokens=sum(one.num_cached for one in outcomes),
         num_iterations=recorder.num_iterations,
         busy_seconds=recorder.busy_seconds,
         num_preempted=recorder.num_recomputed + recorder.num_swapped,
         num_swapped=recorder.num_swapped,
         num_ahead=recorder.num_ahead,
         swapped_slots=recorder.swapped_blocks * recorder.block_size,
-        num_good=sum(slo.is_met(one) for one in fared),
+        num_good=sum(slo.is_met(one) for one in outcomes),
         spreads={
-            "ttft": Spread.of([one.ttft for one in fared]),
-            "itl": Spread.of(recorder.gaps),
-            "tpot": Spread.of([one.tpot for one in fared if one.tpot is not None]),
-            "norm": Spread.of([one.normalized_latency for one in fared]),
-            "jct": Spread.of([one.jct for one in fared]),
+            "ttft": Distribution.of([one.ttft for one in outcomes]),
+            "itl": Distribution.of(recorder.gaps),
+            "tpot": Distribution.of([one.tpot for one in outcomes if one.tpot is not None]),
+            "norm": Distribution.of([one.normalized_latency for one in outcomes]),
+            "jct": Distribution.of([one.jct for one in outcomes]),
         },
         moments=recorder.moments,
     )

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.cost import LiveCost
+from engine.control.event_recorder import EventRecorder, render
+from engine.cost.model import LiveCost
 from engine.errors import RequestCancelled, StepFailed, Unavailable
-from engine.events import Audience
+from engine.events import ObserverGroup
 from engine.policy import build
-from engine.recording import Scribe, render
 from engine.request import Abort, FinishReason, Request
 from engine.simulated.figures import SLO, Figures, summarise
-from engine.simulated.play import Fared, Lost, Played, fared
+from engine.simulated.play import Outcome, Played, RequestLost, outcome
 from engine.simulated.record import Recorder
-from engine.simulated.replay import Answers, Row, decode_row
+from engine.simulated.replay import IterationRow, RecordedAnswers, decode_row
 from engine.step import Fault, StepResult
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class Follower:
     def __init__(self, recording: "Recording") -> None:
         header = recording.header
         self._recording = recording
-        self._produced: list[Row] = []
+        self._produced: list[IterationRow] = []
         span = recording.rows[-1].at - recording.rows[0].at
         self._recorder = Recorder(period=span / _PERIODS or 1.0)
-        told = Audience(self._recorder, Scribe(self._note, header.block_size))
+        told = ObserverGroup(self._recorder, EventRecorder(self._note, header.block_size))
         self._scheduler = header.build(LiveCost(header.cost), told)
         self._recorder.watch(self._scheduler)
-        self._answers = Answers()
+        self._answers = RecordedAnswers()
         self._requests: list[Request] = []
         self._in_flight: deque[Iteration] = deque()
-        self._before: Row | None = None
+        self._before: IterationRow | None = None
 
     def follow(self, slo: SLO) -> Followed:
         """From the first row to the last, or to the first that comes out differently."""
@@ -80,7 +80,7 @@ class Follower:
     def _note(self, row: dict[str, object]) -> None:
         self._produced.append(decode_row(render(row, _nameless)))
 
-    def _give(self, row: Row) -> None:
+    def _give(self, row: IterationRow) -> None:
         """Do what the row says was done to the scheduler; nothing for what followed from that."""
         scheduler, now = self._scheduler, row.at
         if row.arrived is not None:
@@ -102,7 +102,7 @@ class Follower:
         elif row.given_up:
             scheduler.fail_all(Unavailable("as recorded"), now)
 
-    def _plan(self, row: Row) -> None:
+    def _plan(self, row: IterationRow) -> None:
         """As the loop does: at first without those in flight, where there is room (see
         `Engine`); whether that was tried already is told by the row before."""
         header, before = self._recording.header, self._before
@@ -124,7 +124,7 @@ class Follower:
         self._answers.accepted(request, arrival)
         self._requests.append(request)
 
-    def _commit(self, row: Row) -> None:
+    def _commit(self, row: IterationRow) -> None:
         iteration = self._in_flight.popleft()
         step = iteration.step
         tokens = tuple(self._answers(entry) for entry in step.entries if entry.draw is not None)
@@ -137,16 +137,16 @@ class Follower:
         self._scheduler.commit(iteration, result, row.at)
 
     def _figures(self, slo: SLO) -> Figures:
-        finished: list[Fared] = []
-        lost: list[Lost] = []
+        finished: list[Outcome] = []
+        lost: list[RequestLost] = []
         start = self._requests[0].arrived_at
         for request in self._requests:
             arrival = self._recording.arrivals[request.request_id]
             if request.outcome == "finished" and request.produced:
                 arrival = replace(arrival, output_len=request.produced)
-                finished.append(fared(arrival, request))
+                finished.append(outcome(arrival, request))
             else:
-                lost.append(Lost(arrival, request.error or RequestCancelled("it left")))
+                lost.append(RequestLost(arrival, request.error or RequestCancelled("it left")))
         figures = summarise("recorded", Played(finished, lost), self._recorder, slo)
         moments = [moment._replace(at=moment.at - start) for moment in figures.moments]
         return replace(figures, moments=moments)
@@ -157,16 +157,16 @@ def _nameless(name: bytes | str) -> str:
     return ""
 
 
-def _difference(recorded: Row, produced: Row) -> str | None:
+def _difference(recorded: IterationRow, produced: IterationRow) -> str | None:
     """What is not the same, or None."""
     if _compared(recorded) == _compared(produced):
         return None
     return f"recorded {_shown(recorded)}, but now {_shown(produced)}"
 
 
-def _compared(row: Row) -> Row:
+def _compared(row: IterationRow) -> IterationRow:
     return msgspec.structs.replace(row, blocks=(), tenant="")
 
 
-def _shown(row: Row) -> str:
+def _shown(row: IterationRow) -> str:
     return msgspec.json.encode(_compared(row)).decode()[:200]

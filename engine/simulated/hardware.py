@@ -7,14 +7,14 @@ Attention is limited by memory in decodes (each slot is read) and by arithmetic 
 
 from dataclasses import dataclass
 
-from engine.cost import CostModel
+from engine.cost.model import CostModel
 from engine.errors import RefusedToStart
 
 _FAR = 1 << 20  # tokens; the cost is a straight line from the ridge of the roofline on
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One accelerator: dense FLOP/s at the model's dtype, bytes/s and bytes of its memory, and
     bytes/s in one direction to its neighbours in the machine (`link`), outside (`network`) and to
     the memory of the host (`host`)."""
@@ -29,7 +29,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSpec:
     """A decoder-only model: `parameters` are read by every step; attention is `width` wide
     (heads × head size) and keeps `kv_bytes` per token, over all layers."""
 
@@ -44,7 +44,7 @@ class Shape:
     context: int = 2048
 
     @classmethod
-    def gpt(cls, name: str, layers: int, hidden: int) -> "Shape":
+    def gpt(cls, name: str, layers: int, hidden: int) -> "ModelSpec":
         """GPT-3's family in fp16: all heads have keys and values of their own."""
         parameters = layers * 12 * hidden**2 + 50_257 * hidden
         return cls(name, parameters, layers, hidden, hidden, kv_bytes=4.0 * layers * hidden)
@@ -70,8 +70,8 @@ class Deployment:
     """A model on `stages` × `ranks` devices; `slowdown` stretches every second, to
     fit a measurement of an engine that is further from the roofline."""
 
-    device: Device
-    shape: Shape
+    device: DeviceSpec
+    shape: ModelSpec
     stages: int = 1
     ranks: int = 1
     efficiency: Efficiency = Efficiency()

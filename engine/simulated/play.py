@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled
 from engine.loop import Engine
-from engine.request import Abort, Ask, Request
-from engine.simulated.loop import run_virtual
+from engine.request import Abort, Request, RequestSpec
+from engine.simulated.virtual_loop import run_virtual
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.control.scheduler import IterationScheduler
     from engine.ports import StepExecutor
-    from engine.scheduler import IterationScheduler
     from engine.simulated.trace import Arrival
     from engine.step import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Fared:
+class Outcome:
     """A finished request: seconds from arrival to its first and last token, and its size."""
 
     arrival: "Arrival"
@@ -44,7 +44,7 @@ class Fared:
         return (self.jct - self.ttft) / (self.arrival.output_len - 1)
 
 
-class Lost(NamedTuple):
+class RequestLost(NamedTuple):
     """A request that was refused, or accepted and not finished."""
 
     arrival: "Arrival"
@@ -58,13 +58,13 @@ Accepted = Callable[[Request, "Arrival"], object]
 class Played(NamedTuple):
     """How everybody fared: the finished in order of arrival, and the others."""
 
-    fared: list[Fared]
-    lost: list[Lost]
+    outcomes: list[Outcome]
+    lost: list[RequestLost]
 
 
 def play(
     scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
-) -> list[Fared]:
+) -> list[Outcome]:
     """Every arrival to its last token, in order of arrival. Same inputs, same answer.
 
     Raises the `EngineError` of the first request that was refused or lost.
@@ -72,7 +72,7 @@ def play(
     played = play_all(scheduler, executor, arrivals)
     for lost in played.lost:
         raise lost.error
-    return played.fared
+    return played.outcomes
 
 
 def play_all(
@@ -116,8 +116,8 @@ class _Audience:
         self._engine = engine
         self._left = size
         self._accepted = accepted
-        self._fared: dict[int, Fared] = {}
-        self._lost: dict[int, Lost] = {}
+        self._fared: dict[int, Outcome] = {}
+        self._lost: dict[int, RequestLost] = {}
 
     async def arrive(self, arrivals: "Sequence[Arrival]") -> None:
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class _Audience:
             at = began + arrival.at
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
-            stream = _Patient(arrival.ask(index), self._engine, self._watch(index, arrival))
+            stream = _PatientClient(arrival.ask(index), self._engine, self._watch(index, arrival))
             try:
                 stream.__enter__()
             except EngineError as error:
@@ -145,27 +145,29 @@ class _Audience:
 
     def _watch(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
         def ended(request: Request) -> None:
-            self._note(index, arrival, request.error or fared(arrival, request))
+            self._note(index, arrival, request.error or outcome(arrival, request))
 
         return ended
 
-    def _note(self, index: int, arrival: "Arrival", end: Fared | EngineError) -> None:
-        if isinstance(end, Fared):
+    def _note(self, index: int, arrival: "Arrival", end: Outcome | EngineError) -> None:
+        if isinstance(end, Outcome):
             self._fared[index] = end
         else:
-            self._lost[index] = Lost(arrival, end)
+            self._lost[index] = RequestLost(arrival, end)
         self._left -= 1
         if not self._left:
             self.is_served.set()
 
 
-class _Patient(TokenStream):
+class _PatientClient(TokenStream):
     """A reader that is told of the end only: a million tokens need not wake a million readers.
 
     Its lease ends with its request, or when its caller leaves.
     """
 
-    def __init__(self, ask: Ask, engine: Engine, ended: "Callable[[Request], None]") -> None:
+    def __init__(
+        self, ask: RequestSpec, engine: Engine, ended: "Callable[[Request], None]"
+    ) -> None:
         super().__init__(ask, engine)
         self._ended = ended
 
@@ -185,12 +187,12 @@ class _Patient(TokenStream):
             self._ended(request)
 
 
-def fared(arrival: "Arrival", request: Request) -> Fared:
+def outcome(arrival: "Arrival", request: Request) -> Outcome:
     """How a request fared that has finished."""
     assert request.first_token_at is not None, "a finished request has a first token"
     assert request.last_token_at is not None, "and a last one"
     assert request.admitted_at is not None, "and was admitted"
-    return Fared(
+    return Outcome(
         arrival=arrival,
         ttft=request.first_token_at - request.arrived_at,
         jct=request.last_token_at - request.arrived_at,

@@ -3,14 +3,14 @@
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.events import Silence
+from engine.events import NullObserver
 from engine.request import State
 from engine.step import Direction
 
 if TYPE_CHECKING:
+    from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
     from engine.request import Request
-    from engine.scheduler import IterationScheduler
     from engine.step import BlockMove, RequestId
 
 
@@ -25,7 +25,7 @@ class Moment(NamedTuple):
     host_slots: int = 0  # held on the host, or moving
 
 
-class Recorder(Silence):
+class Recorder(NullObserver):
     """Samples at the first commit of each `period` seconds; `watch` before the first request."""
 
     def __init__(self, period: float) -> None:

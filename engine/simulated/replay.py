@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.cost import CostModel
+from engine.control.event_recorder import VERSION, RecordingHeader
+from engine.cost.fit import Sample, fit
+from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
-from engine.fit import Sample, fit
-from engine.recording import VERSION, Header
-from engine.request import Abort, Ask, FinishReason, Request
+from engine.request import Abort, FinishReason, Request, RequestSpec
 from engine.simulated.trace import GREEDY, Arrival
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class BadRecording(InvalidRequest):
     """A file that is no recording, or of another version; the message names file and line."""
 
 
-class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One event (see `engine.recording`); which one is said by the field that is set."""
+class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One event of `engine.control.event_recorder`; the field that is set tells which one."""
 
     at: float
     arrived: int | None = None
@@ -67,16 +67,16 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded(Arrival):
+class RecordedRequest(Arrival):
     """An arrival of a recording. `names` stand for the content of its leading blocks."""
 
-    terms: Ask | None = None  # all of the ask but the prompt
+    terms: RequestSpec | None = None  # all of the ask but the prompt
     names: tuple[int, ...] = ()
     block_size: int = 1
     number: int = 0
     ends_after: int | None = None  # tokens, if the answer ended before its limit
 
-    def ask(self, index: int) -> Ask:
+    def ask(self, index: int) -> RequestSpec:
         assert self.terms is not None, "a recorded arrival has terms"
         return replace(self.terms, prompt=self.prompt(index))
 
@@ -97,21 +97,21 @@ class Recorded(Arrival):
         block = position // self.block_size
         return self.names[block] if block < len(self.names) else _FIRST_OWN + self.number
 
-    def told(self) -> "Recorded":
+    def told(self) -> "RecordedRequest":
         """The same, with a limit that gives the length of the answer away, for an oracle."""
         assert self.terms is not None, "a recorded arrival has terms"
         return replace(self, terms=replace(self.terms, max_tokens=self.output_len))
 
 
-class Answers:
+class RecordedAnswers:
     """The tokens that the requests of a replay get; `SimulatedExecutor` draws from it."""
 
     def __init__(self) -> None:
-        self._arrivals: dict[int, Recorded] = {}
+        self._arrivals: dict[int, RecordedRequest] = {}
 
     def accepted(self, request: Request, arrival: Arrival) -> None:
         """From now on this request gives that arrival's answer."""
-        assert isinstance(arrival, Recorded), "only a recording knows answers"
+        assert isinstance(arrival, RecordedRequest), "only a recording knows answers"
         self._arrivals[request.request_id] = arrival
 
     def __call__(self, entry: "StepEntry") -> int:
@@ -124,16 +124,16 @@ class Recording:
     """A file in memory; `rows` are its events in order."""
 
     path: Path
-    header: Header
-    rows: tuple[Row, ...]
+    header: RecordingHeader
+    rows: tuple[IterationRow, ...]
 
     @cached_property
-    def ends(self) -> dict[int, Row]:
+    def ends(self) -> dict[int, IterationRow]:
         """The end of each request that ended."""
         return {row.ended: row for row in self.rows if row.ended is not None}
 
     @cached_property
-    def arrivals(self) -> list[Recorded]:
+    def arrivals(self) -> list[RecordedRequest]:
         """By request, from 0 on; the first comes at second 0."""
         names: dict[Hashable, int] = {}
         left = {row.cancelled: row for row in self.rows if row.cancelled is not None}
@@ -141,14 +141,18 @@ class Recording:
         return [self._arrival(row, rows[0].at, left, names) for row in rows]
 
     def _arrival(
-        self, row: Row, start: float, left: dict[int, Row], names: dict[Hashable, int]
-    ) -> Recorded:
+        self,
+        row: IterationRow,
+        start: float,
+        left: dict[int, IterationRow],
+        names: dict[Hashable, int],
+    ) -> RecordedRequest:
         assert row.arrived is not None, "a row of an arrival"
         end, leaving = self.ends.get(row.arrived), left.get(row.arrived)
         is_gone = leaving is not None and leaving.reason in _OF_THE_CALLER
         ends_after = None if is_gone else _ends_after(row, end)
         blocks = (*row.blocks, *(end.blocks if end is not None else ()))
-        return Recorded(
+        return RecordedRequest(
             at=row.at - start,
             prompt_len=row.prompt,
             output_len=ends_after or row.max_tokens,
@@ -195,8 +199,10 @@ class Recording:
         more, it has the next step already.
         """
         points: list[tuple[int, float]] = []
-        plans: dict[int, Row] = {}
-        waiting: tuple[Row, Row] | None = None  # planned and committed, until the next plan
+        plans: dict[int, IterationRow] = {}
+        waiting: tuple[IterationRow, IterationRow] | None = (
+            None  # planned and committed, until the next plan
+        )
         live, before = 0, 0.0
         for row in self.rows:
             live += (row.arrived is not None) - (row.ended is not None)
@@ -215,7 +221,9 @@ class Recording:
         return _line(points)
 
 
-def _waited(plan: Row, back: Row, until: float, since: float = 0.0) -> tuple[int, float]:
+def _waited(
+    plan: IterationRow, back: IterationRow, until: float, since: float = 0.0
+) -> tuple[int, float]:
     """Requests in a step, and the time around it that was not the worker's."""
     return len(plan.entries), max(0.0, until - max(since, plan.at) - back.seconds)
 
@@ -223,7 +231,7 @@ def _waited(plan: Row, back: Row, until: float, since: float = 0.0) -> tuple[int
 _OF_THE_CALLER = {Abort.CLIENT_GONE.value, Abort.EXPLICIT.value, Abort.SLOW_CLIENT.value}
 
 
-def _ends_after(row: Row, end: Row | None) -> int | None:
+def _ends_after(row: IterationRow, end: IterationRow | None) -> int | None:
     """Tokens of an answer that ended by itself, or that we know no more of; else None."""
     if end is None or end.reason == FinishReason.LENGTH.value:
         return None
@@ -232,8 +240,8 @@ def _ends_after(row: Row, end: Row | None) -> int | None:
     return min(max(1, end.produced), row.max_tokens)
 
 
-def _terms(row: Row) -> Ask:
-    return Ask(
+def _terms(row: IterationRow) -> RequestSpec:
+    return RequestSpec(
         prompt=(),
         max_tokens=row.max_tokens,
         sampling=GREEDY,
@@ -260,10 +268,10 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return y - slope * x, slope
 
 
-_rows = msgspec.json.Decoder(Row)
+_rows = msgspec.json.Decoder(IterationRow)
 
 
-def decode_row(line: str | bytes) -> Row:
+def decode_row(line: str | bytes) -> IterationRow:
     """One event; raises `msgspec.MsgspecError`."""
     return _rows.decode(line)
 
@@ -271,7 +279,7 @@ def decode_row(line: str | bytes) -> Row:
 def read_recording(path: Path) -> Recording:
     """A recording, perhaps gzipped. Raises `BadRecording`."""
     opener = gzip.open if path.suffix == ".gz" else open
-    rows: list[Row] = []
+    rows: list[IterationRow] = []
     try:
         with opener(path, "rb") as file:
             header = _header(path, file.readline())
@@ -285,7 +293,7 @@ def read_recording(path: Path) -> Recording:
     return Recording(path, header, tuple(rows))
 
 
-def _header(path: Path, line: bytes) -> Header:
+def _header(path: Path, line: bytes) -> RecordingHeader:
     try:
         version = msgspec.json.decode(line).get("podway_recording")
     except (msgspec.MsgspecError, AttributeError) as error:
@@ -293,6 +301,6 @@ def _header(path: Path, line: bytes) -> Header:
     if version != VERSION:
         raise BadRecording(f"{path} has version {version}; this podway reads {VERSION}", "replay")
     try:
-        return msgspec.json.decode(line, type=Header)
+        return msgspec.json.decode(line, type=RecordingHeader)
     except (AssertionError, msgspec.MsgspecError) as error:
         raise BadRecording(f"{path}, line 1: {error}", "replay") from error

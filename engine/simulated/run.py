@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.cost import LiveCost
-from engine.events import Audience
-from engine.kv import KVLedger
-from engine.scheduler import IterationScheduler
+from engine.control.scheduler import IterationScheduler
+from engine.cost.model import LiveCost
+from engine.events import ObserverGroup
+from engine.kv.ledger import KVLedger
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
-from engine.simulated.replay import Answers, Recorded
+from engine.simulated.replay import RecordedAnswers, RecordedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.cost import CostModel
+    from engine.control.scheduler import SchedulerSettings
+    from engine.cost.model import CostModel
     from engine.events import Observer
     from engine.ports import Cost, Policy
-    from engine.scheduler import SchedulerSettings
     from engine.simulated.trace import Arrival
     from engine.step import Step
 
@@ -61,15 +61,19 @@ def simulate(
     """Play the arrivals, which are by time, to the last token of the last request; `also` is
     told of all that happens."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
-    observer = Audience(recorder, also) if also is not None else recorder
+    observer = ObserverGroup(recorder, also) if also is not None else recorder
     cost = _KnownCost(setup.cost)
     size = setup.block_size
     ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
     recorder.watch(scheduler)
     if setup.is_oracle:
-        arrivals = [one.told() if isinstance(one, Recorded) else one for one in arrivals]
-    answers = Answers() if any(isinstance(arrival, Recorded) for arrival in arrivals) else None
+        arrivals = [one.told() if isinstance(one, RecordedRequest) else one for one in arrivals]
+    answers = (
+        RecordedAnswers()
+        if any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
+        else None
+    )
     accepted = answers.accepted if answers is not None else None
     executor = SimulatedExecutor(
         setup.cost, setup.stages, answers, setup.lookahead, setup.slot_seconds * size

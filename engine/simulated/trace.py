@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
-from engine.request import Ask
+from engine.request import RequestSpec
 from engine.step import Sampling
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Arrival:
     blocks: tuple[int, ...] = ()
     patience: float | None = None
 
-    def ask(self, index: int) -> Ask:
+    def ask(self, index: int) -> RequestSpec:
         """The request itself; `index` is its place in the trace."""
-        return Ask(self.prompt(index), self.output_len, GREEDY)
+        return RequestSpec(self.prompt(index), self.output_len, GREEDY)
 
     def prompt(self, index: int) -> tuple[int, ...]:
         """Made-up token ids; `index` tells this request's own tokens from everybody's."""

@@ -16,14 +16,22 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
 from engine.step import Placement, Step, StepId, StepResult
-from engine.transport.line import Line
+from engine.transport.connection import WorkerConnection
 from engine.transport.trace import TraceFile
-from engine.transport.wire import Failed, FromWorker, Ran, Run, Traced, WireError, frame
+from engine.transport.wire import (
+    FromWorker,
+    RunStep,
+    StepFailure,
+    StepRan,
+    TraceEvents,
+    WireError,
+    frame,
+)
 
 StepAnswer = asyncio.Future[StepResult]
 
 
-class _InFlight(NamedTuple):
+class _PendingStep(NamedTuple):
     step_id: StepId
     answer: StepAnswer
 
@@ -47,12 +55,14 @@ class StepChannel:
         self._step_seconds = step_seconds
         self._on_lost = on_lost
         self._trace = trace
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_PendingStep] = deque()
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
         self._ended: str | None = None
         self._lines = [
-            Line(connection, partial(self._take, placement), partial(self._lose_one, placement))
+            WorkerConnection(
+                connection, partial(self._take, placement), partial(self._lose_one, placement)
+            )
             for placement, connection in connections.items()
         ]
 
@@ -76,13 +86,13 @@ class StepChannel:
             answer.set_exception(WorkerLost(self._ended))
             return answer
         try:
-            data = frame(Run(step))
+            data = frame(RunStep(step))
         except WireError as error:
             answer.set_exception(StepFailed(f"step {step.step_id} {error}"))
             return answer
         if not self._in_flight:
             self._oldest_since = self._loop.time()
-        self._in_flight.append(_InFlight(step.step_id, answer))
+        self._in_flight.append(_PendingStep(step.step_id, answer))
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._step_seconds, self._watch)
         for line in self._lines:
@@ -121,11 +131,11 @@ class StepChannel:
 
     def _take(self, placement: Placement, message: FromWorker) -> None:
         match message:
-            case Traced() if self._trace is not None:
+            case TraceEvents() if self._trace is not None:
                 self._trace.worked(placement, message)
-            case Ran(result) if placement.answers:
+            case StepRan(result) if placement.answers:
                 self._settle(result.step_id, result)
-            case Failed(step_id, line) if placement.answers:
+            case StepFailure(step_id, line) if placement.answers:
                 self._settle(step_id, StepFailed(line))
             case _:
                 raise WireError(f"{type(message).__name__} is no answer to a step")

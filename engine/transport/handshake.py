@@ -21,14 +21,14 @@ REPLY_BYTES = INDEX.size + CHALLENGE_BYTES + PROOF_BYTES
 KEEPALIVE_SECONDS = 10
 
 
-class NotOneOfUs(Exception):
+class HandshakeFailed(Exception):
     """The other end of the connection does not hold the secret, or does not speak like us."""
 
 
-async def admit(connection: socket.socket, secret: bytes) -> int:
+async def accept_worker(connection: socket.socket, secret: bytes) -> int:
     """The loop's side, over a socket that does not block: who came, by its index.
 
-    Raises `NotOneOfUs` or `OSError`; give it a time limit.
+    Raises `HandshakeFailed` or `OSError`; give it a time limit.
     """
     loop = asyncio.get_running_loop()
     ours = secrets.token_bytes(CHALLENGE_BYTES)
@@ -37,25 +37,25 @@ async def admit(connection: socket.socket, secret: bytes) -> int:
     while len(reply) < REPLY_BYTES:
         piece = await loop.sock_recv(connection, REPLY_BYTES - len(reply))
         if not piece:
-            raise NotOneOfUs("it hung up")
+            raise HandshakeFailed("it hung up")
         reply += piece
     index, rest = reply[: INDEX.size], reply[INDEX.size :]
     theirs, proof = rest[:CHALLENGE_BYTES], rest[CHALLENGE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"worker", index, ours, theirs)):
-        raise NotOneOfUs("it does not hold the secret")
+        raise HandshakeFailed("it does not hold the secret")
     await loop.sock_sendall(connection, _proof(secret, b"loop", index, ours, theirs))
     _tune(connection)
     return int(INDEX.unpack(index)[0])
 
 
-def introduce(connection: socket.socket, secret: bytes, index: int) -> None:
-    """The worker's side, over a socket that blocks. Raises `NotOneOfUs` or `OSError`."""
+def authenticate(connection: socket.socket, secret: bytes, index: int) -> None:
+    """The worker's side, over a socket that blocks. Raises `HandshakeFailed` or `OSError`."""
     challenge = _receive(connection, CHALLENGE_BYTES)
     ours, packed = secrets.token_bytes(CHALLENGE_BYTES), INDEX.pack(index)
     connection.sendall(packed + ours + _proof(secret, b"worker", packed, challenge, ours))
     proof = _receive(connection, PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"loop", packed, challenge, ours)):
-        raise NotOneOfUs("the loop does not hold the secret")
+        raise HandshakeFailed("the loop does not hold the secret")
     _tune(connection)
 
 
@@ -68,7 +68,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     while len(received) < num_bytes:
         piece = connection.recv(num_bytes - len(received))
         if not piece:
-            raise NotOneOfUs("the loop hung up")
+            raise HandshakeFailed("the loop hung up")
         received += piece
     return received
 

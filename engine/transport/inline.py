@@ -15,12 +15,12 @@ StepAnswer = asyncio.Future[StepResult]
 
 
 class StepRunner(Protocol):
-    """Whatever computes a step; `engine.worker.worker.Worker` does."""
+    """Whatever computes a step; `engine.worker.process.worker.Worker` does."""
 
     def run(self, step: Step) -> StepResult: ...
 
 
-class _InFlight(NamedTuple):
+class _StepInFlight(NamedTuple):
     step: Step
     answer: StepAnswer
 
@@ -31,7 +31,7 @@ class InlineExecutor:
     def __init__(self, worker: StepRunner, depth: int = 1) -> None:
         self._worker = worker
         self._depth = depth
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._ended: str | None = None
 
     @property
@@ -53,7 +53,7 @@ class InlineExecutor:
         if self._ended is not None:
             answer.set_exception(WorkerLost(self._ended))
             return answer
-        self._in_flight.append(_InFlight(step, answer))
+        self._in_flight.append(_StepInFlight(step, answer))
         loop.call_soon(self._run_next)
         return answer
 

@@ -19,9 +19,9 @@ from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
 from engine.transport.channel import StepAnswer, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher
-from engine.transport.loading import OnProgress, load_all
 from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
+from engine.transport.worker_startup import OnProgress, load_all
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class MultiprocessSettings:
     num_stages: int = 1
     num_ranks: int = 1
     depth: int = 1
-    worker: str = "engine.worker.worker:Worker"
+    worker: str = "engine.worker.process.worker:Worker"
     env: Mapping[str, str] = field(default_factory=dict)
     step_seconds: float = 120.0
     close_seconds: float = 5.0

@@ -1,8 +1,9 @@
 """Worker processes of this machine: spawned, reached by a socket, ended without remains.
 
-A child is a fresh interpreter that runs `engine.worker.entry`, with our module path and one end
-of a socket pair. Shutting our end is the order to leave; whoever does not follow is terminated,
-then killed, and always reaped. The child also dies with us (see `engine.worker.entry`).
+A child is a fresh interpreter that runs `engine.worker.process.entry`, with our module path and
+one end of a socket pair. Shutting our end is the order to leave; whoever does not follow is
+terminated, then killed, and always reaped. The child also dies with us (see
+`engine.worker.process.entry`).
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class WorkerProcess:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "engine.worker.entry", *arguments, worker],
+                    [sys.executable, "-P", "-m", "engine.worker.process.entry", *arguments, worker],
                     pass_fds=inherited,
                     stdin=subprocess.DEVNULL,
                     stdout=STDERR,

@@ -13,7 +13,7 @@ from typing import Self
 
 from engine.errors import RefusedToStart
 from engine.step import Placement, Step, StepId
-from engine.transport.wire import Traced
+from engine.transport.wire import TraceEvents
 
 LOOP = 0  # process of the trace; workers follow by their index
 CONTROL, DATA, COMPUTE = 1, 2, 3  # threads of a worker
@@ -49,7 +49,7 @@ class TraceFile:
         """Its tokens, or its failure, came back."""
         self._span("e", step_id, {})
 
-    def worked(self, placement: Placement, traced: Traced) -> None:
+    def worked(self, placement: Placement, traced: TraceEvents) -> None:
         """A worker is through with a step."""
         worker, step, times = 1 + placement.index, f"step {traced.step_id}", traced.times
         if worker not in self._named:

@@ -20,13 +20,13 @@ class WireError(Exception):
     """The bytes are no message, or the message does not go into bytes."""
 
 
-class Load(Struct, frozen=True, tag="load", array_like=True):
+class LoadWorker(Struct, frozen=True, tag="load", array_like=True):
     """Opens the conversation: what the worker is to load."""
 
     settings: WorkerSettings
 
 
-class Run(Struct, frozen=True, tag="run", array_like=True):
+class RunStep(Struct, frozen=True, tag="run", array_like=True):
     """Orders one iteration."""
 
     step: Step
@@ -44,32 +44,32 @@ class Progress(Struct, frozen=True, tag="progress", array_like=True):
     total: int
 
 
-class Loaded(Struct, frozen=True, tag="loaded", array_like=True):
+class WorkerLoaded(Struct, frozen=True, tag="loaded", array_like=True):
     """The worker is ready for steps."""
 
     report: WorkerReport
 
 
-class Refused(Struct, frozen=True, tag="refused", array_like=True):
+class LoadRefused(Struct, frozen=True, tag="refused", array_like=True):
     """The worker cannot load; `line` says why to a person."""
 
     line: str
 
 
-class Ran(Struct, frozen=True, tag="ran", array_like=True):
-    """The answer to a `Run`."""
+class StepRan(Struct, frozen=True, tag="ran", array_like=True):
+    """The answer to a `RunStep`."""
 
     result: StepResult
 
 
-class Failed(Struct, frozen=True, tag="failed", array_like=True):
-    """The other answer to a `Run`: the step raised, the worker lives on."""
+class StepFailure(Struct, frozen=True, tag="failed", array_like=True):
+    """The other answer to a `RunStep`: the step raised, the worker lives on."""
 
     step_id: StepId
     line: str
 
 
-class Traced(Struct, frozen=True, tag="traced", array_like=True):
+class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
     """After the answer, from a worker that traces: when it learned of the step, and ran it."""
 
     step_id: StepId
@@ -77,8 +77,8 @@ class Traced(Struct, frozen=True, tag="traced", array_like=True):
     times: StepTimes
 
 
-ToWorker: TypeAlias = Load | Run | Goodbye
-FromWorker: TypeAlias = Progress | Loaded | Refused | Ran | Failed | Traced
+ToWorker: TypeAlias = LoadWorker | RunStep | Goodbye
+FromWorker: TypeAlias = Progress | WorkerLoaded | LoadRefused | StepRan | StepFailure | TraceEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

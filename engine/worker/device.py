@@ -28,22 +28,22 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
-from engine.worker.stored import Suits
+from engine.worker.weights.checkpoint_files import PreferredFormat
 
 if TYPE_CHECKING:
-    from engine.worker.constraints import Constraints
-    from engine.worker.kv_tensors import KVTensors
-    from engine.worker.layout import LayoutLimits
-    from engine.worker.plane import Carrier
-    from engine.worker.sampler import Draws
-    from engine.worker.stage import Stage
+    from engine.worker.model.data_plane import Carrier
+    from engine.worker.model.kv_tensors import KVTensors
+    from engine.worker.model.layout import LayoutLimits
+    from engine.worker.model.stage import Stage
+    from engine.worker.sampling.constraints import Constraints
+    from engine.worker.sampling.sampler import Draws
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 DEVICES = {
-    "cpu": "engine.worker.cpu:CpuDevice",
+    "cpu": "engine.worker.cpu.device:CpuDevice",
     "cuda": "engine.worker.cuda.device:CudaDevice",
 }
 # Attention backends of one kind of device only.
@@ -198,14 +198,16 @@ class Whole:
 class _Kind(Protocol):
     """A class in `DEVICES`."""
 
-    def open(self, settings: WorkerSettings, suits: Suits) -> Device: ...
+    def open(self, settings: WorkerSettings, suits: PreferredFormat) -> Device: ...
 
     def missing(self, settings: WorkerSettings) -> str:
         """One line: what this machine lacks; empty if nothing."""
         ...
 
 
-def open_device(settings: WorkerSettings, suits: Suits = Suits.FLOATS) -> Device:
+def open_device(
+    settings: WorkerSettings, suits: PreferredFormat = PreferredFormat.FLOATS
+) -> Device:
     """The device that the settings ask for; "auto" is a GPU where there is one to be used.
 
     `suits` says what "auto" weights are, on devices that have the choice. Raises `RefusedToStart`

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.step import BlockMove, Sampling
-from engine.worker.rounded import Weight
+from engine.worker.weights.int8_weight import Weight
 
 if TYPE_CHECKING:
-    from engine.worker.kv_tensors import KVTensors
-    from engine.worker.layout import RaggedLayout
-    from engine.worker.native.tape import Tape
-    from engine.worker.shard import Shard
+    from engine.worker.cpu.kernel_graph import KernelGraph
+    from engine.worker.model.kv_tensors import KVTensors
+    from engine.worker.model.layout import RaggedLayout
+    from engine.worker.model.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,15 @@ class AttentionSpec:
     limits: StepLimits | None = None
 
 
-class Team(Protocol):
-    """The threads of a worker on the CPU; see `engine.worker.native.team`."""
+class ThreadPool(Protocol):
+    """The threads of a worker on the CPU; see `engine.worker.cpu.thread_pool`."""
 
     @property
     def threads(self) -> int: ...
 
     @property
-    def tape(self) -> "Tape | None":
-        """What is being recorded; see `engine.worker.native.tape`."""
+    def tape(self) -> "KernelGraph | None":
+        """What is being recorded; see `engine.worker.cpu.kernel_graph`."""
         ...
 
     def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,7 +92,7 @@ class Team(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RotaryAngles:
     """Cosine and sine of every token of a step, `[tokens, dim / 2]`; the same in all layers."""
 
     cos: Tensor
@@ -107,7 +107,7 @@ class AttentionBackend(Protocol):
 
     def plan(self, layout: "RaggedLayout") -> None: ...
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
         """Turn q and k, write k and v into their slots, attend; all `[tokens, heads, dim]`.
 
         `layer` counts within the stage. Each token sees its request's slots up to itself. The pairs
@@ -137,7 +137,9 @@ class CapturableAttention(AttentionBackend, Protocol):
 class MakesAttention(Protocol):
     """A class in the table of `adapters.attention`."""
 
-    def __call__(self, spec: AttentionSpec, cache: "KVTensors", team: Team) -> AttentionBackend: ...
+    def __call__(
+        self, spec: AttentionSpec, cache: "KVTensors", team: ThreadPool
+    ) -> AttentionBackend: ...
 
 
 class ChoosesShapes(MakesAttention, Protocol):
@@ -181,7 +183,7 @@ class Norm(Protocol):
         ...
 
 
-class Largest(NamedTuple):
+class Argmax(NamedTuple):
     """`values` `[rows]`, no finite number where a row has NaN or infinity; lowest `ids`."""
 
     values: Tensor
@@ -219,7 +221,7 @@ class Operators(Protocol):
         """
         ...
 
-    def largest(self, logits: Tensor) -> Largest:
+    def largest(self, logits: Tensor) -> Argmax:
         """The largest of each row of `[rows, vocab]` float32."""
         ...
 
@@ -233,7 +235,7 @@ class Operators(Protocol):
         """One id for each of `rows`: temperature, min-p, top-k, top-p, then the id at `point`.
 
         `point` in [0, 1) is a place in the cumulative distribution by id. What the filters keep
-        is said in `engine.worker.filters`.
+        is said in `engine.worker.sampling.filters`.
         """
         ...
 

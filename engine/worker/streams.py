@@ -14,7 +14,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream, reached when all work given before it is done."""
 
     @property
@@ -24,7 +24,7 @@ class Event(Protocol):
         """Until it is reached: this is the host's wait. Raises `WorkerLost` if the device fails."""
         ...
 
-    def seconds_since(self, earlier: "Event") -> float:
+    def seconds_since(self, earlier: "StreamEvent") -> float:
         """On the device's clock; both were marked with a time and are reached."""
         ...
 
@@ -36,11 +36,11 @@ class Stream(Protocol):
         """Give it work, which runs at once on the host and later on the device."""
         ...
 
-    def mark(self, *, is_timed: bool = False) -> Event:
+    def mark(self, *, is_timed: bool = False) -> StreamEvent:
         """An event after what was given so far."""
         ...
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: StreamEvent) -> None:
         """What is given from now on waits for the event; the host does not."""
         ...
 

@@ -13,11 +13,11 @@ from random import Random
 import torch
 from safetensors.torch import save_file
 
-from engine.kv import KVLedger
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask, FinishReason
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import FinishReason, RequestSpec
 from engine.step import Sampling, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
@@ -127,7 +127,7 @@ class Bench:
         self._engine = Engine(scheduler, self._executor, time.perf_counter)
         self._running = asyncio.create_task(self._engine.run())
 
-    async def run(self, asks: Sequence[Ask]) -> float:
+    async def run(self, asks: Sequence[RequestSpec]) -> float:
         """All requests come at once; the run ends with the last token of the last. Tokens/s."""
         began = time.monotonic()
         counts = await asyncio.gather(*(read(self._engine, ask) for ask in asks))
@@ -157,7 +157,7 @@ class Bench:
         )
 
 
-async def read(engine: Engine, ask: Ask) -> int:
+async def read(engine: Engine, ask: RequestSpec) -> int:
     """One answer; how many tokens it had."""
     count = 0
     with engine.stream(ask) as stream:
@@ -169,9 +169,9 @@ async def read(engine: Engine, ask: Ask) -> int:
     return count
 
 
-def make_asks(count: int, output_len: int) -> list[Ask]:
+def make_asks(count: int, output_len: int) -> list[RequestSpec]:
     rng = Random(0)
     return [
-        Ask(tuple(rng.choices(range(4096), k=32)), output_len, Sampling(temperature=0))
+        RequestSpec(tuple(rng.choices(range(4096), k=32)), output_len, Sampling(temperature=0))
         for _ in range(count)
     ]

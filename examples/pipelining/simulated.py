@@ -9,18 +9,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.cost import CostModel
-from engine.kv import KVLedger
-from engine.memory import Admission
+from engine.control.admission import Admission
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel
+from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.scheduler import IterationScheduler, SchedulerSettings
 from engine.simulated.catalogue import DEVICES
-from engine.simulated.hardware import Deployment, Shape
+from engine.simulated.hardware import Deployment, ModelSpec
 from engine.simulated.play import play_all
 from engine.simulated.trace import Arrival
 from engine.step import Step, StepResult
 
-MODEL = Shape.gpt("GPT-3 101B", layers=80, hidden=10240)  # Orca's, on 8 GPUs a stage
+MODEL = ModelSpec.gpt("GPT-3 101B", layers=80, hidden=10240)  # Orca's, on 8 GPUs a stage
 UNBOUNDED = 10**9
 
 
@@ -116,5 +116,5 @@ def flow(system: System, stages: int, batch: int, arrivals: Sequence[Arrival]) -
     played = play_all(
         IterationScheduler(settings, ledger, FirstComeFirstServed()), executor, arrivals
     )
-    tokens = sum(one.arrival.output_len for one in played.fared)
+    tokens = sum(one.arrival.output_len for one in played.outcomes)
     return Flow(tokens / executor.ended, executor.bubbles)

@@ -15,7 +15,7 @@ from engine.step import StepResult
 
 if TYPE_CHECKING:
     from engine.step import Step
-    from engine.worker.worker import Worker
+    from engine.worker.process.worker import Worker
 
 
 class CountedExecutor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from engine.request import Ask
+from engine.request import RequestSpec
 from engine.simulated.trace import (
     GREEDY,
     Arrival,
@@ -35,8 +35,8 @@ class Call(Arrival):
     tenant: str = ""
     ttft_deadline: float | None = None
 
-    def ask(self, index: int) -> Ask:
-        return Ask(
+    def ask(self, index: int) -> RequestSpec:
+        return RequestSpec(
             self.prompt(index),
             self.output_len,
             GREEDY,

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 import adapters
-from engine.cost import CostModel
+from engine.control.event_recorder import RecordingHeader
+from engine.control.scheduler import SchedulerSettings
+from engine.cost.model import CostModel
+from engine.cost.profiler import Bounds, measure
 from engine.policy import PolicySettings
-from engine.profiler import Bounds, measure
-from engine.recording import Header
-from engine.scheduler import SchedulerSettings
-from engine.simulated.loop import run_virtual
+from engine.simulated.virtual_loop import run_virtual
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from real_engine.counted import CountedExecutor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
@@ -108,7 +108,9 @@ class Machine:
         """What steps cost now."""
         return await profile(self.executor, self.report)
 
-    def terms(self, policy: str, cost: CostModel | None = None, **bounds: object) -> Header:
+    def terms(
+        self, policy: str, cost: CostModel | None = None, **bounds: object
+    ) -> RecordingHeader:
         """What the engine serves on; `bounds` on top of these."""
         values: dict[str, object] = {
             "max_model_len": CONTEXT,
@@ -118,7 +120,7 @@ class Machine:
             "max_queue_tokens": 1 << 40,
         }
         settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-        return Header(
+        return RecordingHeader(
             policy=policy,
             policies=PolicySettings(seats=settings.max_batch_size, starvation_seconds=60.0),
             scheduler=settings,

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.cost import LiveCost
-from engine.events import Audience
-from engine.recording import Header, Row, Scribe, render
+from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
+from engine.cost.model import LiveCost
+from engine.events import ObserverGroup
 from engine.simulated.capacity import highest
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
@@ -18,7 +18,7 @@ from engine.simulated.play import Played, play_all, play_out
 from engine.simulated.record import Recorder
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
-from gateway.server import calm_collector
+from gateway.serve.server import calm_collector
 from real_engine.loads import Call
 from real_engine.machine import Machine
 
@@ -35,13 +35,13 @@ class Run:
 
 
 async def really(
-    machine: Machine, terms: Header, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
+    machine: Machine, terms: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
 ) -> Run:
     """On the worker, in real time or in CPU seconds."""
     rows: list[Row] = []
     recorder = _recorder(arrivals)
-    scribe = Scribe(rows.append, terms.block_size)
-    scheduler = terms.build(LiveCost(terms.cost), Audience(recorder, scribe))
+    scribe = EventRecorder(rows.append, terms.block_size)
+    scheduler = terms.build(LiveCost(terms.cost), ObserverGroup(recorder, scribe))
     recorder.watch(scheduler)
     with _calm():
         if machine.is_counted:
@@ -52,7 +52,7 @@ async def really(
     return Run(played, summarise(terms.policy, played, recorder, slo), recording)
 
 
-def virtually(terms: Header, arrivals: Sequence[Arrival], slo: SLO = NO_SLO) -> Run:
+def virtually(terms: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO) -> Run:
     """In virtual time, at the cost that the terms name."""
     recorder = _recorder(arrivals)
     scheduler = terms.build(LiveCost(terms.cost), recorder)
@@ -89,7 +89,7 @@ def _calm() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _recording(terms: Header, rows: Sequence[Row]) -> Recording:
+def _recording(terms: RecordingHeader, rows: Sequence[Row]) -> Recording:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recording.jsonl"
         lines = (render(row, str) for row in rows)

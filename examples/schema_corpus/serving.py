@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adapters
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.errors import EngineError
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask, FinishReason
-from engine.scheduler import IterationScheduler, SchedulerSettings
+from engine.request import FinishReason, RequestSpec
 from engine.step import WorkerSettings
 from engine.transport.inline import InlineExecutor
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 
@@ -45,7 +45,7 @@ def random_worker(directory: Path, seed: int = 0) -> Worker:
     return Worker.load(WorkerSettings(str(directory), kv_slots=65536), lambda *_: None)
 
 
-def serve(worker: Worker, asks: Sequence[Ask]) -> list[Said]:
+def serve(worker: Worker, asks: Sequence[RequestSpec]) -> list[Said]:
     """All asks at once, to their end."""
     report = worker.report
     scheduler = IterationScheduler(
@@ -56,7 +56,7 @@ def serve(worker: Worker, asks: Sequence[Ask]) -> list[Said]:
     return asyncio.run(_serve(Engine(scheduler, InlineExecutor(worker), time.perf_counter), asks))
 
 
-async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Said]:
+async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[Said]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         said = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
@@ -64,7 +64,7 @@ async def _serve(engine: Engine, asks: Sequence[Ask]) -> list[Said]:
     return said
 
 
-async def _listen(engine: Engine, ask: Ask) -> Said:
+async def _listen(engine: Engine, ask: RequestSpec) -> Said:
     tokens: list[int] = []
     with engine.stream(ask) as stream:
         while stream.request.finish is None:

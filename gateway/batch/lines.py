@@ -1,4 +1,4 @@
-"""The lines of batch files: requests in JSON Lines to `Line`s, answers to JSON Lines.
+"""The lines of batch files: requests in JSON Lines to `BatchLine`s, answers to JSON Lines.
 
 OpenAI's formats. What is wrong with the file as a whole, or with the envelope of a line, fails
 the batch before it starts; what is wrong with a request is that line's answer.
@@ -12,7 +12,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import decode
-from gateway.store.batches import MAX_TOLD, BatchRecord, Line, LineError, Tokens
+from gateway.store.batches import MAX_TOLD, BatchLine, BatchRecord, LineError, Tokens
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class LineReader:
         """So much is wrong that nobody needs to hear of more."""
         return self._is_too_long or len(self.errors) >= MAX_TOLD
 
-    def feed(self, piece: bytes) -> Iterator[Line]:
+    def feed(self, piece: bytes) -> Iterator[BatchLine]:
         """The lines that are whole by now."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > self._limits.line_bytes:
@@ -82,7 +82,7 @@ class LineReader:
             self._rest = b""
         return self._read(lines)
 
-    def finish(self) -> Iterator[Line]:
+    def finish(self) -> Iterator[BatchLine]:
         """The last line, which need not end in a line feed."""
         lines, self._rest = [self._rest], b""
         return self._read(lines)
@@ -92,7 +92,7 @@ class LineReader:
         if not self.num_lines and not self.errors:
             self.errors.append(LineError("empty_file", "The input file has no lines."))
 
-    def refuse_double(self, line: Line) -> None:
+    def refuse_double(self, line: BatchLine) -> None:
         """Another line had this custom_id."""
         self._complain(
             line.number,
@@ -101,14 +101,14 @@ class LineReader:
             "custom_id",
         )
 
-    def _read(self, lines: list[bytes]) -> Iterator[Line]:
+    def _read(self, lines: list[bytes]) -> Iterator[BatchLine]:
         for text in lines:
             self._number += 1
             if text.strip() and not self.has_given_up and (line := self._line(text)):
                 self.num_lines += 1
                 yield line
 
-    def _line(self, text: bytes) -> Line | None:
+    def _line(self, text: bytes) -> BatchLine | None:
         number = self._number
         if self.num_lines == self._limits.num_lines:
             most = f"The input file has more than {self._limits.num_lines} lines."
@@ -126,7 +126,7 @@ class LineReader:
         except InvalidRequest as error:
             self._complain(number, "invalid_json_line", str(error), error.param)
             return None
-        return Line(number, envelope.custom_id, bytes(envelope.body))
+        return BatchLine(number, envelope.custom_id, bytes(envelope.body))
 
     def _check(self, envelope: _Envelope) -> None:
         if envelope.method != "POST":
@@ -142,7 +142,7 @@ class LineReader:
             self.errors.append(LineError(code, message, param, number))
 
 
-def answer_line(record: BatchRecord, line: Line, status: int, body: bytes) -> bytes:
+def answer_line(record: BatchRecord, line: BatchLine, status: int, body: bytes) -> bytes:
     """A line of the output or error file, without its line feed."""
     response = {
         "status_code": status,
@@ -152,13 +152,13 @@ def answer_line(record: BatchRecord, line: Line, status: int, body: bytes) -> by
     return _told(record, line, response, None)
 
 
-def expired_line(record: BatchRecord, line: Line) -> bytes:
+def expired_line(record: BatchRecord, line: BatchLine) -> bytes:
     """The same for a line that there was no time for."""
     message = "This request could not be executed before the completion window expired."
     return _told(record, line, None, {"code": "batch_expired", "message": message})
 
 
-def request_id(record: BatchRecord, line: Line) -> str:
+def request_id(record: BatchRecord, line: BatchLine) -> str:
     """The name of a line's request, in logs and to cancel it by."""
     return f"{record.id}_{line.number}"
 
@@ -181,7 +181,7 @@ def _model(body: msgspec.Raw) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _told(record: BatchRecord, line: Line, response: object, error: object) -> bytes:
+def _told(record: BatchRecord, line: BatchLine, response: object, error: object) -> bytes:
     told = {
         "id": f"batch_req_{record.id.removeprefix('batch_')}_{line.number}",
         "custom_id": line.custom_id,

@@ -20,8 +20,7 @@ from engine.errors import (
     Unavailable,
     WorkerLost,
 )
-from gateway.access import Caller
-from gateway.answer import Choir
+from gateway.access.callers import Caller
 from gateway.batch.lines import (
     LineLimits,
     LineReader,
@@ -31,20 +30,21 @@ from gateway.batch.lines import (
     tokens_of,
 )
 from gateway.errors import PathNotFound, StoreFailed, error_body, verdict
-from gateway.reply import compose
-from gateway.store.batches import Answer, BatchRecord, Line
+from gateway.generation.choices import ChoiceGroup
+from gateway.generation.reply import compose
+from gateway.store.batches import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
 
 if TYPE_CHECKING:
-    from gateway.order import Order
+    from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
 
-class Ordered(Protocol):
+class LinePlan(Protocol):
     """What an endpoint makes of a body."""
 
     @property
-    def order(self) -> "Order": ...
+    def order(self) -> "GenerationPlan": ...
 
     @property
     def is_stream(self) -> bool: ...
@@ -52,14 +52,14 @@ class Ordered(Protocol):
 
 logger = logging.getLogger(__name__)
 
-Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[Ordered]]  # as its route
+Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[LinePlan]]  # as its route
 ATTEMPTS = 3  # at a line that the engine lost
 RETRY_SECONDS = 1.0  # while there is no worker
 OUTPUT_SECONDS = 30 * 86_400  # that output files are kept, unless the batch says otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class BatchRunner:
     """Runs all batches at the same time, with at most `seats` lines in the engine."""
 
     service: "Service"
@@ -82,7 +82,7 @@ class Runner:
 class _Run:
     """One batch. Seats are taken in turn, so that a long batch does not hold up a short one."""
 
-    def __init__(self, runner: Runner, record: BatchRecord, seats: asyncio.Semaphore) -> None:
+    def __init__(self, runner: BatchRunner, record: BatchRecord, seats: asyncio.Semaphore) -> None:
         self._record = record
         self._seats = seats
         self._num_seats = runner.seats
@@ -134,7 +134,7 @@ class _Run:
         else:
             self._record = await self._batches.begin(record.id, now, reader.num_lines, reader.model)
 
-    async def _take(self, reader: LineReader, read: Callable[[], Iterable[Line]]) -> None:
+    async def _take(self, reader: LineReader, read: Callable[[], Iterable[BatchLine]]) -> None:
         for line in await self._batches.add_lines(self._record.id, read):
             reader.refuse_double(line)
 
@@ -177,13 +177,13 @@ class _Run:
                     return
                 await self._keep_answer(line)
 
-    async def _next_line(self) -> Line | None:
+    async def _next_line(self) -> BatchLine | None:
         async with self._reading:
             lines = await self._batches.unanswered(self._record.id, self._last_number, 1)
             self._last_number = lines[0].number if lines else self._last_number
         return lines[0] if lines else None
 
-    async def _keep_answer(self, line: Line) -> None:
+    async def _keep_answer(self, line: BatchLine) -> None:
         record = self._record
         try:
             body = await self._answer(line)
@@ -194,10 +194,10 @@ class _Run:
             answer = _failed(record, line, error)
         else:
             text = answer_line(record, line, 200, body)
-            answer = Answer(line.number, text, is_error=False, tokens=tokens_of(body))
+            answer = LineAnswer(line.number, text, is_error=False, tokens=tokens_of(body))
         await self._batches.answer(record.id, answer)
 
-    async def _answer(self, line: Line) -> bytes:
+    async def _answer(self, line: BatchLine) -> bytes:
         """The body of its response. A full queue is waited for, and a lost worker; what is lost
         in the engine is tried again."""
         num_lost = 0
@@ -213,7 +213,7 @@ class _Run:
                 if num_lost == ATTEMPTS:
                     raise
 
-    async def _ask(self, line: Line) -> bytes:
+    async def _ask(self, line: BatchLine) -> bytes:
         service = self._service
         caller = Caller(request_id(self._record, line), service.clock(), self._record.tenant)
         ordered = await self._order(line.body, caller, service)
@@ -221,7 +221,7 @@ class _Run:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
         order = ordered.order
         order = replace(order, wishes=order.wishes._replace(is_background=True))
-        return await compose(order, Choir(order, service))
+        return await compose(order, ChoiceGroup(order, service))
 
     async def _finish(self) -> None:
         """Write down what there is."""
@@ -245,10 +245,10 @@ class _Run:
         )
 
 
-async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> Ordered:
+async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> LinePlan:
     raise PathNotFound("This server does not have the endpoint of the batch any more.")
 
 
-def _failed(record: BatchRecord, line: Line, error: Exception) -> Answer:
+def _failed(record: BatchRecord, line: BatchLine, error: Exception) -> LineAnswer:
     text = answer_line(record, line, verdict(error).status, error_body(error))
-    return Answer(line.number, text, is_error=True)
+    return LineAnswer(line.number, text, is_error=True)

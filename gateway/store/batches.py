@@ -89,7 +89,7 @@ class BatchRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.status in ENDED
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """One request of a batch; `number` counts from 1."""
 
     number: int
@@ -97,7 +97,7 @@ class Line(NamedTuple):
     body: bytes
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """What the output says of a line; `is_error`: in the error file."""
 
     number: int
@@ -219,11 +219,13 @@ class Batches:
         """Begin with its lines anew."""
         await self._database.do(partial(_drop_lines, batch_id=batch_id))
 
-    async def add_lines(self, batch_id: str, read: Callable[[], Iterable[Line]]) -> list[Line]:
+    async def add_lines(
+        self, batch_id: str, read: Callable[[], Iterable[BatchLine]]
+    ) -> list[BatchLine]:
         """Add what `read` gives; those that were left out, because their custom_id is not new.
         The reading, too, happens off the loop."""
 
-        def write(db: sqlite3.Connection) -> list[Line]:
+        def write(db: sqlite3.Connection) -> list[BatchLine]:
             insert = (
                 "INSERT OR IGNORE INTO batch_line (batch_id, number, custom_id, body)"
                 " VALUES (?, ?, ?, ?)"
@@ -232,20 +234,20 @@ class Batches:
 
         return await self._database.do(write)
 
-    async def unanswered(self, batch_id: str, after: int, limit: int) -> list[Line]:
+    async def unanswered(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
         """Lines with a number above `after` that have no answer, in order."""
 
-        def read(db: sqlite3.Connection) -> list[Line]:
+        def read(db: sqlite3.Connection) -> list[BatchLine]:
             rows = db.execute(
                 "SELECT number, custom_id, body FROM batch_line"
                 " WHERE batch_id = ? AND number > ? AND answer IS NULL ORDER BY number LIMIT ?",
                 (batch_id, after, limit),
             )
-            return [Line(number, custom_id, bytes(body)) for number, custom_id, body in rows]
+            return [BatchLine(number, custom_id, bytes(body)) for number, custom_id, body in rows]
 
         return await self._database.do(read)
 
-    async def answer(self, batch_id: str, answer: Answer) -> None:
+    async def answer(self, batch_id: str, answer: LineAnswer) -> None:
         """Keep a line's answer; a second one, or one for a batch that has ended, is not kept."""
 
         await self._database.do(partial(_answer, batch_id=batch_id, answer=answer))
@@ -255,7 +257,7 @@ class Batches:
         batch_id: str,
         now: int,
         files: tuple[FileRecord, FileRecord],
-        late: Callable[[Line], bytes],
+        late: Callable[[BatchLine], bytes],
     ) -> BatchRecord:
         """Write the output and the error file, those that are not empty, and forget the lines.
         Where the time was over, `late` is the answer of what was not answered."""
@@ -287,7 +289,7 @@ def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
     return {"status": "completed", "completed_at": now}
 
 
-def _answer(db: sqlite3.Connection, batch_id: str, answer: Answer) -> None:
+def _answer(db: sqlite3.Connection, batch_id: str, answer: LineAnswer) -> None:
     """Once only: a second answer changes nothing."""
     updated = db.execute(
         "UPDATE batch_line SET answer = ?, is_error = ?, body = ''"
@@ -306,15 +308,15 @@ def _answer(db: sqlite3.Connection, batch_id: str, answer: Answer) -> None:
 
 
 def _answer_rest(
-    db: sqlite3.Connection, record: BatchRecord, late: Callable[[Line], bytes]
+    db: sqlite3.Connection, record: BatchRecord, late: Callable[[BatchLine], bytes]
 ) -> None:
     query = (
         "SELECT number, custom_id FROM batch_line"
         " WHERE batch_id = ? AND answer IS NULL ORDER BY number"
     )
     for number, custom_id in db.execute(query, (record.id,)).fetchall():
-        text = late(Line(number, custom_id, b""))
-        _answer(db, record.id, Answer(number, text, is_error=True))
+        text = late(BatchLine(number, custom_id, b""))
+        _answer(db, record.id, LineAnswer(number, text, is_error=True))
 
 
 def _load(db: sqlite3.Connection, batch_id: str) -> BatchRecord:

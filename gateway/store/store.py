@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engine.errors import RefusedToStart
 from gateway.errors import StoreFailed
+from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
 from gateway.store.database import Aside, Database
-from gateway.store.desk import Desk
 from gateway.store.files import FileLimits, Files
 from gateway.store.responses import ResponseLimits, Responses
 
@@ -22,7 +22,7 @@ class Store:
 
     database: Database
     files: Files
-    desk: Desk
+    desk: BatchQueue
     responses: Responses
 
     def close(self) -> None:
@@ -38,7 +38,10 @@ def open_store(
     """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
     database = Database(path, aside)
     return Store(
-        database, Files(database, limits), Desk(Batches(database)), Responses(database, responses)
+        database,
+        Files(database, limits),
+        BatchQueue(Batches(database)),
+        Responses(database, responses),
     )
 
 

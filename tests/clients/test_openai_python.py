@@ -1,6 +1,7 @@
 """The official Python client against a real server: parse, tools, files and batches.
 
-Plain answers, streams and errors: `tests/gateway/test_live.py` and `examples/20_openai_python.py`.
+Plain answers, streams and errors: `tests/gateway/serve/test_live.py` and
+`examples/20_openai_python.py`.
 """
 
 import json

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from engine.step import RequestId, Step, StepEntry, StepId
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.layout import LayoutLimits, build_layout
-from engine.worker.native.team import Team
-from engine.worker.ports import AttentionSpec, ModelShape, Turn
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.ports import AttentionSpec, ModelShape, RotaryAngles
 from tests.attention_backends import cache_for, holds, maker
 
 LAYERS = 2
@@ -27,8 +27,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def team() -> Team:
-    return Team(2)
+def team() -> NativeThreadPool:
+    return NativeThreadPool(2)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def stored(cache: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
     return keys * cache.key_scales[layer][..., None], values * cache.value_scales[layer][..., None]
 
 
-def turned(heads: Tensor, turn: Turn | None) -> Tensor:
+def turned(heads: Tensor, turn: RotaryAngles | None) -> Tensor:
     """Each pair of the halves of dim as a complex number, times that of its angle."""
     if turn is None:
         return heads
@@ -103,7 +103,7 @@ def turned(heads: Tensor, turn: Turn | None) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=-1).float()
 
 
-def check(name: str, case: Case, team: Team) -> None:
+def check(name: str, case: Case, team: NativeThreadPool) -> None:
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int) -> Tensor:
@@ -137,7 +137,7 @@ def check(name: str, case: Case, team: Team) -> None:
         fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
         q, k, v = split(fused, case)
         angles = noise(layout.num_tokens, case.head_dim // 2) * 3
-        turn = Turn(angles.cos(), angles.sin()) if case.turns else None
+        turn = RotaryAngles(angles.cos(), angles.sin()) if case.turns else None
         with torch.inference_mode():
             found = attention.run(layer, *split(fused.clone(), case), turn)
         q, k = turned(q, turn), turned(k, turn)
@@ -161,7 +161,7 @@ def check(name: str, case: Case, team: Team) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
-def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
+def test_ragged_mixes_are_attended_exactly(team: NativeThreadPool, case: Case) -> None:
     for name in BACKENDS:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
         check(name, fitting, team)
@@ -185,12 +185,12 @@ def test_ragged_mixes_are_attended_exactly(team: Team, case: Case) -> None:
     [(name, dtype) for name in BACKENDS for dtype in ROUNDING if holds(name, dtype)],
 )
 def test_long_and_wide_mixes_are_attended_exactly(
-    name: str, dtype: torch.dtype, team: Team, case: Case
+    name: str, dtype: torch.dtype, team: NativeThreadPool, case: Case
 ) -> None:
     check(name, replace(case, dtype=dtype), team)
 
 
-def test_one_backend_serves_steps_of_changing_shape(backend: str, team: Team) -> None:
+def test_one_backend_serves_steps_of_changing_shape(backend: str, team: NativeThreadPool) -> None:
     shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
     cache = cache_for(backend, shape, 8, 4, torch.float32)
     attention = maker(backend)(AttentionSpec(4, 2, 16, 0.25, None), cache, team)

@@ -13,8 +13,8 @@ from engine.ports import StepExecutor, StepFuture
 from engine.step import Step, StepId, StepResult, WorkerSettings
 from engine.transport.inline import InlineExecutor
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from tests.engine.transport.workers import REPORT, Command, EchoWorker
 from tests.fakes import ScriptedExecutor, a_step
-from tests.transport.workers import REPORT, Command, EchoWorker
 
 DEPTH = 3
 
@@ -56,7 +56,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             executor = MultiprocessExecutor(
                 WorkerSettings(model="echo"),
                 MultiprocessSettings(
-                    stages, ranks, DEPTH, worker="tests.transport.workers:EchoWorker"
+                    stages, ranks, DEPTH, worker="tests.engine.transport.workers:EchoWorker"
                 ),
             )
             await executor.start(lambda what, done, total: None)

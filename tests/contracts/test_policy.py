@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from engine.memory import Admission, Swap
+from engine.control.admission import Admission, SwapMode
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
-from engine.request import Abort, Ask, Request, State
+from engine.request import Abort, Request, RequestSpec, State
 from engine.step import RequestId
 from tests.turns import HAND, a_scheduler, an_ask, answer, play, turn
 
@@ -25,7 +25,7 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return make(request.param)
 
 
-def any_ask(random: Random) -> Ask:
+def any_ask(random: Random) -> RequestSpec:
     """Lengths, tenants, priorities and first-token deadlines of all kinds."""
     return an_ask(
         random.randint(1, 20),
@@ -95,8 +95,8 @@ def test_everybody_is_served_in_full_and_the_same_way_twice(
     assert run() == run()
 
 
-@pytest.mark.parametrize("swap", Swap)
-def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy, swap: Swap) -> None:
+@pytest.mark.parametrize("swap", SwapMode)
+def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy, swap: SwapMode) -> None:
     """A flood fills every seat: it is shorter, more urgent, and due before. The one request of
     another tenant has to come to its end all the same."""
     scheduler = a_scheduler(policy, num_slots=40, num_host_slots=80, swap=swap)

@@ -10,7 +10,7 @@ import pytest
 
 from adapters.dialects import load_chat_template
 from engine.step import WorkerSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,36 +16,36 @@ from starlette.types import ASGIApp
 
 from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.grammar import open_compiler
-from engine.cost import CostModel, LiveCost
-from engine.events import Audience
+from engine.control.admission import Admission
+from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel, LiveCost
+from engine.events import ObserverGroup
 from engine.grammar import GrammarCompiler, TokenTable
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
-from engine.memory import Admission
 from engine.policy import PolicySettings, build
 from engine.request import Request
-from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.simulated.executor import SimulatedExecutor
-from engine.simulated.loop import run_virtual
+from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepEntry, StepResult, TokenLogprobs
-from gateway.access import BodyLimits, RequestLog
-from gateway.app import build_app
+from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.keys import Allowance, Keys
+from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
-from gateway.batch.runner import Runner
-from gateway.exposition import Exposition
-from gateway.grammar import GrammarCheck
-from gateway.keys import Allowance, Keys
-from gateway.metrics import Metrics
-from gateway.pacing import LoopWatch
+from gateway.batch.runner import BatchRunner
+from gateway.generation.grammar_check import GrammarCheck
+from gateway.observe.backpressure import LoopWatch
+from gateway.observe.exposition import Exposition
+from gateway.observe.metrics import Metrics
 from gateway.ports import ChatTemplate, Dialect
-from gateway.quotas import Quotas
-from gateway.routes.batches import ENDPOINTS
-from gateway.schema.sampling import Vocabulary
+from gateway.schema.fields.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import Aside
 from gateway.store.files import FileLimits
 from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
+from gateway.web.app import build_app
+from gateway.web.routes.batches import ENDPOINTS
 from tests.asgi import Client
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ class Rig:
     service: Service
     metrics: Metrics
     ended: list[Request]
-    runner: Runner
+    runner: BatchRunner
 
     @property
     def engine(self) -> Engine:
@@ -280,7 +280,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        Audience(metrics, ends, quotas),
+        ObserverGroup(metrics, ends, quotas),
         live,
     )
     executor = ScoringExecutor(cost, draw=Speaker(setting.texts))
@@ -308,7 +308,7 @@ def build_rig(setting: Setting) -> Rig:
         pace=setting.pace,
         store=open_store(setting.store, setting.files, setting.aside(), setting.responses),
     )
-    runner = Runner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
+    runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)
     return Rig(app, Client(app), service, metrics, ends.requests, runner)
 

@@ -12,10 +12,10 @@ import torch
 
 from engine.step import Step
 from engine.worker.launched import Launched
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
-from tests.worker.cuda.test_generations import serve
-from tests.worker.driving import settings_for
+from tests.engine.worker.cuda.test_generations import serve
+from tests.engine.worker.process.driving import settings_for
 
 pytestmark = [
     pytest.mark.gpu,

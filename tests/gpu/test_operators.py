@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.step import Draw, Sampling
 from engine.worker.cuda.gpu import TorchGpu
-from engine.worker.cuda.kernels import FlashInferKernels, fits, prepare_environment
-from engine.worker.cuda.linears import Fp8Linear, Int8Linear, fp8_linear, int8_linear
-from engine.worker.cuda.operators import CudaOperators
-from engine.worker.cuda.products import FP8, FP8_BY_ROW, FP8_MOST, TorchProducts
-from engine.worker.cuda.sampler import DeviceSampler
-from engine.worker.cuda.source import Staging
-from engine.worker.operators import TorchOperators
-from engine.worker.sampler import Sampler
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchProducts
+from engine.worker.cuda.model.kernels import FlashInferKernels, fits, prepare_environment
+from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
+from engine.worker.cuda.model.operators import CudaOperators
+from engine.worker.cuda.model.weight_staging import Staging
+from engine.worker.cuda.sampling.sampler import DeviceSampler
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.sampling.sampler import Sampler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +105,7 @@ def test_linears(gpu: TorchGpu, dtype: torch.dtype, rows: int) -> None:
 def test_products_of_8_bit_integers_are_exact(gpu: TorchGpu, rows: int) -> None:
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
     linear = int8_linear([weight], None, torch.bfloat16, TorchProducts())
-    assert isinstance(linear, Int8Linear)
+    assert isinstance(linear, CudaInt8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / 127
     sums = (x.float() / scales).round().double() @ linear.weight.values.double().T
     assert distance(linear(x), sums * scales * linear.weight.scales) < 5e-3
@@ -117,7 +117,7 @@ def test_products_of_8_bit_floats(gpu: TorchGpu, rows: int) -> None:
         pytest.skip("this GPU has no such products")
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
     linear = fp8_linear([weight], None, torch.bfloat16, TorchProducts())
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, CudaFp8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / FP8_MOST
     wanted = (x.float() / scales).to(FP8).double() @ linear.values.double().T
     assert distance(linear(x), wanted * scales * linear.scales.T) < 2e-2  # sums are kept short

@@ -17,19 +17,19 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.cost import LiveCost
-from engine.kv import KVLedger
+from engine.control.admission import SwapMode
+from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.cost.model import LiveCost
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
-from engine.memory import Swap
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Ask
-from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.request import RequestSpec
 from engine.step import Sampling
 from engine.transport.inline import InlineExecutor
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import VARIANTS, make_model
-from tests.worker.driving import GREEDY, Driver, settings_for
+from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
 
 WIDE = {
     "hidden_size": 256,
@@ -153,7 +153,7 @@ def test_texts_written_together_are_greedy_ones(llama: Any, device: str, tmp_pat
     assert max(map(pair.shortfall, prompts, outputs)) <= 1
 
 
-async def read(engine: Engine, ask: Ask, until: int) -> list[int]:
+async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
     """The answer up to so many tokens; then its reader leaves."""
     tokens: list[int] = []
     with engine.stream(ask) as stream:
@@ -180,7 +180,7 @@ async def test_who_leaves_leaves_nothing_behind(
     engine = Engine(scheduler, executor, now, lookahead=lookahead)
     running = asyncio.create_task(engine.run())
     asks = [
-        Ask(tuple(tokens_of(9 + 13 * number, number)), 24, Sampling(temperature=0.0))
+        RequestSpec(tuple(tokens_of(9 + 13 * number, number)), 24, Sampling(temperature=0.0))
         for number in range(8)
     ]
     answers = await asyncio.gather(
@@ -196,9 +196,9 @@ async def test_who_leaves_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("swap", [Swap.REACTIVE, Swap.PROACTIVE])
+@pytest.mark.parametrize("swap", [SwapMode.REACTIVE, SwapMode.PROACTIVE])
 def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
-    llama: Any, device: str, swap: Swap, tmp_path: Path
+    llama: Any, device: str, swap: SwapMode, tmp_path: Path
 ) -> None:
     pair = pair_of(llama, tmp_path, device, host_kv_bytes=8 << 20)
     report = pair.worker.report
@@ -208,7 +208,7 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     ledger = KVLedger(14, report.block_size, report.num_host_blocks)
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     asks = [
-        Ask(tuple(tokens_of(20 + 9 * number, number)), 40, Sampling(temperature=0.0))
+        RequestSpec(tuple(tokens_of(20 + 9 * number, number)), 40, Sampling(temperature=0.0))
         for number in range(6)
     ]
     requests = [scheduler.add(ask, 0.0) for ask in asks]

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from engine.cost import CostModel
-from engine.memory import Admission
+from engine.control.admission import Admission
+from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
+from engine.control.scheduler import SchedulerSettings
+from engine.cost.model import CostModel
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Cost, Policy
-from engine.recording import Header, Row, Scribe, render
-from engine.request import Ask
-from engine.scheduler import SchedulerSettings
-from engine.simulated.replay import END, Recorded
+from engine.request import RequestSpec
+from engine.simulated.replay import END, RecordedRequest
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import GREEDY
 
@@ -28,7 +28,7 @@ COST = CostModel.linear(per_step=0.5, per_token=0.125, per_slot=0.0)  # exact in
 POLICY = PolicySettings(starvation_seconds=9.0, seats=4, base_quantum=0.75)
 
 
-def header(policy: str, admission: Admission) -> Header:
+def header(policy: str, admission: Admission) -> RecordingHeader:
     settings = SchedulerSettings(
         max_model_len=72,
         max_batch_size=4,
@@ -39,10 +39,10 @@ def header(policy: str, admission: Admission) -> Header:
         scan_limit=3,
         max_step_seconds=2.5,
     )
-    return Header(policy, POLICY, settings, NUM_BLOCKS, BLOCK_SIZE, 1, COST)
+    return RecordingHeader(policy, POLICY, settings, NUM_BLOCKS, BLOCK_SIZE, 1, COST)
 
 
-def load() -> list[Recorded]:
+def load() -> list[RecordedRequest]:
     """Turns of chats, some with a deadline, a priority or a tenant of its own; some callers leave,
     and some answers end before their limit."""
     random = Random(11)
@@ -55,7 +55,7 @@ def load() -> list[Recorded]:
         prompt_len = random.choice([3, 9, 22, 37])
         shared = random.choice([0, 2, 4])
         ends_after = random.choice([None, None, 1 + max_tokens // 2])
-        terms = Ask(
+        terms = RequestSpec(
             prompt=(),
             max_tokens=max_tokens,
             sampling=GREEDY,
@@ -66,7 +66,7 @@ def load() -> list[Recorded]:
             deadline=random.choice([None, None, None, 15.0]),
         )
         arrivals.append(
-            Recorded(
+            RecordedRequest(
                 at=at,
                 prompt_len=prompt_len,
                 output_len=ends_after or max_tokens,
@@ -81,7 +81,7 @@ def load() -> list[Recorded]:
     return arrivals
 
 
-def lines(header: Header, arrivals: Sequence[Recorded]) -> list[str]:
+def lines(header: RecordingHeader, arrivals: Sequence[RecordedRequest]) -> list[str]:
     """The recording of these arrivals, served on these terms in virtual time."""
     names: dict[bytes | str, int] = {}
 
@@ -106,15 +106,15 @@ def lines(header: Header, arrivals: Sequence[Recorded]) -> list[str]:
         num_host_slots=header.num_host_blocks * header.block_size,
         slot_seconds=1 / 64,
     )
-    simulate(setup, arrivals, Scribe(write, header.block_size))
+    simulate(setup, arrivals, EventRecorder(write, header.block_size))
     return written
 
 
-def policy(header: Header, cost: Cost) -> Policy:
+def policy(header: RecordingHeader, cost: Cost) -> Policy:
     return build(header.policy, cost, header.policies, serves=False)
 
 
-def headers() -> dict[str, Header]:
+def headers() -> dict[str, RecordingHeader]:
     """The terms of each golden schedule, by its name."""
     found = {
         f"{name}_{admission.value}": header(name, admission)

@@ -16,9 +16,9 @@ import adapters
 from adapters.tokenizers import load_token_table
 from engine.errors import NothingAllowed
 from engine.grammar import TokenTable
-from engine.request import Ask, FinishReason
+from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.inline import Heard, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
@@ -49,11 +49,11 @@ def table() -> TokenTable:
     return load_token_table(BUILTIN)
 
 
-def an_ask(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> Ask:
+def an_ask(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> RequestSpec:
     ends = frozenset({table.special["<|im_end|>"], table.special["<|endoftext|>"]})
     fields: dict[str, Any] = {"end_ids": ends, "max_tokens": 80} | changes
     prompt = tuple(table.encode(f"Write number {seed}, please."))
-    return Ask(prompt, sampling=Sampling(seed=seed), grammar=grammar, **fields)
+    return RequestSpec(prompt, sampling=Sampling(seed=seed), grammar=grammar, **fields)
 
 
 def text_of(table: TokenTable, heard: Heard) -> str:
@@ -75,7 +75,7 @@ def test_what_finishes_matches(worker: Worker, table: TokenTable) -> None:
     assert len({tuple(one.tokens) for one in heard}) == 16
 
 
-def mixed(table: TokenTable) -> list[Ask]:
+def mixed(table: TokenTable) -> list[RequestSpec]:
     free = replace(an_ask(table, JSON, 90, max_tokens=30), grammar=None)
     greedy = replace(an_ask(table, JSON, 91), sampling=Sampling(temperature=0.0))
     late_end = an_ask(table, MATCHES, 92, min_tokens=3)

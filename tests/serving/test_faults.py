@@ -4,12 +4,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.errors import NothingAllowed, RowFailed
-from engine.request import Ask, FinishReason
+from engine.request import FinishReason, RequestSpec
 from engine.step import Sampling
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
-from tests.worker.driving import load_worker
 
 VOCAB, BAD = 97, 90  # the embedding of BAD is no number
 GREEDY = Sampling(temperature=0.0)
@@ -25,12 +25,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
     return load_worker(directory, attention="cpu")
 
 
-def good(seed: int) -> Ask:
-    return Ask((1, 2, seed), 6, NO_BAD)
+def good(seed: int) -> RequestSpec:
+    return RequestSpec((1, 2, seed), 6, NO_BAD)
 
 
 def test_a_row_that_is_no_number_fails_alone(worker: Worker) -> None:
-    asks = [good(3), Ask((1, BAD, 3), 6, GREEDY), good(4)]
+    asks = [good(3), RequestSpec((1, BAD, 3), 6, GREEDY), good(4)]
     first, failed, last = play(worker, asks)
     assert isinstance(failed.error, RowFailed)
     assert failed.tokens == []
@@ -41,7 +41,7 @@ def test_a_row_that_is_no_number_fails_alone(worker: Worker) -> None:
 
 def test_a_row_may_fail_late(worker: Worker) -> None:
     leads_there = Sampling(temperature=0.0, logit_bias=((BAD, 100.0),))
-    first, failed = play(worker, [good(3), Ask((5, 6), 6, leads_there)])
+    first, failed = play(worker, [good(3), RequestSpec((5, 6), 6, leads_there)])
     assert failed.tokens == [BAD]
     assert isinstance(failed.error, RowFailed)
     assert len(first.tokens) == 6
@@ -49,7 +49,7 @@ def test_a_row_may_fail_late(worker: Worker) -> None:
 
 def test_a_request_that_bans_every_token_is_told_so(worker: Worker) -> None:
     everything = frozenset(range(VOCAB))
-    banning = Ask((1, 2), 6, GREEDY, end_ids=everything, min_tokens=2)
+    banning = RequestSpec((1, 2), 6, GREEDY, end_ids=everything, min_tokens=2)
     first, failed = play(worker, [good(3), banning])
     assert isinstance(failed.error, NothingAllowed)
     assert "banned" in str(failed.error)
@@ -57,7 +57,11 @@ def test_a_request_that_bans_every_token_is_told_so(worker: Worker) -> None:
 
 
 def test_a_prompt_whose_log_probabilities_are_no_numbers_fails_alone(worker: Worker) -> None:
-    asks = [good(3), Ask((1, BAD, 3, 4, 5, 6, 7, 8, 9, 10), 6, GREEDY, prompt_logprobs=1), good(4)]
+    asks = [
+        good(3),
+        RequestSpec((1, BAD, 3, 4, 5, 6, 7, 8, 9, 10), 6, GREEDY, prompt_logprobs=1),
+        good(4),
+    ]
     first, failed, last = play(worker, asks, max_batch_tokens=4, max_batch_size=3)
     assert isinstance(failed.error, RowFailed)
     assert "prompt" in str(failed.error)

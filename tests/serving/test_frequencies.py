@@ -13,12 +13,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from engine.request import Ask
+from engine.request import RequestSpec
 from engine.step import Sampling
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint, make_model
+from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
-from tests.worker.driving import load_worker
 
 VOCAB = 97
 COUNT = 4000
@@ -124,7 +124,7 @@ def drawn(
     pair: Pair, prompt: tuple[int, ...], sampling: Sampling, max_tokens: int
 ) -> list[list[int]]:
     """The tokens of `COUNT` requests that differ in their seeds."""
-    asks = [Ask(prompt, max_tokens, replace(sampling, seed=seed)) for seed in range(COUNT)]
+    asks = [RequestSpec(prompt, max_tokens, replace(sampling, seed=seed)) for seed in range(COUNT)]
     heard = play(pair.worker, asks, max_batch_size=256, max_queue_requests=COUNT)
     assert all(len(one.tokens) == max_tokens for one in heard)
     return [one.tokens for one in heard]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.request import Ask
+from engine.request import RequestSpec
 from engine.step import Sampling, TokenLogprobs
-from engine.worker.reading import SLICE_BYTES
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
+from engine.worker.sampling.logits_output import SLICE_BYTES
 from tests.checkpoints import make_checkpoint, make_model
+from tests.engine.worker.process.driving import load_worker
 from tests.inline import Heard, play
-from tests.worker.driving import load_worker
 
 TOLERANCE = 1e-4
 GREEDY = Sampling(temperature=0.0)
@@ -45,13 +45,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(make_model(variant), load_worker(directory, attention="cpu"))
 
 
-def an_ask(length: int, seed: int, sampling: Sampling = GREEDY, max_tokens: int = 8) -> Ask:
+def an_ask(length: int, seed: int, sampling: Sampling = GREEDY, max_tokens: int = 8) -> RequestSpec:
     rng = Random(seed)
     prompt = tuple(rng.randrange(97) for _ in range(length))
-    return Ask(prompt, max_tokens, sampling, logprobs=seed % 6, prompt_logprobs=seed % 4)
+    return RequestSpec(prompt, max_tokens, sampling, logprobs=seed % 6, prompt_logprobs=seed % 4)
 
 
-def assert_told(pair: Pair, ask: Ask, heard: Heard) -> None:
+def assert_told(pair: Pair, ask: RequestSpec, heard: Heard) -> None:
     assert len(heard.tokens) == ask.max_tokens
     expected = pair.expected([*ask.prompt, *heard.tokens])
     after_first = [*ask.prompt[1:], *heard.tokens]
@@ -93,7 +93,7 @@ def test_requests_that_share_batches_and_prefixes(pair: Pair) -> None:
 
 def test_a_prefix_that_is_cached_is_told_all_the_same(pair: Pair) -> None:
     ask = an_ask(40, 3)
-    asks = [Ask(ask.prompt, 1, GREEDY), ask, ask]
+    asks = [RequestSpec(ask.prompt, 1, GREEDY), ask, ask]
     heard = play(pair.worker, asks, max_batch_size=1)
     for one in heard[1:]:
         assert one.request is not None
@@ -128,7 +128,7 @@ def test_looking_ahead_tells_nothing_twice(pair: Pair) -> None:
 
 def test_nobody_else_pays_or_is_told(pair: Pair) -> None:
     asking = an_ask(20, 1)
-    plain = Ask(asking.prompt, 8, GREEDY)
+    plain = RequestSpec(asking.prompt, 8, GREEDY)
     told, heard = play(pair.worker, [asking, plain])
     assert heard.tokens == told.tokens
     assert heard.logprobs == heard.prompt_logprobs == []
@@ -141,7 +141,7 @@ def test_slices_of_a_large_vocabulary_are_told_like_the_whole(
     ask = an_ask(50, 3)
     (whole,) = play(worker, [ask])
     assert SLICE_BYTES > 4 * 97 * 50
-    monkeypatch.setattr("engine.worker.reading.SLICE_BYTES", 4 * 97 * 7)
+    monkeypatch.setattr("engine.worker.sampling.logits_output.SLICE_BYTES", 4 * 97 * 7)
     (sliced,) = play(worker, [ask])
     assert [one.rank for one in sliced.prompt_logprobs] == [
         one.rank for one in whole.prompt_logprobs

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.client import bench
-from gateway.client.report import read_report
+from gateway.commands.bench import command as bench
+from gateway.commands.bench.report import read_report
 from tests.conftest import read_url, start_server
 
 MODEL = "random:TINY"

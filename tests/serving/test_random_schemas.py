@@ -13,9 +13,9 @@ import pytest
 import adapters
 from adapters.tokenizers import load_token_table
 from engine.grammar import TokenTable
-from engine.request import Ask, FinishReason
+from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from examples.schema_corpus.random_schemas import random_schemas
 from tests.checkpoints import make_checkpoint
 from tests.inline import Heard, play
@@ -37,9 +37,9 @@ def worker(table: TokenTable, tmp_path_factory: pytest.TempPathFactory) -> Worke
     return Worker.load(WorkerSettings(str(directory), kv_slots=8192), lambda *_: None)
 
 
-def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[Ask]:
+def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[RequestSpec]:
     return [
-        Ask(
+        RequestSpec(
             prompt=tuple(table.encode(f"Number {number}: ")),
             max_tokens=150,
             sampling=Sampling(temperature=1.0, seed=number),

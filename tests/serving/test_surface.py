@@ -8,7 +8,7 @@ import aiohttp
 import jsonschema
 import pytest
 
-from tests.gateway.assembling import assembled
+from tests.gateway.serve.assembling import assembled
 from tests.serving.client import Json, stream, whole
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.cost import LiveCost
+from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.cost.model import LiveCost
 from engine.errors import EngineError, Unavailable, WorkerLost
-from engine.events import Observer, Silence
+from engine.events import NullObserver, Observer
 from engine.iteration import Iteration
-from engine.kv import KVLedger
+from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
-from engine.request import Ask
-from engine.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.request import RequestSpec
 from engine.step import Sampling, WorkerSettings
 from engine.stream import TokenStream
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
@@ -46,7 +46,7 @@ class Served:
             os.kill(self.executor.pids[which], number)
 
 
-class FirstPlan(Silence):
+class FirstPlan(NullObserver):
     """Does something when the first iteration has been handed over."""
 
     then: Callable[[], object] | None = None
@@ -93,12 +93,12 @@ async def served(
     assert scheduler.ledger.num_held == 0
 
 
-def an_ask(number: int) -> Ask:
+def an_ask(number: int) -> RequestSpec:
     """Prompts of 1 to 60 tokens that share beginnings, answers of 5 to 60."""
     prompt = (*[100 + at % 7 for at in range(1 + 11 * number % 60)], number)
     penalty = 0.5 if number % 3 == 0 else 0.0
     sampling = Sampling(seed=number, presence_penalty=penalty)
-    return Ask(prompt, 5 + 17 * number % 56, sampling)
+    return RequestSpec(prompt, 5 + 17 * number % 56, sampling)
 
 
 async def read(stream: TokenStream, told: Callable[[int], object]) -> list[int]:

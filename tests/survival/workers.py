@@ -17,9 +17,9 @@ import numpy as np
 
 from engine.errors import RefusedToStart, WorkerLost
 from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
-from engine.worker.held import HeldTokens
-from engine.worker.layout import LayoutLimits, build_layout
-from tests.transport.workers import LoneWorker
+from engine.worker.model.last_tokens import LastTokens
+from engine.worker.model.layout import LayoutLimits, build_layout
+from tests.engine.transport.workers import LoneWorker
 
 VOCAB = 1000
 NUM_BLOCKS = 96
@@ -57,7 +57,7 @@ class DigestWorker(LoneWorker):
     def __init__(self, num_stages: int) -> None:
         self.report = REPORT
         self._slots: dict[int, int] = {}
-        self._held = HeldTokens(num_stages)
+        self._held = LastTokens(num_stages)
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:

@@ -10,18 +10,18 @@ from torch import Tensor
 from engine.errors import RefusedToStart
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.kernels import FlashInferKernels, Kernels, prepare_environment
-from engine.worker.cuda.launching import make_launcher
 from engine.worker.cuda.memory import fitting, measure
-from engine.worker.cuda.missing import missing
-from engine.worker.cuda.moves import DeviceMover
-from engine.worker.cuda.operators import STORED, CudaOperators
-from engine.worker.cuda.products import FP8, FP8_BY_ROW, TorchProducts
-from engine.worker.cuda.sampler import DeviceSampler
-from engine.worker.cuda.source import OnDevice
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchProducts
+from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, prepare_environment
+from engine.worker.cuda.model.operators import STORED, CudaOperators
+from engine.worker.cuda.model.weight_staging import OnDevice
+from engine.worker.cuda.requirements import missing
+from engine.worker.cuda.sampling.sampler import DeviceSampler
+from engine.worker.cuda.step.build import make_launcher
+from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
-from engine.worker.kv_tensors import KVTensors, available_bytes, bytes_per_block
-from engine.worker.plane import Carrier
+from engine.worker.model.data_plane import Carrier
+from engine.worker.model.kv_tensors import KVTensors, available_bytes, bytes_per_block
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -32,7 +32,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
-from engine.worker.stored import Suits
+from engine.worker.weights.checkpoint_files import PreferredFormat
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class CudaDevice:
         settings: WorkerSettings,
         gpu: Gpu,
         kernels: Kernels | None = None,
-        suits: Suits = Suits.FLOATS,
+        suits: PreferredFormat = PreferredFormat.FLOATS,
     ) -> None:
         self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
@@ -92,7 +92,7 @@ class CudaDevice:
         self._progress: Progress = _unheard  # until `prepare`
 
     @classmethod
-    def open(cls, settings: WorkerSettings, suits: Suits) -> "CudaDevice":
+    def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CudaDevice":
         """Raises `RefusedToStart` where the worker's number is beyond the GPUs there are."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
@@ -185,11 +185,11 @@ class CudaDevice:
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
 
 
-def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: Suits) -> str:
+def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredFormat) -> str:
     """The format of linear layers; raises `RefusedToStart` for what this GPU does not compute."""
     own = str(dtype).removeprefix("torch.")
-    if asked == "auto" and suits is not Suits.FLOATS:
-        return "int8" if suits is Suits.ROUNDED else STORED
+    if asked == "auto" and suits is not PreferredFormat.FLOATS:
+        return "int8" if suits is PreferredFormat.ROUNDED else STORED
     if asked in ("auto", own):
         return own
     if asked not in ("int8", "fp8"):

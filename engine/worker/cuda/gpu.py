@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.worker.cuda.nccl import NcclCarrier
 from engine.worker.cuda.streams import CudaStreams
-from engine.worker.plane import Carrier
+from engine.worker.model.data_plane import Carrier
 from engine.worker.streams import Streams
 
 

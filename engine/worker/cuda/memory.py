@@ -18,7 +18,7 @@ GRAPHS_BYTES = (
 MIB = 1 << 20
 
 
-class Budget(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Bytes of one GPU. `used` is there for good, `step` comes and goes with the largest step."""
 
     total: int
@@ -52,7 +52,7 @@ def fitting(gpu: Gpu) -> Iterator[None]:
         ) from error
 
 
-def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> Budget:
+def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> MemoryBudget:
     """Run the largest step and see what is left; raises `RefusedToStart` where nothing is."""
     gpu.give_back()
     gpu.forget_peak()
@@ -61,7 +61,7 @@ def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> Budge
         rehearse()
     step = gpu.peak_bytes() - before
     gpu.give_back()
-    budget = Budget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
+    budget = MemoryBudget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
     if budget.left <= 0:
         raise RefusedToStart(
             f"no memory is left for KV on {gpu.place} ({gpu.model}): {budget}; raise "

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.errors import WorkerLost
-from engine.worker.streams import Event, Graph
+from engine.worker.streams import Graph, StreamEvent
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
-    """See `Event`."""
+    """See `StreamEvent`."""
 
     event: torch.cuda.Event
 
@@ -30,7 +30,7 @@ class CudaEvent:
         except RuntimeError as error:  # whatever went wrong on the device is told here first
             raise WorkerLost(f"the GPU failed: {error}") from error
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: StreamEvent) -> float:
         milliseconds = cast(CudaEvent, earlier).event.elapsed_time(self.event)
         return float(milliseconds) * 1e-3
 
@@ -51,7 +51,7 @@ class CudaStream:
         event.record(self._current())
         return CudaEvent(event)
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: StreamEvent) -> None:
         self._current().wait_event(cast(CudaEvent, event).event)
 
     def _current(self) -> torch.cuda.Stream:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from adapters.attention.flashinfer import FlashInferAttention, SplitFlashInferAttention
+from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
 from engine.step import RequestId, Step, StepEntry, StepId
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.layout import LayoutLimits, RaggedLayout, build_layout
-from engine.worker.native.team import Team
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
 from engine.worker.ports import AttentionSpec, StepLimits
 from tests.flashinfer_stand_in import StandIn
 
@@ -113,4 +113,4 @@ def make(
     spec = AttentionSpec(4, 2, 8, 0.3, window, dtype, *scales, limits)
     stand_in = StandIn()
     kind = SplitFlashInferAttention if splits else FlashInferAttention
-    return Made(kind(spec, cache, Team(1), stand_in), stand_in, cache, spec)
+    return Made(kind(spec, cache, NativeThreadPool(1), stand_in), stand_in, cache, spec)

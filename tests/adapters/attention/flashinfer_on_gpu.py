@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer import FlashInferAttention, SplitFlashInferAttention
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.layout import RaggedLayout
-from engine.worker.native.team import Team
-from engine.worker.ports import AttentionSpec, StepLimits, Turn
+from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import AttentionSpec, RotaryAngles, StepLimits
 
 FP8 = torch.float8_e4m3fn
 LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=8192)
@@ -82,7 +82,7 @@ class OnGpu:
             limits,
         )
         kind = SplitFlashInferAttention if shape.splits else FlashInferAttention
-        self.attention = kind(self.spec, self.cache, Team(1))
+        self.attention = kind(self.spec, self.cache, NativeThreadPool(1))
         self._generator = torch.Generator("cuda").manual_seed(0)
 
     def noise(self, *sizes: int) -> Tensor:
@@ -109,7 +109,7 @@ class OnGpu:
         )
         return q, k, v
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None = None) -> Tensor:
         with torch.inference_mode(), poisoned():
             return self.attention.run(0, q, k, v, turn)
 

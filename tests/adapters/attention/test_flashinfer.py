@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.attention import flashinfer_workspace
+from adapters.attention.flashinfer import workspace as flashinfer_workspace
 from engine.errors import RefusedToStart
-from engine.worker.layout import RaggedLayout, padded
-from engine.worker.ports import StepLimits, Turn
+from engine.worker.model.layout import RaggedLayout, padded
+from engine.worker.ports import RotaryAngles, StepLimits
 from tests.adapters.attention.flashinfer_cases import Made, Paged, make
 
 
@@ -15,7 +15,7 @@ def noise(rows: int, seed: int = 1) -> Tensor:
     return torch.randn((rows, 8, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def run(made: Made, fused: Tensor, turn: Turn | None = None) -> Tensor:
+def run(made: Made, fused: Tensor, turn: RotaryAngles | None = None) -> Tensor:
     made.stand_in.catch_up()
     q, k, v = torch.split(fused.to(made.spec.dtype), [4, 2, 2], dim=1)
     return made.attention.run(0, q, k, v, turn)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from adapters.attention import BACKENDS
-from adapters.attention.flashinfer import FlashInferAttention
-from adapters.attention.flashinfer_fit import absent, unfit
+from adapters.attention.flashinfer.backend import FlashInferAttention
+from adapters.attention.flashinfer.fit import absent, unfit
 from engine.errors import RefusedToStart
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import RUNS_ON
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.native.team import Team
+from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.ports import AttentionSpec
 
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -52,7 +52,7 @@ def test_what_has_no_kernel_is_named(
     assert "\n" not in line
     cache = KVTensors((torch.zeros((1, 16, 2, 8), dtype=kv_dtype),), ())
     with pytest.raises(RefusedToStart, match=f"attention 'flashinfer' cannot be used: {named}"):
-        FlashInferAttention(wrong, cache, Team(1))
+        FlashInferAttention(wrong, cache, NativeThreadPool(1))
 
 
 def test_without_a_gpu_or_the_library_that_is_what_is_said(

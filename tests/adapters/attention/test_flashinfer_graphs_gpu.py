@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.layout import RaggedLayout, padded
+from engine.worker.model.layout import RaggedLayout, padded
 from tests.adapters.attention.flashinfer_cases import Paged
 from tests.adapters.attention.flashinfer_on_gpu import ON_GPU, OnGpu, Shape, check_close
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.attention.flashinfer import FlashInferAttention
-from adapters.attention.flashinfer_library import FlashInfer
-from adapters.attention.flashinfer_ports import Event
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.layout import padded
-from engine.worker.native.team import Team
+from adapters.attention.flashinfer.backend import FlashInferAttention
+from adapters.attention.flashinfer.library import FlashInfer
+from adapters.attention.flashinfer.ports import CudaEvent
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import padded
 from engine.worker.ports import AttentionSpec
 from tests.adapters.attention.flashinfer_cases import LIMITS, Made, Paged, make
 from tests.flashinfer_stand_in import StandIn
@@ -112,7 +112,7 @@ class OnCpu(FlashInfer):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def event(self) -> Event:
+    def event(self) -> CudaEvent:
         return StandIn().event()
 
 
@@ -137,7 +137,7 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
     pages = torch.zeros((2, 61, 4, 2, 64)).to(kv_dtype)
     spec = AttentionSpec(4, 2, 64, 0.125, 9, torch.bfloat16, limits=LIMITS)
     cache = KVTensors((pages[0],), (pages[1],), 1)
-    attention = FlashInferAttention(spec, cache, Team(1), OnCpu(torch.device("cpu")))
+    attention = FlashInferAttention(spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu")))
     q, k, v = torch.split(torch.ones((4, 8, 64), dtype=torch.bfloat16), [4, 2, 2], dim=1)
     with torch.inference_mode():
         attention.plan(Paged(((7, 1), (30, 3)), 4).layout())

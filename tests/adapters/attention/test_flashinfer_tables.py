@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from adapters.attention.flashinfer_tables import Arena, Arenas, Sizes
-from engine.worker.layout import padded
+from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, TableSizes
+from engine.worker.model.layout import padded
 from engine.worker.ports import StepLimits
 from tests.adapters.attention.flashinfer_cases import Paged, decodes, make, paged, requests
 from tests.flashinfer_stand_in import StandIn
@@ -92,13 +92,15 @@ def test_pages_end_where_requests_do(length: int, page_size: int) -> None:
 
 
 def test_sizes_hold_the_largest_step_and_a_graph_a_little_larger() -> None:
-    sizes = Sizes.of(StepLimits(max_requests=33, max_tokens=40, max_model_len=100), page_size=16)
-    assert sizes == Sizes(requests=64, tokens=104, pages=64 * 7)
+    sizes = TableSizes.of(
+        StepLimits(max_requests=33, max_tokens=40, max_model_len=100), page_size=16
+    )
+    assert sizes == TableSizes(requests=64, tokens=104, pages=64 * 7)
 
 
 def test_an_arena_keeps_what_it_was_given_until_it_is_entered_again() -> None:
     stand_in = StandIn()
-    with Arena(stand_in.pinned(256), stand_in.event()) as arena:
+    with PageTableArena(stand_in.pinned(256), stand_in.event()) as arena:
         first = arena.put(np.arange(5, dtype=np.int32))
         second = arena.put(np.arange(3, dtype=np.int64) - 7)
         third = arena.put(np.arange(10, dtype=np.int32)[::2])
@@ -111,7 +113,9 @@ def test_an_arena_keeps_what_it_was_given_until_it_is_entered_again() -> None:
 
 def test_an_arena_is_not_entered_before_the_device_has_fetched_from_it() -> None:
     stand_in = StandIn()
-    arenas = Arenas([Arena(stand_in.pinned(64), stand_in.event()) for _ in range(2)])
+    arenas = PageTableArenas(
+        [PageTableArena(stand_in.pinned(64), stand_in.event()) for _ in range(2)]
+    )
     target = stand_in.on_device(3, torch.int32)
     for turn in range(5):
         with arenas.next() as arena:
@@ -126,7 +130,7 @@ def test_an_arena_is_not_entered_before_the_device_has_fetched_from_it() -> None
 def test_a_step_beyond_its_limits_is_our_own_fault() -> None:
     stand_in = StandIn()
     with (
-        Arena(stand_in.pinned(16), stand_in.event()) as arena,
+        PageTableArena(stand_in.pinned(16), stand_in.event()) as arena,
         pytest.raises(AssertionError, match="larger than its limits"),
     ):
         arena.put(np.arange(5, dtype=np.int32))

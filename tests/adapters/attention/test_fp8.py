@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from adapters.attention import fp8
+from adapters.attention.flashinfer import fp8
 from adapters.attention.reference import ReferenceAttention
-from engine.worker.kv_tensors import KVTensors
-from engine.worker.native.team import Team
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import KVTensors
 from tests.adapters.attention.flashinfer_cases import Paged, make
 
 
@@ -23,7 +23,7 @@ def test_the_reference_keeps_and_reads_them_as_flashinfer_does(
 ) -> None:
     made = make(60, 4, kv_dtype=fp8.FP8, dtype=torch.bfloat16, scales=scales)
     own = KVTensors((made.cache.keys[0].clone(),), (made.cache.values[0].clone(),), 1)
-    reference = ReferenceAttention(made.spec, own, Team(1))
+    reference = ReferenceAttention(made.spec, own, NativeThreadPool(1))
     layout = Paged(((7, 1), (30, 1), (3, 9)), 4).layout()
     generator = torch.Generator().manual_seed(1)
     fused = torch.randn((11, 8, 8), generator=generator).to(torch.bfloat16)

@@ -11,7 +11,7 @@ from adapters.dialects.loading import load_chat_template
 from engine.errors import RefusedToStart
 from engine.grammar import GrammarError
 from engine.step import Grammar
-from gateway.ports import HeldCalls
+from gateway.ports import ToolCallGrammar
 from tests.gateway.rig import byte_grammars
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
@@ -81,7 +81,7 @@ WRITTEN = {
 MARKED = sorted(WRITTEN.keys() - {"llama3"})
 
 
-def held(style: str, calls: HeldCalls) -> Grammar:
+def held(style: str, calls: ToolCallGrammar) -> Grammar:
     grammar = choose_dialect("", style).hold_calls(calls)
     assert grammar is not None
     return grammar
@@ -100,7 +100,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 @pytest.mark.parametrize("names", [("f",), ("f", "g")])
 @pytest.mark.parametrize("style", sorted(WRITTEN))
 def test_where_a_call_must_come_nothing_else_does(style: str, names: tuple[str, ...]) -> None:
-    grammar = held(style, HeldCalls(dict.fromkeys(names, TREE), must_call=True, max_calls=1))
+    grammar = held(style, ToolCallGrammar(dict.fromkeys(names, TREE), must_call=True, max_calls=1))
     call = WRITTEN[style]
     for name in names:
         assert allows(grammar, call % (name, GOOD))
@@ -111,13 +111,13 @@ def test_where_a_call_must_come_nothing_else_does(style: str, names: tuple[str, 
 
 @pytest.mark.parametrize("style", MARKED)
 def test_parallel_calls_are_allowed_where_they_are_wanted(style: str) -> None:
-    grammar = held(style, HeldCalls({"f": TREE}, must_call=True))
+    grammar = held(style, ToolCallGrammar({"f": TREE}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", GOOD) * 2)
 
 
 @pytest.mark.parametrize("style", MARKED)
 def test_strict_calls_are_held_in_free_text(style: str) -> None:
-    grammar = held(style, HeldCalls({"f": TREE, "loose": None}))
+    grammar = held(style, ToolCallGrammar({"f": TREE, "loose": None}))
     call = WRITTEN[style]
     for text in ("", "Hello", "So:" + call % ("f", GOOD) + "!", call % ("loose", '{"a": 1}')):
         assert allows(grammar, text)
@@ -126,7 +126,7 @@ def test_strict_calls_are_held_in_free_text(style: str) -> None:
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
 def test_an_answer_in_json_may_stand_in_the_place_of_a_call(style: str) -> None:
-    grammar = held(style, HeldCalls({"f": TREE}, answer=TREE))
+    grammar = held(style, ToolCallGrammar({"f": TREE}, answer=TREE))
     assert allows(grammar, WRITTEN[style] % ("f", GOOD))
     assert allows(grammar, GOOD)
     assert not allows(grammar, "Hello")
@@ -135,17 +135,17 @@ def test_an_answer_in_json_may_stand_in_the_place_of_a_call(style: str) -> None:
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
 def test_a_function_without_parameters_takes_none(style: str) -> None:
-    grammar = held(style, HeldCalls({"f": {}}, must_call=True))
+    grammar = held(style, ToolCallGrammar({"f": {}}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", "{}"))
     assert not allows(grammar, WRITTEN[style] % ("f", '{"a": 1}'))
 
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
 def test_arguments_cannot_be_filled_with_blanks(style: str) -> None:
-    grammar = held(style, HeldCalls({"f": TREE}, must_call=True))
+    grammar = held(style, ToolCallGrammar({"f": TREE}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", '{\n    "child": {}\n}'))
     assert not allows(grammar, WRITTEN[style] % ("f", '{"child":\n\n\n\n{}}'))
 
 
 def test_calls_without_a_mark_cannot_be_held_in_free_text() -> None:
-    assert choose_dialect("", "llama3").hold_calls(HeldCalls({"f": TREE})) is None
+    assert choose_dialect("", "llama3").hold_calls(ToolCallGrammar({"f": TREE})) is None

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
 from adapters.dialects.dialect import ModelDialect
-from gateway.ports import CallArguments, CallBegin, Piece, WantedCalls
-from gateway.schema.frames import End, Finished, finished
+from gateway.ports import CallArguments, CallBegin, Piece, ToolChoice
+from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished
 
 TOOLS = ("f", "weather")
 DIALECTS = {
@@ -31,14 +31,14 @@ class Read(NamedTuple):
 
 def read(name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS) -> Read:
     """What a dialect makes of a text in parts."""
-    parser = DIALECTS[name].parser(prompt, WantedCalls(tools), random.Random(1).getrandbits)
+    parser = DIALECTS[name].parser(prompt, ToolChoice(tools), random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []
     for part in parts:
         pieces += parser.feed(part)
     pieces += parser.finish()
     assert "" not in pieces
-    whole: Finished = finished(pieces, End("stop"))
+    whole: FinishedChoice = finished(pieces, ChoiceEnd("stop"))
     calls = tuple((call.name, call.arguments) for call in whole.calls)
     return Read(whole.content, whole.reasoning, calls)
 
@@ -208,7 +208,7 @@ def test_where_nothing_is_a_call_or_reasoning_nothing_is_lost(name: str, parts: 
 
 
 def test_text_streams_as_it_comes_and_only_what_may_be_a_mark_is_held() -> None:
-    parser = DIALECTS["hermes"].parser("", WantedCalls(TOOLS), random.Random(1).getrandbits)
+    parser = DIALECTS["hermes"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     parts = ["Hi", " you", " <b>", " <tool", "_call>", '{"name": "f", "arguments": {"a":', " 1"]
     pieces = [list(parser.feed(part)) for part in parts]
@@ -223,7 +223,7 @@ def test_without_tools_calls_are_content_and_after_reasoning_text_passes_through
     assert read("hermes", ["<think>a</think> <tool_call>{}"], tools=()) == Read(
         "<tool_call>{}", "a"
     )
-    parser = DIALECTS["hermes"].parser("", WantedCalls(), random.Random(1).getrandbits)
+    parser = DIALECTS["hermes"].parser("", ToolChoice(), random.Random(1).getrandbits)
     assert parser is not None
     assert [*parser.feed("x "), *parser.feed("<think>"), *parser.feed(" ")] == [
         "x ",
@@ -243,12 +243,12 @@ def test_a_prompt_that_opens_reasoning_is_heeded_and_can_be_closed() -> None:
 
 def test_a_model_that_neither_thinks_nor_calls_needs_no_parser() -> None:
     bits = random.Random(1).getrandbits
-    assert ModelDialect().parser("", WantedCalls(TOOLS), bits) is None
-    assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", WantedCalls(), bits) is None
+    assert ModelDialect().parser("", ToolChoice(TOOLS), bits) is None
+    assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", ToolChoice(), bits) is None
 
 
 def test_mistral_names_its_calls_with_nine_letters_or_digits() -> None:
-    parser = DIALECTS["mistral"].parser("", WantedCalls(TOOLS), random.Random(1).getrandbits)
+    parser = DIALECTS["mistral"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     (begin, _) = parser.feed("[TOOL_CALLS]f[ARGS]{")
     assert isinstance(begin, CallBegin)
@@ -260,13 +260,13 @@ def test_mistral_names_its_calls_with_nine_letters_or_digits() -> None:
 def test_a_call_too_many_completes_the_answer(size: int) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"a{call}b{call}c"
-    wanted = WantedCalls(TOOLS, max_calls=1)
+    wanted = ToolChoice(TOOLS, max_calls=1)
     parser = DIALECTS["hermes"].parser("", wanted, random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []
     for part in cut(text, range(0, len(text), size)):
         pieces += parser.feed(part)
     assert parser.is_complete
-    message = finished([*pieces, *parser.finish()], End("stop"))
+    message = finished([*pieces, *parser.finish()], ChoiceEnd("stop"))
     assert message.content == "ab"
     assert [call.name for call in message.calls] == ["f"]

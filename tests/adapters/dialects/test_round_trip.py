@@ -11,8 +11,8 @@ from adapters.dialects.choosing import choose_dialect
 from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.dialects.loading import load_chat_template
 from engine.errors import InvalidRequest
-from gateway.ports import WantedCalls
-from gateway.schema.frames import End, finished
+from gateway.ports import ToolChoice
+from gateway.schema.rendering import ChoiceEnd, finished
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
 
@@ -100,10 +100,10 @@ def test_an_answer_is_read_as_it_was_written(family: str, answer: dict[str, Any]
     whole = template.render([*asked, {"role": "assistant", **answer}], add_generation_prompt=False)
     assert whole.startswith(prompt)
     text = whole[len(prompt) :].rstrip("\n").removesuffix(end)
-    wanted = WantedCalls(("f", "g"))
+    wanted = ToolChoice(("f", "g"))
     parser = choose_dialect(source).parser(prompt, wanted, random.Random(1).getrandbits)
     assert parser is not None
-    message = finished([*parser.feed(text), *parser.finish()], End("stop"))
+    message = finished([*parser.feed(text), *parser.finish()], ChoiceEnd("stop"))
     assert (message.content or "") == answer["content"]
     assert message.reasoning == answer.get("reasoning_content")
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
-from engine.worker.stored import Suits
+from engine.worker.weights.checkpoint_files import PreferredFormat
 from tests.checkpoints import LLAMA3_ROPE
+from tests.engine.worker.process.driving import Driver, load_worker
 from tests.gguf_files import Gguf
-from tests.worker.driving import Driver, load_worker
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -50,8 +50,8 @@ def test_few_bits_are_computed_in_8_unless_told_otherwise(tmp_path: Path) -> Non
     few, many = tmp_path / "few.gguf", tmp_path / "many.gguf"
     model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(few)
     Gguf("llama", Kind.Q8_0, changes=WIDE).write(many)
-    assert GgufTensors(few).suits is Suits.ROUNDED
-    assert GgufTensors(many).suits is Suits.FLOATS
+    assert GgufTensors(few).suits is PreferredFormat.ROUNDED
+    assert GgufTensors(many).suits is PreferredFormat.FLOATS
     worker = load_worker(few, attention="cpu")
     assert worker.report.weights.startswith("int8")
     off = (Driver(worker).logits((0, TOKENS))[0] - expected(model)).abs().max()

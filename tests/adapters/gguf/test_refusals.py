@@ -9,9 +9,9 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from adapters.models.checkpoint import resolve_checkpoint
 from engine.errors import RefusedToStart
-from engine.worker.checkpoint import Checkpoint
+from engine.worker.weights.checkpoint import Checkpoint
+from tests.engine.worker.process.driving import load_worker
 from tests.gguf_files import Gguf
-from tests.worker.driving import load_worker
 
 
 @pytest.mark.parametrize(

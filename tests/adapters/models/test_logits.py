@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import VARIANTS, make_checkpoint, make_model
-from tests.worker.driving import Driver, load_worker
+from tests.engine.worker.process.driving import Driver, load_worker
 
 TOLERANCE = 1e-4
 

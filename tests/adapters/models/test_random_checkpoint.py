@@ -13,8 +13,8 @@ from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import RefusedToStart
 from engine.step import Placement
-from engine.worker.checkpoint import Checkpoint
-from engine.worker.shard import Shard
+from engine.worker.model.shard import Shard
+from engine.worker.weights.checkpoint import Checkpoint
 
 PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from engine.errors import RefusedToStart
 from engine.step import WorkerSettings
-from engine.worker.worker import Worker
+from engine.worker.process.worker import Worker
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
-from tests.worker.driving import Driver, load_worker
+from tests.engine.worker.process.driving import Driver, load_worker
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import RefusedToStart
-from engine.worker.checkpoint import Checkpoint
-from engine.worker.rounded import rounded
-from engine.worker.stored import RoundedFiles
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.checkpoint_files import QuantizedFiles
+from engine.worker.weights.int8_weight import quantize
 from tests.checkpoints import make_checkpoint, make_model
-from tests.worker.driving import Driver, load_worker
+from tests.engine.worker.process.driving import Driver, load_worker
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 SCHEME: dict[str, Any] = {
@@ -67,7 +67,7 @@ def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> A
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor
             continue
-        weight = rounded(tensor)
+        weight = quantize(tensor)
         scales = weight.scales.bfloat16()
         tensors[name], tensors[f"{name}_scale"] = weight.values, scales[:, None].clone()
         parameters[name].data.copy_(weight.values * scales.float()[:, None])
@@ -111,11 +111,11 @@ def test_every_part_has_the_scales_of_its_rows(tmp_path: Path) -> None:
     model = write(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
     whole = dict(model.named_parameters())[name]
-    files = RoundedFiles(tmp_path)
+    files = QuantizedFiles(tmp_path)
     assert files.shape(name) == tuple(whole.shape)
     part = files.read(name, (slice(4, 9), slice(24, 48)))
     assert not isinstance(part, Tensor)
-    torch.testing.assert_close(part.expanded(), whole[4:9, 24:48], rtol=1e-6, atol=0)
+    torch.testing.assert_close(part.dequantize(), whole[4:9, 24:48], rtol=1e-6, atol=0)
     assert not any(one.endswith("_scale") for one in files.names)
 
 

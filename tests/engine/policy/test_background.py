@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.memory import Admission
+from engine.control.admission import Admission
+from engine.control.scheduler import IterationScheduler
 from engine.policy import POLICIES, build, name_of
 from engine.ports import Policy
 from engine.request import Request, State
-from engine.scheduler import IterationScheduler
 from tests.turns import HAND, a_scheduler, an_ask, answer, play, turn
 
 JOINING = [Admission.GROW, Admission.RESERVE]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cost import CostModel
+from engine.cost.model import CostModel
 from engine.policy import PolicySettings
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.mlfq import SkipJoinMLFQ

@@ -1,0 +1,141 @@
+"""Attention on NVIDIA GPUs, by FlashInfer, over the paged cache as it lies.
+
+A step is one launch per layer, prompts and decodes together: a decode is a prompt of one token.
+Steps of decodes alone can be captured in CUDA graphs. `plan` does all that the host has to decide:
+it cuts the work, fills pinned tables and has them fetched; `run` only gives work to the stream.
+Nothing here waits for the device but for tables of three steps ago.
+"""
+
+import torch
+from torch import Tensor
+
+from adapters.attention.flashinfer.fit import absent, unfit
+from adapters.attention.flashinfer.launches import CapturedLaunch, Geometry, MixedLaunch, Planned
+from adapters.attention.flashinfer.library import FlashInfer
+from adapters.attention.flashinfer.ports import Library
+from adapters.attention.flashinfer.rows import ApplyRope, RowWriter
+from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
+from adapters.attention.flashinfer.workspace import Workspaces, check_limits
+from engine.errors import RefusedToStart
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
+
+NUM_ARENAS = 3
+
+
+class FlashInferAttention:
+    """See `CapturableAttention`. All calls come in one stream; the team is not needed."""
+
+    splits = False  # whether decodes beside prompts get a launch of their own
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache: KVTensors,
+        team: ThreadPool,
+        library: Library | None = None,
+    ) -> None:
+        """Raises `RefusedToStart` if the shape, the machine or a limit does not suit."""
+        if library is None:
+            if reason := self.why_not(spec, cache.keys[0].dtype, cache.block_size):
+                raise RefusedToStart(f"attention 'flashinfer' cannot be used: {reason}")
+            library = FlashInfer(cache.keys[0].device)
+        assert spec.limits is not None, "attention on a GPU is made for limits"
+        group = spec.num_heads // spec.num_kv_heads
+        sizes = check_limits(spec.limits, cache.block_size, group)
+        self._library = library
+        self._geometry = Geometry.of(spec, cache)
+        self._pages = tuple(zip(cache.keys, cache.values, strict=True))
+        self._work = Workspaces(library, self._geometry, sizes, spec.limits)
+        self._slots = library.on_device(sizes.tokens, torch.int64)
+        self._arenas = PageTableArenas(
+            [
+                PageTableArena(library.pinned(sizes.arena_bytes), library.event())
+                for _ in range(NUM_ARENAS)
+            ]
+        )
+        self._writer = RowWriter(spec, cache)
+        self._turner = ApplyRope(library, sizes.tokens)
+        self._mixed = self._mixed_launch()
+        self._decodes = self._mixed_launch() if self.splits else self._mixed
+        self._captured: dict[int, CapturedLaunch] = {}  # by number of rows
+        self._planned: tuple[Planned, ...] = ()  # of the running step, from `plan` on
+        self._rows = 0  # of the running step
+
+    @staticmethod
+    def why_not(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
+        """See `ChoosesShapes`."""
+        return unfit(spec, kv_dtype, block_size) or absent(torch.cuda.device_count())
+
+    def plan(self, layout: RaggedLayout) -> None:
+        """See `AttentionBackend`."""
+        tables, count = PageTables.of(layout), layout.num_decodes
+        with self._arenas.next() as arena:
+            indices = self._fetch(arena, layout)
+            if self.splits and 0 < count < layout.num_requests:
+                self._plan_split(arena, tables, indices, count)
+            else:
+                self._mixed.plan(arena, tables, indices)
+                self._planned = (Planned(self._mixed, slice(0, tables.num_rows)),)
+
+    def plan_captured(self, layout: RaggedLayout) -> None:
+        """See `CapturableAttention`."""
+        assert layout.is_decode_only, "prompts are not captured"
+        launch = self._captured_launch(layout.num_requests)
+        with self._arenas.next() as arena:
+            launch.plan(arena, PageTables.of(layout), self._fetch(arena, layout))
+        self._planned = (Planned(launch, slice(0, layout.num_requests)),)
+
+    def baked(self, num_rows: int) -> tuple[int, ...]:
+        """See `CapturableAttention`."""
+        return self._library.baked(self._captured[num_rows].wrapper)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+        """See `AttentionBackend`."""
+        assert len(q) == self._rows, "plan comes before run"
+        if turn is not None:
+            self._turner.turn(layer, q, k, turn)
+        self._writer.write(layer, self._slots[: len(q)], k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for planned in self._planned:
+            planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
+        return out
+
+    def _fetch(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
+        """Slots and pages of the step for the device; returns the pages."""
+        self._rows = layout.num_tokens
+        indices = self._work.indices[: len(layout.kv_indices)]
+        self._library.copy(indices, arena.put(layout.kv_indices))
+        self._library.copy(self._slots[: self._rows], arena.put(layout.slots))
+        return indices
+
+    def _plan_split(
+        self, arena: PageTableArena, tables: PageTables, indices: Tensor, count: int
+    ) -> None:
+        decodes, prompts = tables.split(count)
+        self._decodes.plan(arena, decodes, indices[: decodes.num_pages])
+        self._mixed.plan(arena, prompts, indices[decodes.num_pages :])
+        self._planned = (
+            Planned(self._decodes, slice(0, count)),
+            Planned(self._mixed, slice(count, tables.num_rows)),
+        )
+
+    def _mixed_launch(self) -> MixedLaunch:
+        wrapper = self._library.mixed(self._work.parts)
+        return MixedLaunch(self._geometry, wrapper, self._library.event())
+
+    def _captured_launch(self, size: int) -> CapturedLaunch:
+        """The one for so many rows, made the first time."""
+        if size not in self._captured:
+            with torch.inference_mode(False):  # its buffers are written to in either mode
+                wrapper = self._work.captured(size)
+            launch = CapturedLaunch(self._geometry, wrapper, self._library.event())
+            self._captured[size] = launch
+        return self._captured[size]
+
+
+class SplitFlashInferAttention(FlashInferAttention):
+    """Decodes beside prompts get a launch of their own, in tiles of their size."""
+
+    splits = True

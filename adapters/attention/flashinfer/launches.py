@@ -1,0 +1,131 @@
+"""Launches: one call of FlashInfer's attention per layer, planned once a step.
+
+A `plan` cuts the work on the host, writes the cuts into pinned memory of the wrapper and has them
+fetched in the stream. So the next plan of the same wrapper waits until they are (`staged`), and
+comes, in the stream, behind all layers that still read the cuts before.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapters.attention.flashinfer.ports import CapturedWrapper, CudaEvent, MixedWrapper, RunsPaged
+from adapters.attention.flashinfer.tables import PageTableArena, PageTables
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.ports import AttentionSpec
+
+ALL = -1  # FlashInfer's word for no window
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What every plan of a stage has in common."""
+
+    spec: AttentionSpec
+    page_size: int
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, cache: KVTensors) -> "Geometry":
+        return cls(spec, cache.block_size, cache.keys[0].dtype)
+
+    @property
+    def window_left(self) -> int:
+        """Tokens before its own that a token sees."""
+        return ALL if self.spec.window is None else self.spec.window - 1
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether keys and values lie in the cache in another dtype, divided by their scales."""
+        return self.kv_dtype != self.spec.dtype
+
+    def attend(
+        self, wrapper: RunsPaged, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor
+    ) -> None:
+        """Run a planned wrapper into `out`."""
+        k_scale = self.spec.k_scale if self.is_scaled else None
+        v_scale = self.spec.v_scale if self.is_scaled else None
+        wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)
+
+
+class MixedLaunch:
+    """Requests with any number of new tokens; those with one are decodes."""
+
+    def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: CudaEvent) -> None:
+        self._geometry = geometry
+        self._wrapper = wrapper
+        self._staged = staged
+
+    def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
+        """`indices` are the requests' pages, int32 on the device."""
+        geometry, spec = self._geometry, self._geometry.spec
+        self._staged.synchronize()
+        self._wrapper.plan(
+            qo_indptr=arena.put(tables.qo_indptr),
+            paged_kv_indptr=arena.put(tables.kv_indptr),
+            paged_kv_indices=indices,
+            paged_kv_last_page_len=arena.put(tables.kv_last_page_len),
+            num_qo_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim_qk=spec.head_dim,
+            page_size=geometry.page_size,
+            causal=True,  # from the last key on: a decode and a later chunk see all before them
+            sm_scale=spec.scale,
+            window_left=geometry.window_left,
+            q_data_type=spec.dtype,
+            kv_data_type=geometry.kv_dtype,
+            o_data_type=spec.dtype,
+            non_blocking=True,
+            seq_lens=arena.put(tables.kv_len),
+            max_token_per_sequence=tables.most_rows,
+            max_sequence_kv=int(tables.kv_len.max()),
+        )
+        self._staged.record()
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """One layer."""
+        self._geometry.attend(self._wrapper, q, pages, out)
+
+
+class CapturedLaunch:
+    """A fixed number of decodes, of which a CUDA graph can be made."""
+
+    def __init__(self, geometry: Geometry, wrapper: CapturedWrapper, staged: CudaEvent) -> None:
+        self.wrapper = wrapper
+        self._geometry = geometry
+        self._staged = staged
+
+    def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
+        """As that of `MixedLaunch`."""
+        geometry, spec = self._geometry, self._geometry.spec
+        self._staged.synchronize()
+        self.wrapper.plan(
+            indptr=arena.put(tables.kv_indptr),
+            indices=indices,
+            last_page_len=arena.put(tables.kv_last_page_len),
+            num_qo_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=geometry.page_size,
+            window_left=geometry.window_left,
+            q_data_type=spec.dtype,
+            kv_data_type=geometry.kv_dtype,
+            o_data_type=spec.dtype,
+            sm_scale=spec.scale,
+            non_blocking=True,
+            seq_lens=arena.put(tables.kv_len),
+        )
+        self._staged.record()
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """One layer."""
+        self._geometry.attend(self.wrapper, q, pages, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A launch of a step and the rows of q that are its own."""
+
+    launch: MixedLaunch | CapturedLaunch
+    rows: slice

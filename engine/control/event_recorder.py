@@ -1,0 +1,166 @@
+"""What a scheduler lived through, written down so that it can be played again.
+
+JSON lines. The first (`header`) says on which terms requests were served; each other one is an
+event with the moment `at`, in seconds of the engine's clock, and one of these:
+
+    arrived    request: its `prompt` length, `max_tokens`, and of min_tokens, priority, tenant,
+               weight, ttft_deadline, deadline, is_background what is not the default; `blocks`
+               names the content of its prompt's full blocks: equal name, equal prefix
+    planned    step: `entries`, of request, first position and number of tokens each; `moves` of
+               KV, if there are any: direction, blocks, and whether the step awaits them
+    committed  step: the worker's `seconds`, and the requests that had `faults`
+    failed     step
+    ended      request: `outcome`, `reason`, tokens `produced`, `blocks` beyond the prompt's
+    cancelled  request: `reason`        preempted  request        switched  name of a policy
+    idled, lost (the worker), given_up (all requests): true
+
+There are no texts and no token ids in it, and names cannot be turned back into either.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from math import inf
+from typing import TYPE_CHECKING
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel, LiveCost
+from engine.events import NullObserver, Observer
+from engine.kv.ledger import KVLedger
+from engine.policy import PolicySettings, build, name_of
+from engine.request import State
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.ports import Policy
+    from engine.request import Request
+
+Row = dict[str, object]
+Name = Callable[[bytes | str], object]
+
+VERSION = 1
+_OPTIONAL = {
+    "min_tokens": 0,
+    "priority": 0,
+    "tenant": "",
+    "weight": 1.0,
+    "ttft_deadline": None,
+    "deadline": None,
+    "is_background": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """The terms on which requests are served, before the first of them came."""
+
+    policy: str
+    policies: PolicySettings
+    scheduler: SchedulerSettings
+    num_blocks: int
+    block_size: int
+    depth: int
+    cost: CostModel
+    lookahead: int = 0
+    num_host_blocks: int = 0
+
+    def build(self, cost: LiveCost, observer: Observer) -> IterationScheduler:
+        """A scheduler on these terms, with nobody in it."""
+        policy = build(self.policy, cost, self.policies, serves=False)
+        ledger = KVLedger(self.num_blocks, self.block_size, self.num_host_blocks)
+        return IterationScheduler(self.scheduler, ledger, policy, observer, cost)
+
+    def line(self) -> str:
+        """The first line of a recording; what is unbounded is left out."""
+        row = asdict(self)
+        bounds = row["scheduler"].items()
+        row["scheduler"] = {
+            key: value.value if isinstance(value, Enum) else value
+            for key, value in bounds
+            if value != inf
+        }
+        return json.dumps({"podway_recording": VERSION} | row, separators=(",", ":"))
+
+
+class EventRecorder(NullObserver):
+    """Hands a row to `write` for each event. A row holds what was there at the moment, untouched:
+    `render` makes a line of it, in another thread if need be."""
+
+    def __init__(self, write: Callable[[Row], None], block_size: int) -> None:
+        self._write = write
+        self._block_size = block_size
+
+    def arrived(self, request: "Request", now: float) -> None:
+        ask = request.ask
+        row: Row = {"at": now, "arrived": request.request_id, "prompt": len(ask.prompt)}
+        row["max_tokens"] = ask.max_tokens
+        for name, default in _OPTIONAL.items():
+            value = getattr(ask, name)
+            if value != default:
+                row[name] = value
+        if request.block_hashes:
+            row["blocks"] = tuple(request.block_hashes)
+        self._write(row)
+
+    def planned(self, iteration: "Iteration", now: float) -> None:
+        step = iteration.step
+        row: Row = {"at": now, "planned": step.step_id, "entries": step.entries}
+        if step.moves:
+            row["moves"] = step.moves
+        self._write(row)
+
+    def idled(self, now: float) -> None:
+        self._write({"at": now, "idled": True})
+
+    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        row: Row = {"at": now, "committed": iteration.step.step_id, "seconds": seconds}
+        faults = [request for request in iteration.requests if request.state is State.FAILED]
+        if faults:
+            row["faults"] = [request.request_id for request in faults]
+        self._write(row)
+
+    def failed(self, iteration: "Iteration", now: float) -> None:
+        self._write({"at": now, "failed": iteration.step.step_id})
+
+    def preempted(self, request: "Request", now: float) -> None:
+        self._write({"at": now, "preempted": request.request_id})
+
+    def cancelled(self, request: "Request", now: float) -> None:
+        assert request.abort is not None, "a cancel has a reason"
+        reason = request.abort.value
+        self._write({"at": now, "cancelled": request.request_id, "reason": reason})
+
+    def ended(self, request: "Request", now: float) -> None:
+        finish, abort = request.finish, request.abort
+        reason = finish.value if finish else abort.value if abort else request.state.value
+        row: Row = {"at": now, "ended": request.request_id, "outcome": request.outcome}
+        row |= {"reason": reason, "produced": request.produced}
+        if beyond := request.block_hashes[request.prompt_len // self._block_size :]:
+            row["blocks"] = tuple(beyond)
+        self._write(row)
+
+    def worker_lost(self, now: float) -> None:
+        self._write({"at": now, "lost": True})
+
+    def given_up(self, now: float) -> None:
+        self._write({"at": now, "given_up": True})
+
+    def switched(self, policy: "Policy", now: float) -> None:
+        self._write({"at": now, "switched": name_of(policy)})
+
+
+def render(row: Row, name: Name) -> str:
+    """A row as a line; `name` gives blocks and tenants the names that they have in this file."""
+    shown = dict(row)
+    if "entries" in row:
+        entries = row["entries"]
+        shown["entries"] = [[e.request_id, e.start, len(e.tokens)] for e in entries]  # type: ignore[attr-defined]
+    if "moves" in row:
+        moves = row["moves"]
+        shown["moves"] = [[m.direction.value, m.num_blocks, m.is_awaited] for m in moves]  # type: ignore[attr-defined]
+    if "blocks" in row:
+        shown["blocks"] = [name(block) for block in row["blocks"]]  # type: ignore[attr-defined]
+    if "tenant" in row:
+        shown["tenant"] = str(name(row["tenant"]))  # type: ignore[arg-type]
+    return json.dumps(shown, separators=(",", ":"))

@@ -1,0 +1,159 @@
+"""A cost model fitted to iterations that ran: least squares in which no part may be negative.
+
+The curve over tokens is a sum of ramps, one from each knot to the next, so with no negative slope
+it rises by construction. Errors are weighed relative to what the model says of each iteration,
+so that short iterations count as much as long ones and outliers weigh on both sides.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.cost.model import CostModel
+
+if TYPE_CHECKING:
+    from engine.step import Step
+
+MAX_SAMPLES = 20_000  # more are thinned out evenly
+_PASSES = 4  # each weighs the errors by the model before it
+_RIDGE = 1e-9  # keeps parts apart that the samples do not tell apart
+_NUM_PARTS = 3  # per_slot, per_pair, per_draw; after the curve's
+
+
+class Sample(NamedTuple):
+    """An iteration: its size in the cost model's words, and the worker's seconds."""
+
+    num_tokens: int
+    slots: int
+    pairs: float
+    draws: int
+    seconds: float
+
+    @classmethod
+    def of(cls, step: "Step", seconds: float) -> "Sample":
+        slots, pairs = 0, 0.0
+        for entry in step.entries:
+            count = len(entry.tokens)
+            slots += entry.start + count
+            if count > 1:
+                pairs += count * (entry.start + (count + 1) / 2)
+        draws = sum(entry.draw is not None for entry in step.entries)
+        return cls(step.num_tokens, slots, pairs, draws, seconds)
+
+
+def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0.0) -> CostModel:
+    """The model closest to the samples. ValueError unless they have two sizes or more."""
+    stride = -(-len(samples) // MAX_SAMPLES)
+    kept = [sample for sample in samples[::stride] if sample.seconds > 0.0]
+    knots = _knots(sorted({sample.num_tokens for sample in kept}))
+    rows = [_features(sample, knots) for sample in kept]
+    expected = [sample.seconds for sample in kept]
+    parts: list[float] = []
+    for _ in range(_PASSES):
+        parts = _least_squares(rows, [sample.seconds for sample in kept], expected)
+        floor = 0.1 * min(sample.seconds for sample in kept)
+        expected = [max(floor, sum(map(mul, row, parts))) for row in rows]
+    slopes, per_slot, per_pair, per_draw = parts[1:-_NUM_PARTS], *parts[-_NUM_PARTS:]
+    curve = [(knots[0], parts[0])]
+    for (left, right), slope in zip(pairwise(knots), slopes, strict=True):
+        curve.append((right, curve[-1][1] + slope * (right - left)))
+    return CostModel(tuple(curve), per_slot, per_pair, per_draw, idle_step, idle_entry)
+
+
+def _knots(sizes: Sequence[int]) -> list[int]:
+    """Where the curve may bend: the smallest and largest size, and between them every doubling
+    that some sample tells about."""
+    if len(sizes) < 2:
+        raise ValueError("iterations of one size alone tell no curve")
+    knots = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= 2 * knots[-1]:
+            knots.append(size)
+    if knots[-1] < sizes[-1]:
+        knots[1:] = [*knots[1:-1], sizes[-1]]
+    return knots
+
+
+def _features(sample: Sample, knots: Sequence[int]) -> list[float]:
+    """One row: 1, the length walked on each ramp, and the parts of attention and drawing."""
+    ramps = [
+        float(min(max(sample.num_tokens - left, 0), right - left))
+        for left, right in pairwise(knots)
+    ]
+    return [1.0, *ramps, float(sample.slots), sample.pairs, float(sample.draws)]
+
+
+def _least_squares(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], expected: Sequence[float]
+) -> list[float]:
+    """The parts, none negative, that make `rows` · parts nearest to `seconds`."""
+    size = len(rows[0])
+    gram = [[0.0] * size for _ in range(size)]
+    moment = [0.0] * size
+    for row, took, scale in zip(rows, seconds, expected, strict=True):
+        present = [(at, value / scale) for at, value in enumerate(row) if value]
+        for i, value in present:
+            line = gram[i]
+            moment[i] += value * took / scale
+            for j, other in present:
+                line[j] += value * other
+    units = [gram[i][i] ** 0.5 or 1.0 for i in range(size)]  # all columns alike in length
+    scaled = [[gram[i][j] / (units[i] * units[j]) for j in range(size)] for i in range(size)]
+    for i in range(size):
+        scaled[i][i] += _RIDGE
+    found = _nonnegative(scaled, [moment[i] / units[i] for i in range(size)])
+    return [part / unit for part, unit in zip(found, units, strict=True)]
+
+
+def _nonnegative(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
+    """Lawson and Hanson's active set (Solving Least Squares Problems, chapter 23)."""
+    size = len(moment)
+    parts = [0.0] * size
+    free: list[int] = []
+    for _ in range(3 * size):
+        gains = [
+            (moment[i] - sum(map(mul, gram[i], parts)), i) for i in range(size) if i not in free
+        ]
+        gain, best = max(gains, default=(0.0, 0))
+        if gain <= 1e-12 * max(map(abs, moment)):
+            break
+        free.append(best)
+        parts = _settle(gram, moment, parts, free)
+    return parts
+
+
+def _settle(
+    gram: Sequence[Sequence[float]],
+    moment: Sequence[float],
+    parts: list[float],
+    free: list[int],
+) -> list[float]:
+    """Solve for the free parts; whoever would turn negative on the way is set to 0 and kept
+    there. Changes `free`."""
+    while free:
+        solved = _solve([[gram[i][j] for j in free] for i in free], [moment[i] for i in free])
+        wanted = dict(zip(free, solved, strict=True))
+        if all(value > 0.0 for value in solved):
+            return [wanted.get(i, 0.0) for i in range(len(parts))]
+        share, first = min((parts[i] / (parts[i] - wanted[i]), i) for i in free if wanted[i] <= 0.0)
+        parts = [part + share * (wanted.get(i, part) - part) for i, part in enumerate(parts)]
+        free.remove(first)
+        parts[first] = 0.0
+    return parts
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Gauss elimination of a positive definite system."""
+    size = len(vector)
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / matrix[i][i]
+            for j in range(i, size):
+                matrix[k][j] -= factor * matrix[i][j]
+            vector[k] -= factor * vector[i]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(map(mul, matrix[i][i + 1 :], solution[i + 1 :]))
+        solution[i] = (vector[i] - known) / matrix[i][i]
+    return solution

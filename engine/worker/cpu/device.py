@@ -1,0 +1,181 @@
+"""The CPU as a `Device`: a team of threads, compiled kernels, one memory for both tiers of KV."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.step import WorkerSettings
+from engine.worker.cpu.build import compile_all
+from engine.worker.cpu.int8 import FASTEST, Int8Operators, StoredOperators
+from engine.worker.cpu.kernels.dot_tiles import INSTRUCTIONS
+from engine.worker.cpu.kernels.dtypes import has_half, kind_of
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
+from engine.worker.model.data_plane import HostCarrier
+from engine.worker.model.host_pool import HostPool
+from engine.worker.model.kv_tensors import (
+    CPU_KV_DTYPES,
+    KVTensors,
+    allocate,
+    available_bytes,
+    bytes_per_block,
+)
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import (
+    AttentionBackend,
+    AttentionSpec,
+    MakesAttention,
+    ModelShape,
+    MovesBlocks,
+    Operators,
+    StageModel,
+    WeightSource,
+)
+from engine.worker.sampling.sampler import Sampler
+from engine.worker.weights.checkpoint_files import PreferredFormat
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32}
+WEIGHTS = ("auto", "float32", "int8")
+OPERATORS = {
+    PreferredFormat.FLOATS: NativeOperators,
+    PreferredFormat.STORED: StoredOperators,
+    PreferredFormat.ROUNDED: Int8Operators,
+}
+DEFAULT_ATTENTION = "cpu"
+PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
+DEFAULT_MOST_BYTES = 4 << 30
+DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class CpuDevice:
+    """See `Device`."""
+
+    name = "cpu"
+    place = torch.device("cpu")
+
+    def __init__(
+        self, settings: WorkerSettings, suits: PreferredFormat = PreferredFormat.FLOATS
+    ) -> None:
+        self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
+        self.kv_dtype = choose("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
+        if self.kv_dtype is torch.float16 and not has_half():
+            raise RefusedToStart("kv_dtype 'float16' needs a CPU with F16C")
+        self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
+        if settings.weights not in WEIGHTS:
+            known = ", ".join(WEIGHTS)
+            raise RefusedToStart(
+                f"weights {settings.weights!r} is not supported on cpu; known: {known}"
+            )
+        if self._is_plain and settings.weights == "int8":
+            raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
+        self._suits = self._chosen(settings.weights, suits)
+        self.rounds = self._suits is PreferredFormat.ROUNDED
+        is_float = self._suits is PreferredFormat.FLOATS
+        self.weights = "float32" if is_float else f"int8 ({FASTEST.name})"
+        neighbours = settings.placement.num_neighbours
+        self.threads = settings.threads or max(1, _num_cores() // neighbours)
+        self._settings = settings
+        self._team = NativeThreadPool(self.threads, settings.thread_wait)
+        torch.set_num_threads(self.threads if self._is_plain else 1)
+
+    @classmethod
+    def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CpuDevice":
+        return cls(settings, suits)
+
+    @staticmethod
+    def missing(settings: WorkerSettings) -> str:
+        """Nothing."""
+        return ""
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.attentions == (PLAIN_ATTENTION,)
+
+    def _chosen(self, weights: str, suits: PreferredFormat) -> PreferredFormat:
+        if weights == "auto":
+            return PreferredFormat.FLOATS if self._is_plain else suits
+        return PreferredFormat.ROUNDED if weights == "int8" else PreferredFormat.FLOATS
+
+    @property
+    def kernels(self) -> str:
+        """See `Device`."""
+        return "torch" if self._is_plain else INSTRUCTIONS
+
+    def prepare(self, progress: Progress) -> None:
+        """See `Device`."""
+        if not self._is_plain:
+            compile_all(progress, kind_of(self.kv_dtype))
+
+    def operators(self) -> Operators:
+        """See `Device`."""
+        return TorchOperators() if self._is_plain else OPERATORS[self._suits](self._team)
+
+    def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
+        """See `Device`."""
+        if isinstance(operators, NativeOperators):
+            return operators.recorded(model, num_ranks)
+        return model
+
+    def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
+        """See `Device`."""
+        return Sampler(vocab_size, operators)
+
+    def source(self, weights: WeightSource) -> WeightSource:
+        """See `Device`."""
+        return weights
+
+    def backend(
+        self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
+    ) -> AttentionBackend:
+        """See `Device`."""
+        return makes(spec, cache, self._team)
+
+    def block_bytes(self, shape: ModelShape) -> int:
+        """See `Device`."""
+        size = self._settings.block_size
+        return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
+
+    def room(self, rehearse: Callable[[], None]) -> Room:
+        """All that is available; the smaller of 4 GiB and a quarter of it unless told otherwise,
+        shared with the other workers of the machine."""
+        available = available_bytes()
+        usual = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
+        usual //= self._settings.placement.num_neighbours
+        return Room(available, usual, available, is_shared=True)
+
+    def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+        """See `Device`."""
+        size = self._settings.block_size
+        return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
+
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
+        """See `Device`."""
+        return HostPool(cache, self.allocate(shape, num_host_blocks))
+
+    def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
+        """Steps are computed when they come."""
+        return None
+
+    def carrier(self) -> HostCarrier:
+        """See `Device`."""
+        return HostCarrier(self.dtype)
+
+    def blank(self, *sizes: int) -> Tensor:
+        """See `Device`."""
+        return torch.zeros(sizes, dtype=self.dtype)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See `Device`."""
+        return self._team.awake()

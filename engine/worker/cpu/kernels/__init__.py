@@ -1,0 +1,1 @@
+"""Numba kernels of the CPU, each `kernel(operands, chunk, thread)` over addresses."""

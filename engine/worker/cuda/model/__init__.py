@@ -1,0 +1,1 @@
+"""Operators and linear layers on a GPU."""

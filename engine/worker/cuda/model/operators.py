@@ -1,0 +1,105 @@
+"""What layers are made of on a GPU: torch's matrix products, FlashInfer's kernels between them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.worker.cuda.model.gemm import Products
+from engine.worker.cuda.model.kernels import Kernels, fits
+from engine.worker.cuda.model.linears import FloatLinear, fp8_linear, int8_linear, stacked
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import Linear, Norm
+from engine.worker.weights.int8_weight import Int8Weight, Weight
+
+STORED = "stored"
+TRIAL_WIDTH = 64  # of a gate's result, when it is run for the first time
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRmsNorm:
+    """Root mean square norm in one kernel."""
+
+    weight: Tensor
+    eps: float
+    kernels: Kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.kernels.rms_norm(x, self.weight, self.eps, y)
+        return y
+
+    def apply_(self, heads: Tensor) -> None:
+        self.kernels.rms_norm(heads, self.weight, self.eps, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGate:
+    """A gated activation in one kernel."""
+
+    gate: Callable[[Tensor, Tensor], None]
+    otherwise: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        width = x.shape[1] // 2
+        if not fits(width, x.dtype):
+            return self.otherwise(x)
+        y = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
+        self.gate(x, y)
+        return y
+
+
+class CudaOperators(TorchOperators):
+    """See `Operators`; without `kernels`, plain torch. `weights` is "int8", "fp8", a dtype's, or
+    `STORED`: each linear as the checkpoint has it.
+
+    What has no kernel is torch's: LayerNorm, odd activations and widths, float32.
+    """
+
+    def __init__(
+        self,
+        place: torch.device,
+        dtype: torch.dtype,
+        weights: str,
+        products: Products,
+        kernels: Kernels | None,
+    ) -> None:
+        self._place = place
+        self._dtype = dtype
+        self._weights = weights
+        self._products = products
+        self._kernels = kernels
+        self.asked: dict[
+            str, Callable[[], object]
+        ] = {}  # kernels of the model, each to be run once
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        are_rounded = all(isinstance(weight, Int8Weight) for weight in weights)
+        if self._weights == "int8" or (self._weights == STORED and are_rounded):
+            return int8_linear(weights, bias, self._dtype, self._products)
+        if self._weights == "fp8":
+            return fp8_linear(weights, bias, self._dtype, self._products)
+        return FloatLinear(stacked(weights, self._dtype), bias)
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._place)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm:
+        if self._kernels is None or not fits(len(weight), self._dtype):
+            return super().rms_norm(weight, eps)
+        norm = FusedRmsNorm(weight, eps, self._kernels)
+        self.asked.setdefault("norms", lambda: norm(self._zeros(len(weight))))
+        return norm
+
+    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+        plain = super().activation(name, is_gated=is_gated)
+        gate = self._kernels.gated(name) if self._kernels is not None and is_gated else None
+        if gate is None:
+            return plain
+        fused = FusedGate(gate, plain)
+        self.asked.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
+        return fused
+
+    def _zeros(self, width: int) -> Tensor:
+        return torch.zeros(1, width, dtype=self._dtype, device=self._place)

@@ -1,0 +1,134 @@
+"""Grammars, bias, bans and penalties on the device: what `sampler.constrain` and
+`engine.worker.sampling.logits_processors` do to logits in numpy.
+
+The host makes lists of places and amounts and sends them in one piece; it reads nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.grammar import Mask
+from engine.step import Draw
+from engine.worker.cuda.sampling.sampling_kernels import Put
+from engine.worker.sampling.logits_processors import Places, biased, distinct, places_of
+from engine.worker.sampling.sampler import RowFault
+
+Bools = NDArray[np.bool_]
+
+
+def permitted(mask: Mask, draw: Draw, vocab_size: int) -> tuple[Bools, Draw]:
+    """Which ids the grammar allows, and the draw, less bans that would end it.
+
+    Raises `RowFault` where it allows nothing.
+    """
+    bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little")
+    allowed = bits[:vocab_size].astype(np.bool_)
+    if mask.accepts:
+        allowed[list(draw.ends)] = True
+    if not allowed.any():
+        raise RowFault("its grammar allows no token here", is_asked_for=True)
+    if draw.banned and mask.accepts:
+        left = allowed.copy()
+        left[list(draw.banned)] = False
+        if not left.any():
+            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
+    return allowed, draw
+
+
+@dataclass(slots=True)
+class _UploadedEdits:
+    """Numbers of one kind for the device, sent as one array and taken out again in order."""
+
+    dtype: type[np.generic]
+    parts: list[NDArray[Any]] = field(default_factory=list)
+
+    def load(self, numbers: NDArray[Any]) -> None:
+        self.parts.append(numbers.astype(self.dtype, copy=False))
+
+    def send(self, put: Put) -> list[Tensor]:
+        sizes = [len(part) for part in self.parts]
+        return list(torch.split(put(np.concatenate(self.parts)), sizes))
+
+
+def edit(logits: Tensor, draws: Mapping[int, Draw], allowed: Mapping[int, Bools], put: Put) -> None:
+    """Apply the draws to these rows of `[rows, vocab]` float32, in place, in vLLM's order."""
+    if allowed:
+        _forbid(logits, allowed, put)
+    rows, some, vocab = list(draws), list(draws.values()), logits.shape[1]
+    bias, amounts = _bias(rows, some, vocab)
+    seen, penalties = _repetition(rows, some, vocab)
+    told, costs = _presence_and_frequency(rows, some, vocab)
+    places, numbers = _UploadedEdits(np.int64), _UploadedEdits(np.float32)
+    for one in (bias, places_of(rows, [draw.banned for draw in some]), seen, told):
+        places.load(one.rows * vocab + one.ids)
+    for each in (amounts, penalties, costs):
+        numbers.load(each)
+    at_bias, at_bans, at_seen, at_told = places.send(put)
+    by_bias, by_penalty, by_costs = numbers.send(put)
+    flat = logits.view(-1)
+    flat.index_add_(0, at_bias, by_bias)
+    flat.index_fill_(0, at_bans, -torch.inf)
+    found = flat.index_select(0, at_seen)
+    flat.index_copy_(0, at_seen, torch.where(found > 0, found / by_penalty, found * by_penalty))
+    flat.index_add_(0, at_told, by_costs.neg())
+
+
+def _forbid(logits: Tensor, allowed: Mapping[int, Bools], put: Put) -> None:
+    rows = put(np.array(list(allowed), dtype=np.int64))
+    packed = put(np.packbits(np.stack(list(allowed.values())), axis=1, bitorder="little"))
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (packed[:, :, None] >> places) & 1
+    is_allowed = bits.view(len(allowed), -1)[:, : logits.shape[1]] == 1
+    left = logits.index_select(0, rows).masked_fill(~is_allowed, -torch.inf)
+    logits.index_copy_(0, rows, left)
+
+
+def _bias(rows: Sequence[int], draws: Sequence[Draw], vocab: int) -> tuple[Places, NDArray[Any]]:
+    """Each place once, and the sum of what is added to it."""
+    each = places_of(rows, [biased(draw) for draw in draws])
+    amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
+    keys, inverse = np.unique(each.rows * vocab + each.ids, return_inverse=True)
+    sums = np.zeros(len(keys), dtype=np.float32)
+    np.add.at(sums, inverse, np.array(amounts, dtype=np.float32))
+    return Places(*np.divmod(keys, vocab)), sums
+
+
+def _repetition(
+    rows: Sequence[int], draws: Sequence[Draw], vocab: int
+) -> tuple[Places, NDArray[Any]]:
+    """Each token of prompt and output once, and its row's penalty."""
+    penalties = [draw.sampling.repetition_penalty for draw in draws]
+    seen = [
+        draw.prompt + draw.output if penalty != 1.0 else ()
+        for draw, penalty in zip(draws, penalties, strict=True)
+    ]
+    places, _ = distinct(places_of(rows, seen), vocab)
+    return places, _of_rows(rows, penalties, places)
+
+
+def _presence_and_frequency(
+    rows: Sequence[int], draws: Sequence[Draw], vocab: int
+) -> tuple[Places, NDArray[Any]]:
+    """Each token of the output once, and what it costs."""
+    presence = [draw.sampling.presence_penalty for draw in draws]
+    frequency = [draw.sampling.frequency_penalty for draw in draws]
+    output = [
+        draw.output if once or each else ()
+        for draw, once, each in zip(draws, presence, frequency, strict=True)
+    ]
+    places, counts = distinct(places_of(rows, output), vocab)
+    each = _of_rows(rows, frequency, places) * counts.astype(np.float32)
+    return places, each + _of_rows(rows, presence, places)
+
+
+def _of_rows(rows: Sequence[int], numbers: Sequence[float], places: Places) -> NDArray[Any]:
+    """The number of each place's row, float32."""
+    table = np.zeros(max(rows) + 1, dtype=np.float32)
+    table[list(rows)] = numbers
+    return table[places.rows]

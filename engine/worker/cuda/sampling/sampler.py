@@ -1,0 +1,166 @@
+"""Logits to tokens on a GPU: what `engine.worker.sampling.sampler` does, in two halves.
+
+`begin` gives all work to the device and reads nothing back: the ids are there for the step that
+goes on from them before the host knows them. `finish` makes plain words of what arrived.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from engine.step import Draw
+from engine.worker.cuda.sampling.logits_processors import Bools, edit, permitted
+from engine.worker.cuda.sampling.sampling_kernels import Put, SamplingTensors, sample
+from engine.worker.sampling.logprobs import Likelihoods, likelihoods, tell
+from engine.worker.sampling.sampler import (
+    NO_MASKS,
+    Masks,
+    RowFault,
+    SampledToken,
+    blemish,
+    foreign,
+    is_greedy,
+    is_plain,
+    nothing_left,
+    uniform,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A batch whose tokens the device draws.
+
+    `sources` are what `finish` wants to read of them, on the device; `ids` `[rows]` are among
+    them, 0 in rows that have none.
+    """
+
+    ids: Tensor  # int64 [rows]
+    sources: tuple[Tensor, ...]
+    draws: tuple[Draw, ...]
+    worked_on: tuple[int, ...]  # rows that the device may find to have nothing left
+    faults: Mapping[int, RowFault]  # that the host knew of
+
+    def finish(self, arrived: Sequence[Tensor]) -> SampledToken:
+        """`arrived` are `sources` on the host."""
+        ids, are_fine, are_left, *likely = arrived
+        tokens: list[int] = ids.tolist()
+        faults = {row: blemish() for row, is_fine in enumerate(are_fine.tolist()) if not is_fine}
+        for row, fault in self.faults.items():
+            faults.setdefault(row, fault)
+        for row, is_left in zip(self.worked_on, are_left.tolist(), strict=True):
+            if not is_left:
+                faults.setdefault(row, nothing_left())
+        if not likely:
+            return SampledToken(tuple(tokens), (), tuple(faults.items()))
+        tops = [draw.logprobs for draw in self.draws if draw.logprobs is not None]
+        told = iter(tell(Likelihoods(*likely), tops))
+        logprobs = [None if draw.logprobs is None else next(told) for draw in self.draws]
+        return SampledToken(tuple(tokens), tuple(logprobs), tuple(faults.items()))
+
+
+class _Work(NamedTuple):
+    """Rows whose logits are changed before the draw, and what grammars allow in some of them."""
+
+    draws: dict[int, Draw]
+    allowed: dict[int, Bools]
+    faults: dict[int, RowFault]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampler:
+    """Draws one token per row; `put` brings an array of the host to where the logits are."""
+
+    vocab_size: int
+    put: Put
+
+    def draw(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        positions: Sequence[int],
+        masks: Masks = NO_MASKS,
+    ) -> SampledToken:
+        """As `Sampler.draw`: waits for the device."""
+        pending = self.begin(logits, draws, positions, masks)
+        return pending.finish([source.cpu() for source in pending.sources])
+
+    def begin(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        positions: Sequence[int],
+        masks: Masks = NO_MASKS,
+    ) -> Pending:
+        """One id per row of `[rows, vocab]` float32; may overwrite `logits`."""
+        asking = [row for row, sample in enumerate(draws) if sample.logprobs is not None]
+        untouched = self._rows(logits, asking).clone() if asking else None
+        largest = logits.max(dim=-1)
+        are_fine = largest.values.isfinite()
+        ids, are_left = largest.indices, are_fine[:0]
+        work = self._prepare(draws, masks)
+        if work.draws:
+            ids, are_left = self._work_on(logits, ids, work)
+        ids = self._draw(logits, ids, draws, positions, idle={*work.faults, *masks.late})
+        ids = ids.masked_fill(~are_fine, 0)
+        sources = [ids, are_fine, are_left]
+        if untouched is not None:
+            most = max(sample.logprobs or 0 for sample in draws)
+            sources += likelihoods(untouched, self._rows(ids, asking), most)
+        return Pending(ids, tuple(sources), tuple(draws), tuple(work.draws), work.faults)
+
+    def _prepare(self, draws: Sequence[Draw], masks: Masks) -> _Work:
+        """What the host decides: no logits are needed for it."""
+        faults = dict(masks.faults)
+        rows = {
+            row: sample
+            for row, sample in enumerate(draws)
+            if not (is_plain(sample) or row in faults or row in masks.late)
+        }
+        faults.update(foreign(rows, self.vocab_size))
+        work = _Work({}, {}, faults)
+        for row, one in rows.items():
+            if row in faults:
+                continue
+            if (mask := masks.allowed.get(row)) is None:
+                work.draws[row] = one
+                continue
+            try:
+                work.allowed[row], work.draws[row] = permitted(mask, one, self.vocab_size)
+            except RowFault as fault:
+                faults[row] = fault
+        return work
+
+    def _work_on(self, logits: Tensor, ids: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+        """All rows' likeliest ids after it, and whether these rows have something left."""
+        edit(logits, work.draws, work.allowed, self.put)
+        rows = self.put(np.array(list(work.draws), dtype=np.int64))
+        largest = logits.index_select(0, rows).max(dim=-1)
+        return ids.index_copy(0, rows, largest.indices), largest.values.isfinite()
+
+    def _draw(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        draws: Sequence[Draw],
+        positions: Sequence[int],
+        idle: set[int],
+    ) -> Tensor:
+        """The ids, with those of the rows that are not greedy drawn."""
+        rows = [row for row, sample in enumerate(draws) if not (is_greedy(sample) or row in idle)]
+        if not rows:
+            return ids
+        samplings = [draws[row].sampling for row in rows]
+        points = [uniform(draws[row].sampling.seed, positions[row]) for row in rows]
+        wishes = SamplingTensors.of(samplings, points, self.vocab_size, self.put)
+        if len(rows) == len(draws):
+            return sample(logits, wishes)
+        places = self.put(np.array(rows, dtype=np.int64))
+        return ids.index_copy(0, places, sample(logits.index_select(0, places), wishes))
+
+    def _rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
+        if len(rows) == len(tensor):
+            return tensor
+        return tensor.index_select(0, self.put(np.array(rows, dtype=np.int64)))

@@ -1,0 +1,1 @@
+"""Running a step on a GPU: launching, CUDA graphs, transfers and KV moves."""

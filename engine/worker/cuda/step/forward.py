@@ -1,0 +1,88 @@
+"""The layers of one step on the device, by a captured graph where there is one for it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from engine.worker.cuda.sampling.last_tokens import Source
+from engine.worker.cuda.step.arena import StepArena
+from engine.worker.cuda.step.graphs import DecodeGraphs
+from engine.worker.model.layout import Int64s, RaggedLayout, padded
+from engine.worker.ports import AttentionBackend, StageModel
+
+
+class _Inputs(NamedTuple):
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+
+
+class Forward:
+    """Gives a step's layers to the device and does not wait. Steps of one stage, which is all."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        attention: AttentionBackend,
+        arena: StepArena,
+        graphs: DecodeGraphs | None,
+        spare_block: int,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._arena = arena
+        self._graphs = graphs
+        self._spare_block = spare_block
+
+    @staticmethod
+    def capacity(max_tokens: int, max_requests: int) -> int:
+        """Of the arena: ids, positions, rows that are read, held rows and where they come from."""
+        return 2 * max(max_tokens, max_requests) + max_tokens + 3 * max_requests
+
+    def run(self, layout: RaggedLayout, source: Source, begin: Callable[[], object]) -> Tensor:
+        """Hidden states `[sampled rows, then scored rows, hidden]`, good until the next step.
+
+        `begin` is called when the host is ready and the layers are next.
+        """
+        size = None if self._graphs is None else self._graphs.size_for(layout)
+        if self._graphs is None or size is None:
+            return self._run_eagerly(layout, source, begin)
+        wide = padded(layout, size, self._spare_block)
+        inputs = self._put(wide, source)
+        self._graphs.plan(wide)
+        begin()
+        hidden = self._graphs.replay(size)
+        rows = _rows(layout)
+        if np.array_equal(rows, np.arange(layout.num_requests)):
+            return hidden[: len(rows)]
+        return hidden.index_select(0, inputs.rows)
+
+    def _run_eagerly(
+        self, layout: RaggedLayout, source: Source, begin: Callable[[], object]
+    ) -> Tensor:
+        inputs = self._put(layout, source)
+        self._attention.plan(layout)
+        begin()
+        hidden = self._model.embed(inputs.ids, inputs.positions)
+        rows = _rows(layout)
+        is_all = np.array_equal(rows, np.arange(layout.num_tokens))
+        wanted = None if is_all or not len(rows) else inputs.rows
+        hidden = self._model.layers(hidden, inputs.positions, self._attention, wanted)
+        return hidden[: len(rows)]
+
+    def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:
+        """What the layers read, with the tokens that only the device knows."""
+        held = layout.held_rows if source.ids is not None else source.places[:0]
+        places = source.places if source.ids is not None else source.places[:0]
+        ids, positions, rows, held_rows, held_places = self._arena.put(
+            layout.token_ids, layout.positions, _rows(layout), held, places
+        )
+        if source.ids is not None:
+            ids.index_copy_(0, held_rows, source.ids.index_select(0, held_places))
+        return _Inputs(ids, positions, rows)
+
+
+def _rows(layout: RaggedLayout) -> Int64s:
+    return np.concatenate((layout.sampled_rows, layout.scored_rows))

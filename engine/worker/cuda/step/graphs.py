@@ -1,0 +1,103 @@
+"""CUDA graphs of the layers for steps of decodes alone, one for each number of rows.
+
+A step is padded to the next size. Steps with prompts run eagerly: they keep the device busy for
+longer than the host needs to give them. Captured are embedding and layers; logits and sampling come
+after, for the real rows only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.worker.cuda.step.arena import StepArena
+from engine.worker.model.layout import RaggedLayout, blank_layout
+from engine.worker.ports import CapturableAttention, StageModel
+from engine.worker.streams import Graph, Streams
+
+Progress = Callable[[str, int, int], None]
+
+NUM_WARM_UPS = 2  # forwards before a capture: lazy initialisation must not be recorded
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows to capture, ascending, so that `most` rows have a graph."""
+    ladder = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, most + 32, 32))
+    below = [size for size in ladder if size < most]
+    return (*below, most)
+
+
+class _Captured(NamedTuple):
+    graph: Graph
+    hidden: Tensor  # [size, hidden], written by each replay
+    baked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What is captured: from ids and positions to hidden states, after attention has planned."""
+
+    model: StageModel
+    attention: CapturableAttention
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model.layers(self.model.embed(ids, positions), positions, self.attention)
+
+
+class DecodeGraphs:
+    """Graphs over the beginning of an arena: first `size` ids, then as many positions."""
+
+    def __init__(self, streams: Streams, layers: Layers, arena: StepArena, blank: tuple[int, int]):
+        """`blank` is the spare block, and the size of blocks."""
+        self._streams = streams
+        self._layers = layers
+        self._arena = arena
+        self._blank = blank
+        self._captured: dict[int, _Captured] = {}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those captured, ascending."""
+        return tuple(sorted(self._captured))
+
+    def capture(self, most: int, progress: Progress) -> None:
+        """Capture all sizes up to `most` rows, the largest first: the others fit in its memory."""
+        sizes = graph_sizes(most)
+        for done, size in enumerate(reversed(sizes)):
+            progress("graphs", done, len(sizes))
+            self._captured[size] = self._capture(size)
+        progress("graphs", len(sizes), len(sizes))
+
+    def size_for(self, layout: RaggedLayout) -> int | None:
+        """The rows to pad this layout to, None where it has to run eagerly."""
+        if not layout.is_decode_only:
+            return None
+        return next((size for size in self.sizes if size >= layout.num_requests), None)
+
+    def plan(self, layout: RaggedLayout) -> None:
+        """For a layout padded to a captured size; `replay` comes next."""
+        self._layers.attention.plan_captured(layout)
+        baked = self._layers.attention.baked(layout.num_requests)
+        assert baked == self._captured[layout.num_requests].baked, (
+            f"the plan for {layout.num_requests} rows is not the one that was captured"
+        )
+
+    def replay(self, size: int) -> Tensor:
+        """Hidden states `[size, hidden]`, which the next replay of any size overwrites."""
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.hidden
+
+    def _capture(self, size: int) -> _Captured:
+        blank = blank_layout(size, *self._blank)
+        ids, positions = self._arena.put(blank.token_ids, blank.positions)
+        attention = self._layers.attention
+        for _ in range(NUM_WARM_UPS):
+            attention.plan_captured(blank)
+            self._layers(ids, positions)
+        attention.plan_captured(blank)
+        self._streams.settle()
+        graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
+        return _Captured(graph, hidden, attention.baked(size))

@@ -1,0 +1,116 @@
+"""KV blocks between the device and pinned host memory, on a stream of their own.
+
+    compute   … step k-1 ──┐             ┌─ step k ─────────────┐  step k+1 …
+                           ▼             │                      │
+    moves                  awaited moves ┴ other moves of k ─┐  ▼
+                                                             └─ awaited moves of k+1 …
+
+Moves of a step begin after the compute of the steps before it, and one after the other. Blocks
+lie in the host pool one by one, all layers together, so that each is copied as one piece; between
+pool and cache they are gathered and scattered by the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.step import BlockMove, Direction
+from engine.worker.cuda.step.transfers import put
+from engine.worker.model.host_pool import read_blocks
+from engine.worker.model.kv_tensors import KVTensors, as_bytes
+from engine.worker.streams import StreamEvent, Streams
+
+STAGING_BYTES = 64 << 20  # of the device, at most (or one block)
+
+
+class _Copy(NamedTuple):
+    """Some blocks of one move, index by index."""
+
+    direction: Direction
+    device: Tensor  # int64, on the host
+    host: Tensor  # int64, on the host
+
+
+class DeviceMover:
+    """A `MovesBlocks` between a cache on the device and `pool`, which is pinned.
+
+    `pool` is `[host blocks, layers, 2, block_size, kv_heads, dim]`.
+    """
+
+    def __init__(self, streams: Streams, cache: KVTensors, pool: Tensor) -> None:
+        self._streams = streams
+        self._stream = streams.side()
+        self._num_blocks = cache.num_blocks
+        self._layers = tuple(
+            (as_bytes(keys), as_bytes(values))
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        )
+        self._pool = as_bytes(pool)
+        block_bytes = pool[:1].numel() * pool.element_size() if len(pool) else 1
+        self._most = max(1, STAGING_BYTES // max(1, block_bytes))
+
+    @contextmanager
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
+        """See `MovesBlocks`; on leaving the host has waited. `launch` does not wait."""
+        ended = self.launch(moves)
+        yield
+        if ended is not None:
+            ended.wait()
+
+    def launch(self, moves: Sequence[BlockMove]) -> StreamEvent | None:
+        """Give the moves to their stream; the event of their end, None if there are none.
+
+        What is given to the compute stream from now on sees the awaited ones done. Raises
+        `ValueError` for a block out of range, and then moves nothing.
+        """
+        if not moves:
+            return None
+        copies = [self._checked(move) for move in moves]
+        self._stream.hold(self._streams.compute.mark())
+        awaited = [copy for move, copy in zip(moves, copies, strict=True) if move.is_awaited]
+        for copy in awaited:
+            self._give(copy)
+        if awaited:
+            self._streams.compute.hold(self._stream.mark())
+        for move, copy in zip(moves, copies, strict=True):
+            if not move.is_awaited:
+                self._give(copy)
+        return self._stream.mark()
+
+    def _checked(self, move: BlockMove) -> _Copy:
+        device = read_blocks(move.device, self._num_blocks, "device")
+        host = read_blocks(move.host, len(self._pool), "host")
+        if len(device) != len(host):
+            raise ValueError(f"a move of {len(device)} device and {len(host)} host blocks")
+        return _Copy(move.direction, device, host)
+
+    def _give(self, copy: _Copy) -> None:
+        out = copy.direction is Direction.OUT
+        for first in range(0, len(copy.device), self._most):
+            part = slice(first, first + self._most)
+            move = self._out if out else self._in
+            self._stream.do(partial(move, copy.device[part], copy.host[part]))
+
+    def _out(self, device: Tensor, host: Tensor) -> None:
+        at, staging = put(self._streams, device.numpy()), self._staging(len(device))
+        for layer, pair in enumerate(self._layers):
+            for which, tensor in enumerate(pair):
+                staging[:, layer, which].copy_(tensor.index_select(0, at))
+        for place, block in enumerate(host.numpy().tolist()):
+            self._streams.copy(self._pool[block], staging[place])
+
+    def _in(self, device: Tensor, host: Tensor) -> None:
+        to, staging = put(self._streams, device.numpy()), self._staging(len(device))
+        for place, block in enumerate(host.numpy().tolist()):
+            self._streams.copy(staging[place], self._pool[block])
+        for layer, pair in enumerate(self._layers):
+            for which, tensor in enumerate(pair):
+                tensor.index_copy_(0, to, staging[:, layer, which])
+
+    def _staging(self, count: int) -> Tensor:
+        sizes = (count, *self._pool.shape[1:])
+        return torch.empty(sizes, dtype=self._pool.dtype, device=self._streams.device)

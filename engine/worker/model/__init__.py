@@ -1,0 +1,1 @@
+"""The model inside a worker: layers, sharding, ragged layout, KV tensors, data plane."""

@@ -1,0 +1,72 @@
+"""The host tier of one stage: room for KV blocks in host memory, and the copies to and from it.
+
+Which request's KV lies in which host block is known to the ledger, never here.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.step import BlockMove, Direction, WorkerSettings
+
+if TYPE_CHECKING:
+    from engine.worker.model.kv_tensors import KVTensors
+
+
+def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
+    """How many host blocks `host_kv_bytes` hold; raises `RefusedToStart` if none or too many."""
+    asked = settings.host_kv_bytes
+    if asked == 0:
+        return 0
+    if asked < block_bytes:
+        raise RefusedToStart(
+            f"host_kv_bytes={asked} is less than one block of {settings.block_size} slots "
+            f"({block_bytes} bytes)"
+        )
+    if asked > available:
+        raise RefusedToStart(
+            f"host_kv_bytes={asked} for swapped KV, but {available} bytes of memory are available"
+        )
+    return asked // block_bytes
+
+
+class HostPool:
+    """A `MovesBlocks` that makes every copy at once, on whatever devices the tiers are."""
+
+    def __init__(self, device: "KVTensors", host: "KVTensors") -> None:
+        self._device = device
+        self._host = host
+
+    @contextmanager
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
+        """Make the copies, in the order given. Raises `ValueError` for a block out of range."""
+        for move in moves:
+            device = read_blocks(move.device, self._device.num_blocks, "device")
+            host = read_blocks(move.host, self._host.num_blocks, "host")
+            if len(device) != len(host):
+                raise ValueError(f"a move of {len(device)} device and {len(host)} host blocks")
+            if move.direction is Direction.OUT:
+                _copy(self._device, device, self._host, host)
+            else:
+                _copy(self._host, host, self._device, device)
+        yield
+
+
+def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:
+    """The block ids of one side of a move, int64; raises `ValueError` if one is out of range."""
+    blocks = np.frombuffer(table, dtype="<i4")
+    if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < limit):
+        raise ValueError(f"{tier} block ids out of range [0, {limit})")
+    return torch.from_numpy(blocks.astype(np.int64))
+
+
+def _copy(source: "KVTensors", at: Tensor, target: "KVTensors", to: Tensor) -> None:
+    """Layer by layer, so that no more than one layer's blocks are held twice meanwhile."""
+    for read, write in zip(source.as_it_lies(), target.as_it_lies(), strict=True):
+        blocks = read.index_select(0, at.to(read.device))
+        write.index_copy_(0, to.to(write.device), blocks.to(write.device))

@@ -1,0 +1,136 @@
+"""Which part of a model one worker holds: the layers of its stage, and of each its rank's share.
+
+Within a stage the split is Megatron's (Shoeybi et al., 2019): qkv and the MLP's entry by rows,
+so that each rank has whole heads; what follows them by columns, and the ranks' results added up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.step import Placement
+from engine.worker.ports import ModelShape
+
+AddUp = Callable[[Tensor], None]  # in place, over the ranks of a stage
+
+
+class RankPart(NamedTuple):
+    """A run of a dimension of `size` rows or columns."""
+
+    size: int
+    run: range
+
+    @classmethod
+    def whole(cls, size: int) -> "RankPart":
+        return cls(size, range(size))
+
+    def times(self, width: int) -> "RankPart":
+        """The same part where each row is `width` rows, as a head is."""
+        run = range(self.run.start * width, self.run.stop * width)
+        return RankPart(self.size * width, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The share of one worker. `add_up` is None where a rank holds all of a layer."""
+
+    shape: ModelShape
+    span: range  # of layers
+    rank: int = 0
+    num_ranks: int = 1
+    add_up: AddUp | None = None
+
+    @classmethod
+    def whole(cls, shape: ModelShape) -> Self:
+        """All of the model."""
+        return cls(shape, range(shape.num_layers))
+
+    @classmethod
+    def of(cls, shape: ModelShape, placement: Placement, add_up: AddUp | None) -> Self:
+        """The share of a placement; raises `RefusedToStart` where the model cannot be cut so."""
+        span = layer_spans(shape, placement.num_stages)[placement.stage]
+        shard = cls(shape, span, placement.rank, placement.num_ranks, add_up)
+        shard._check()
+        return shard
+
+    @property
+    def is_first(self) -> bool:
+        return self.span.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.span.stop == self.shape.num_layers
+
+    @property
+    def heads(self) -> RankPart:
+        return self._even(self.shape.num_heads)
+
+    @property
+    def kv_heads(self) -> RankPart:
+        """This rank's heads of k and v; where there are fewer than ranks, several hold the same."""
+        count = self.shape.num_kv_heads
+        if count >= self.num_ranks:
+            return self._even(count)
+        first = self.rank * count // self.num_ranks
+        return RankPart(count, range(first, first + 1))
+
+    @property
+    def inner(self) -> RankPart:
+        """This rank's run of the MLP's width."""
+        return self._even(self.shape.inner_size)
+
+    @property
+    def vocabulary(self) -> RankPart:
+        """This rank's ids, in embedding and head; parts may differ by one."""
+        return self._even(self.shape.vocab_size)
+
+    @property
+    def local_shape(self) -> ModelShape:
+        """The model as this worker's KV and attention see it: its own layers and heads."""
+        return replace(
+            self.shape,
+            num_layers=len(self.span),
+            num_heads=len(self.heads.run),
+            num_kv_heads=len(self.kv_heads.run),
+        )
+
+    def _even(self, size: int) -> RankPart:
+        start, stop = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return RankPart(size, range(start, stop))
+
+    def _check(self) -> None:
+        ranks, shape = self.num_ranks, self.shape
+        for what, size in (("attention heads", shape.num_heads), ("MLP columns", shape.inner_size)):
+            if size % ranks:
+                raise RefusedToStart(f"{size} {what} cannot be shared evenly by {ranks} ranks")
+        count = shape.num_kv_heads
+        if count % ranks and ranks % count:
+            raise RefusedToStart(
+                f"{count} key-value heads cannot be shared evenly by {ranks} ranks"
+            )
+
+
+def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
+    """Which layers each stage holds, so that the busiest stage has as little as can be.
+
+    What counts is weights read per iteration: a layer's own, and on the last stage the head's.
+    The embedding is a lookup and counts nothing. Raises `RefusedToStart` for too many stages.
+    """
+    layers = shape.num_layers
+    if num_stages > layers:
+        raise RefusedToStart(f"{layers} layers cannot be shared by {num_stages} stages")
+    if num_stages == 1:
+        return [range(layers)]
+    before = num_stages - 1
+    head = shape.vocab_size * shape.hidden_size / shape.layer_parameters  # in layers
+
+    def busiest(last: int) -> float:
+        return max(last + head, -(-(layers - last) // before))
+
+    rest = layers - min(range(1, layers - before + 1), key=busiest)
+    bounds = [*(rest * stage // before for stage in range(num_stages)), layers]
+    return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -1,0 +1,58 @@
+"""A stage: the layers that this worker holds, their KV, and the attention over it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.worker.model.layout import Int64s, RaggedLayout
+from engine.worker.ports import AttentionBackend, StageModel
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Runs one step through the layers; the first stage embeds, the last has the head."""
+
+    model: StageModel
+    attention: AttentionBackend
+    place: torch.device = CPU
+    gather: Callable[[Tensor], Tensor | None] | None = None  # of logits, from ranks to rank 0
+
+    def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states `[tokens, hidden]` to hand on to the next stage.
+
+        `hidden` is what the stage before handed on, None on the first stage.
+        """
+        return self._run(layout, hidden, None)
+
+    def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor | None:
+        """`[sampled rows, vocab]` in float32, on rank 0 only; only on the last stage."""
+        return self.head(self.read(layout, hidden)[: len(layout.sampled_rows)])
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """`[rows, vocab]` in float32 of what `read` returned; all ranks ask, rank 0 gets them."""
+        part = self.model.logits(hidden)
+        return part if self.gather is None else self.gather(part)
+
+    def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states that logits are asked of: `[sampled rows, then scored rows, hidden]`."""
+        rows = np.concatenate((layout.sampled_rows, layout.scored_rows))
+        if not len(rows):  # a piece of a prompt
+            return self._run(layout, hidden, None)[:0]
+        is_all = len(layout.sampled_rows) == len(rows) == layout.num_tokens
+        return self._run(layout, hidden, None if is_all else self._put(rows))
+
+    def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
+        positions = self._put(layout.positions)
+        if hidden is None:
+            hidden = self.model.embed(self._put(layout.token_ids), positions)
+        self.attention.plan(layout)
+        return self.model.layers(hidden, positions, self.attention, rows)
+
+    def _put(self, array: Int64s) -> Tensor:
+        """The array where this stage computes; on the CPU it stays where it is."""
+        return torch.from_numpy(array).to(self.place)

@@ -1,0 +1,115 @@
+"""The operators in plain torch: right on every device, fast on none in particular."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.step import Sampling
+from engine.worker.ports import Argmax, Linear, Norm
+from engine.worker.sampling.filters import pick, probabilities
+from engine.worker.weights.int8_weight import Weight, dequantize
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """The weight as it lies in the checkpoint."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if add_to is None else add_to.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """Root mean square norm."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def apply_(self, heads: Tensor) -> None:
+        heads.copy_(self(heads))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Mean and variance norm."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def apply_(self, heads: Tensor) -> None:
+        heads.copy_(self(heads))
+
+
+class TorchOperators:
+    """See `Operators`."""
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        parts = [dequantize(weight) for weight in weights]
+        return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm:
+        return RmsNorm(weight, eps)
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> LayerNorm:
+        return LayerNorm(weight, bias, eps)
+
+    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+        act = ACTIVATIONS[name]
+        if not is_gated:
+            return act
+
+        def gate(x: Tensor) -> Tensor:
+            left, right = x.chunk(2, dim=-1)
+            return act(left).mul_(right)
+
+        return gate
+
+    def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        first, second = heads.chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        turned = first * cos - second * sin
+        second.mul_(cos).add_(first * sin)
+        first.copy_(turned)
+
+    def largest(self, logits: Tensor) -> Argmax:
+        values, ids = logits.max(dim=-1)
+        return Argmax(values, ids)
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[Sampling],
+        points: Sequence[float],
+    ) -> list[int]:
+        found = []
+        for row, sampling, point in zip(rows, samplings, points, strict=True):
+            weights = probabilities(logits[row].numpy(force=True), sampling)
+            found.append(pick(weights, point))
+        return found

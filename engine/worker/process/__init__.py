@@ -1,0 +1,1 @@
+"""The worker process: its entry point, its message loop, and how a worker is built."""

@@ -1,0 +1,213 @@
+"""Putting a worker together: its share of the weights, room for KV, a device, the data plane."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from engine.errors import RefusedToStart
+from engine.step import Placement, WorkerReport, WorkerSettings
+from engine.worker.device import Device, LaunchesSteps, Progress, Room, Whole, open_device
+from engine.worker.model.data_plane import DataPlane
+from engine.worker.model.host_pool import choose_num_host_blocks
+from engine.worker.model.kv_tensors import KVTensors, choose_num_blocks
+from engine.worker.model.layout import LayoutLimits
+from engine.worker.model.shard import Shard
+from engine.worker.model.stage import Stage
+from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, MovesBlocks, StepLimits
+from engine.worker.process.profile_run import ProfileRun
+from engine.worker.sampling.constraints import Constraints
+from engine.worker.sampling.sampler import Draws
+from engine.worker.weights.checkpoint import Checkpoint, load_from_table
+from engine.worker.weights.random import check_room
+
+logger = logging.getLogger(__name__)
+
+
+def _context(settings: WorkerSettings, shape: ModelShape) -> int:
+    if settings.max_model_len > shape.max_positions:
+        raise RefusedToStart(
+            f"max_model_len={settings.max_model_len} is beyond the checkpoint's "
+            f"{shape.max_positions} positions"
+        )
+    return settings.max_model_len or shape.max_positions
+
+
+def _take_place(
+    shape: ModelShape, placement: Placement, device: Device
+) -> tuple[Shard, DataPlane | None]:
+    """This worker's shard, and its end of the data plane unless it is alone."""
+    shard = Shard.of(shape, placement, None)
+    if placement.num_workers == 1:
+        return shard, None
+    plane = DataPlane.join(placement, device.carrier())
+    return replace(shard, add_up=plane.add_up if placement.num_ranks > 1 else None), plane
+
+
+def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tensor | None] | None:
+    """What makes whole logits of the ranks' parts; None where they are whole."""
+    if plane is None or shard.num_ranks == 1:
+        return None
+    ranks = (replace(shard, rank=rank) for rank in range(shard.num_ranks))
+    return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
+
+
+def _num_blocks(
+    settings: WorkerSettings, room: Room, own_bytes: int, context: int
+) -> tuple[int, int]:
+    """How many blocks of `own_bytes` this worker has room for, on device and host."""
+    num_blocks = choose_num_blocks(settings, own_bytes, context, room)
+    left = room.left_on_host(num_blocks * own_bytes)
+    return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
+
+
+def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
+    """What this worker is to take of the bytes that are for all workers together."""
+    kv, host = settings.kv_bytes, settings.host_kv_bytes
+    return replace(
+        settings,
+        kv_bytes=max(1, kv * own_bytes // whole_bytes) if kv else 0,
+        host_kv_bytes=max(1, host * own_bytes // whole_bytes) if host else 0,
+    )
+
+
+def _attention_spec(local: ModelShape, dtype: torch.dtype, limits: StepLimits) -> AttentionSpec:
+    """Attention over the heads of one worker."""
+    return AttentionSpec(
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        scale=local.head_dim**-0.5,
+        window=local.window,
+        dtype=dtype,
+        limits=limits,
+    )
+
+
+def _choose_attention(
+    device: Device, spec: AttentionSpec, block_size: int
+) -> tuple[str, MakesAttention]:
+    """The first of the device's backends that serves the model, and its name.
+
+    Raises `RefusedToStart` with the reason of the last, if none does.
+    """
+    *_, last = device.attentions
+    for name in device.attentions:
+        makes = load_from_table("adapters.attention:BACKENDS", "attention", name)
+        why_not = getattr(makes, "why_not", None)
+        reason = "" if why_not is None else why_not(spec, device.kv_dtype, block_size)
+        if not reason:
+            return name, cast(MakesAttention, makes)
+        if name != last:
+            logger.warning("attention %s cannot be used: %s", name, reason)
+    raise RefusedToStart(f"attention {last!r} cannot be used: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is made of; it is alone if it has no `plane`."""
+
+    device: Device
+    stage: Stage
+    sampler: Draws
+    constraints: Constraints
+    mover: MovesBlocks
+    launcher: LaunchesSteps | None  # only where the worker is alone
+    limits: LayoutLimits
+    report: WorkerReport
+    placement: Placement
+    shard: Shard
+    plane: DataPlane | None
+    lookahead: int
+
+
+def make_parts(settings: WorkerSettings, progress: Progress, device: Device | None = None) -> Parts:
+    """Read the checkpoint, join the other workers, make room for KV.
+
+    `progress` hears (what, done, total); `device` is the one of the settings unless given. Raises
+    `RefusedToStart` with one readable line.
+    """
+    checkpoint = Checkpoint.open(settings.model)
+    device = device or open_device(settings, checkpoint.suits)
+    shape, placement = checkpoint.family.shape, settings.placement
+    max_model_len = _context(settings, shape)
+    shard, plane = _take_place(shape, placement, device)
+    local = shard.local_shape
+    limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
+    spec = _attention_spec(local, device.dtype, limits)
+    attention, backend = _choose_attention(device, spec, settings.block_size)
+    constraints = Constraints(checkpoint.open_grammars)
+    if shard.is_last and shard.rank == 0:
+        constraints.open()
+
+    device.prepare(progress)
+    operators = device.operators()
+    weights = checkpoint.open_weights(device.dtype, progress)
+    num_parameters = checkpoint.survey(weights, shard)
+    if checkpoint.stored is None and device.place.type == "cpu":
+        item_bytes = 1 if device.weights.startswith("int8") else device.dtype.itemsize
+        check_room(num_parameters // placement.num_workers * item_bytes)
+    rounds = checkpoint.quantizing(weights, shard, settings.cache_dir)
+    with rounds if device.rounds else nullcontext(weights) as source:
+        model = checkpoint.family.build(device.source(source), shard, operators)
+    model = device.recorded(model, operators, shard.num_ranks)
+    weights.drop_pages()
+
+    def make_stage(cache: KVTensors) -> Stage:
+        return Stage(
+            model, device.backend(backend, spec, cache), device.place, _gathering(shard, plane)
+        )
+
+    sampler = device.sampler(shape.vocab_size, operators)
+    rehearsal = ProfileRun(settings, shard, max_model_len, device, make_stage, sampler)
+    block_bytes = device.block_bytes(local)
+    share = _share(settings, device.block_bytes(shape), block_bytes)
+    room = device.room(rehearsal)
+    num_blocks, num_host_blocks = _num_blocks(share, room, block_bytes, max_model_len)
+    if plane is not None:
+        num_blocks = plane.least("blocks", num_blocks)
+        num_host_blocks = plane.least("host blocks", num_host_blocks)
+    cache = device.allocate(local, num_blocks)
+    whole = Whole(
+        stage=make_stage(cache),
+        constraints=constraints,
+        sampler=sampler,
+        mover=device.mover(cache, local, num_host_blocks),
+        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
+    )
+    return Parts(
+        device=device,
+        stage=whole.stage,
+        sampler=sampler,
+        constraints=constraints,
+        mover=whole.mover,
+        launcher=None if plane is not None else device.launcher(whole, progress),
+        limits=whole.limits,
+        report=WorkerReport(
+            architecture=checkpoint.architecture,
+            num_parameters=num_parameters,
+            dtype=str(device.dtype).removeprefix("torch."),
+            kv_dtype=str(device.kv_dtype).removeprefix("torch."),
+            device=device.name,
+            attention=attention,
+            vocab_size=shape.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=checkpoint.end_ids,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            bytes_per_block=block_bytes,
+            threads=device.threads,
+            weights=device.weights,
+            num_host_blocks=num_host_blocks,
+            kernels=device.kernels,
+        ),
+        placement=placement,
+        shard=shard,
+        plane=plane,
+        lookahead=settings.lookahead,
+    )

@@ -1,0 +1,68 @@
+"""The largest step there can be, run once on a small cache of its own, to see what it takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.worker.device import Device
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.model.shard import Shard
+from engine.worker.model.stage import Stage
+from engine.worker.sampling.sampler import Draws
+
+HARDEST = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRun:
+    """Runs the step when called. Ranks of a stage call it together, stages need not."""
+
+    settings: WorkerSettings
+    shard: Shard
+    max_model_len: int
+    device: Device
+    make_stage: Callable[[KVTensors], Stage]
+    sampler: Draws
+
+    def __call__(self) -> None:
+        """As many requests and tokens as a step may have, all of which draw."""
+        size, shape = self.settings.block_size, self.shard.shape
+        step, num_blocks = self._step(), -(-self._tokens_each // size)
+        limits = LayoutLimits(shape.vocab_size, self.max_model_len, num_blocks, size)
+        layout = build_layout(step, limits)
+        stage = self.make_stage(self.device.allocate(self.shard.local_shape, num_blocks))
+        hidden = None
+        with torch.inference_mode(), self.device.awake():
+            if not self.shard.is_first:
+                hidden = self.device.blank(layout.num_tokens, shape.hidden_size)
+            if not self.shard.is_last:
+                stage.run(layout, hidden)
+                return
+            logits = stage.head(stage.read(layout, hidden))
+            if logits is not None:
+                draws = [entry.draw for entry in step.entries if entry.draw is not None]
+                self.sampler.draw(logits, draws, range(len(draws)))
+
+    @property
+    def _num_requests(self) -> int:
+        return min(self.settings.max_batch_size, self.settings.max_batch_tokens)
+
+    @property
+    def _tokens_each(self) -> int:
+        """The step's tokens, shared evenly."""
+        each = -(-self.settings.max_batch_tokens // self._num_requests)
+        return min(each, self.max_model_len)
+
+    def _step(self) -> Step:
+        """All requests have the same blocks: what they write is read by nobody."""
+        count = self._tokens_each
+        blocks = np.arange(-(-count // self.settings.block_size), dtype="<i4").tobytes()
+        entries = (
+            StepEntry(RequestId(request), 0, (0,) * count, blocks, Draw(HARDEST))
+            for request in range(self._num_requests)
+        )
+        return Step(StepId(-3), tuple(entries))

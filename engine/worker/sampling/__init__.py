@@ -1,0 +1,1 @@
+"""Sampling on the last stage: logits processors, filters, constraints, log-probabilities."""

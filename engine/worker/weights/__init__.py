@@ -1,0 +1,1 @@
+"""Weights: reading checkpoints, quantising, caching, and random weights."""

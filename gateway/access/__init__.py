@@ -1,0 +1,1 @@
+"""API keys, quotas, retries, and the identity of each caller."""

@@ -1,0 +1,46 @@
+"""What is read from files at the start, and again on SIGHUP: keys and the certificate."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.access.keys import Allowance, Keys
+from gateway.serve.tls import Certificate
+
+if TYPE_CHECKING:
+    import ssl
+
+    from gateway.serve.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Keys and certificate; `has_files` if there is anything to read again."""
+
+    keys: Keys
+    certificate: Certificate | None
+    has_files: bool
+
+    @property
+    def tls(self) -> "ssl.SSLContext | None":
+        """What connections are made with; None: plain."""
+        return None if self.certificate is None else self.certificate.context
+
+    def reload(self) -> None:
+        """Read both again; each says in one log line what came of it."""
+        self.keys.reload()
+        if self.certificate is not None:
+            self.certificate.reload()
+
+
+def load_credentials(settings: "Settings") -> Credentials:
+    """Read the files that the settings name; raises `RefusedToStart`."""
+    allowance = Allowance(
+        settings.requests_per_minute, settings.tokens_per_minute, settings.max_concurrent
+    )
+    keys = Keys(settings.api_key, settings.api_key_file, allowance)
+    certificate = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        certificate = Certificate(settings.tls_cert, settings.tls_key)
+    return Credentials(
+        keys, certificate, settings.api_key_file is not None or certificate is not None
+    )

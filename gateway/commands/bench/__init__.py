@@ -1,0 +1,1 @@
+"""`podway bench URL`: a load generator for any OpenAI-compatible server."""

@@ -1,0 +1,187 @@
+"""The figures of a load run: computed once from the outcomes, then shown or written as JSON.
+
+TTFT: sent to first token. ITL: gaps between events of one stream, pooled. TPOT: first token to the
+finish, over (tokens - 1); tokens that show no text count too. JCT: sent to the end. Normalised
+latency: JCT over output tokens (Orca, section 6).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from gateway.commands.bench.load import Outcome
+from gateway.commands.http_client import ServerError
+
+MEASURES = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "norm": "normalised latency",
+    "jct": "JCT",
+}
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run. `quantiles` maps a measure to 101 values in seconds, its percentiles 0 to 100."""
+
+    label: str
+    setup: dict[str, Any]
+    num_ok: int
+    num_failed: int
+    wall_seconds: float
+    output_tokens: int
+    prompt_tokens: int
+    counted_by: str
+    tokens_per_event: float
+    num_short: int  # answers that ended before the length asked for
+    late_seconds: float  # by how much the latest request was sent after its time
+    quantiles: dict[str, list[float]]
+    errors: dict[str, int]
+    ended: list[tuple[float, int]]  # (seconds after the start, output tokens), by time
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens a second over the whole run."""
+        return self.output_tokens / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def total_rate(self) -> float:
+        return (
+            (self.output_tokens + self.prompt_tokens) / self.wall_seconds
+            if self.wall_seconds
+            else 0.0
+        )
+
+    @property
+    def request_rate(self) -> float:
+        return self.num_ok / self.wall_seconds if self.wall_seconds else 0.0
+
+    def at(self, measure: str, percentile: int) -> float | None:
+        """Seconds, or None if no request got so far."""
+        values = self.quantiles[measure]
+        return values[percentile] if values else None
+
+    def write(self, path: Path) -> None:
+        """As JSON, with the rates beside what they are computed from."""
+        rates = {
+            "output_tokens_per_second": self.output_rate,
+            "total_tokens_per_second": self.total_rate,
+            "requests_per_second": self.request_rate,
+        }
+        path.write_bytes(orjson.dumps(asdict(self) | rates, option=orjson.OPT_INDENT_2))
+
+
+def summarise(
+    outcomes: Sequence[Outcome], setup: dict[str, Any], label: str, late_seconds: float = 0.0
+) -> Report:
+    """The figures of the requests that succeeded; the others are counted by their error."""
+    ok = [seen for seen in outcomes if seen.is_ok]
+    started_at = min((seen.sent_at for seen in outcomes), default=0.0)
+    ended_at = max((seen.ended_at or seen.sent_at for seen in outcomes), default=0.0)
+    output_tokens = sum(seen.output_tokens for seen in ok)
+    num_events = sum(seen.num_events for seen in ok)
+    by_usage = all(seen.usage_output is not None for seen in ok)
+    ends = sorted(((seen.ended_at or 0.0) - started_at, seen.output_tokens) for seen in ok)
+    return Report(
+        label=label,
+        setup=setup,
+        num_ok=len(ok),
+        num_failed=len(outcomes) - len(ok),
+        wall_seconds=ended_at - started_at,
+        output_tokens=output_tokens,
+        prompt_tokens=sum(seen.prompt_tokens for seen in ok),
+        counted_by="the server's usage" if by_usage else "events",
+        tokens_per_event=output_tokens / num_events if num_events else 0.0,
+        num_short=sum(seen.output_tokens < seen.shot.output_tokens for seen in ok),
+        late_seconds=late_seconds,
+        quantiles={name: _quantiles(values) for name, values in _measures(ok).items()},
+        errors=dict(Counter(seen.error for seen in outcomes if seen.error is not None)),
+        ended=ends,
+    )
+
+
+def read_report(path: Path) -> Report:
+    """A report that `write` wrote; raises `ServerError` with the path."""
+    try:
+        fields = orjson.loads(path.read_bytes())
+        return Report(**{name: fields[name] for name in Report.__dataclass_fields__})
+    except OSError as error:
+        raise ServerError(f"cannot read {path}: {error.strerror}") from error
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise ServerError(f"{path} is not a report of podway bench") from error
+
+
+def show(reports: Sequence[Report], console: Console) -> None:
+    """A table with one column a run."""
+    table = Table("", *(report.label for report in reports), header_style="bold", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for title, cells in _rows(reports):
+        table.add_row(title, *cells)
+    console.print(table)
+    for report in reports:
+        for error, count in report.errors.items():
+            console.print(f"{report.label}: {count} × {error}", markup=False, highlight=False)
+
+
+def _rows(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
+    rows = [
+        ("requests ok / failed", [f"{r.num_ok} / {r.num_failed}" for r in reports]),
+        ("seconds", [f"{r.wall_seconds:.1f}" for r in reports]),
+        ("requests/s", [f"{r.request_rate:.2f}" for r in reports]),
+        ("output tokens/s", [f"{r.output_rate:.1f}" for r in reports]),
+        ("all tokens/s", [f"{r.total_rate:.1f}" for r in reports]),
+        ("tokens in / out", [f"{r.prompt_tokens} / {r.output_tokens}" for r in reports]),
+        ("counted by", [r.counted_by for r in reports]),
+        ("tokens an event", [f"{r.tokens_per_event:.2f}" for r in reports]),
+        ("ended short", [str(r.num_short) for r in reports]),
+        ("sent late at most, ms", [f"{r.late_seconds * 1e3:.1f}" for r in reports]),
+    ]
+    for measure, title in MEASURES.items():
+        unit = "ms/token" if measure == "norm" else "ms"
+        cells = [" / ".join(_ms(r.at(measure, p)) for p in _PERCENTILES) for r in reports]
+        rows.append((f"{title} {unit} p50 / p90 / p99", cells))
+    return rows
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _measures(ok: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Every sample in seconds, by measure."""
+    samples: dict[str, list[float]] = {name: [] for name in MEASURES}
+    for seen in ok:
+        assert seen.first_at is not None
+        assert seen.finished_at is not None
+        assert seen.ended_at is not None, "a request that succeeded has all its times"
+        jct = seen.ended_at - seen.sent_at
+        samples["ttft"].append(seen.first_at - seen.sent_at)
+        samples["itl"].extend(seen.gaps)
+        samples["jct"].append(jct)
+        samples["norm"].append(jct / max(1, seen.output_tokens))
+        if seen.output_tokens > 1:
+            samples["tpot"].append((seen.finished_at - seen.first_at) / (seen.output_tokens - 1))
+    return samples
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Percentiles 0 to 100 with linear interpolation; empty for no samples."""
+    ordered = sorted(values)
+    if not ordered:
+        return []
+    result = []
+    for percentile in range(101):
+        index, fraction = divmod((len(ordered) - 1) * percentile / 100, 1)
+        low = ordered[int(index)]
+        high = ordered[min(int(index) + 1, len(ordered) - 1)]
+        result.append(low + (high - low) * fraction)
+    return result

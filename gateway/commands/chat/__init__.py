@@ -1,0 +1,1 @@
+"""`podway chat`: a chat session in the terminal."""

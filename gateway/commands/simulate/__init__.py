@@ -1,0 +1,1 @@
+"""`podway simulate`: the serving engine in virtual time."""

@@ -1,0 +1,199 @@
+"""What `podway simulate` plays a load on: the flags of hardware and engine, and the setups they
+make, one for each policy and admission. A recording brings its own; flags win over it."""
+
+import argparse
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.control.admission import Admission, SwapMode
+from engine.control.scheduler import SchedulerSettings
+from engine.cost.model import CostModel
+from engine.errors import InvalidRequest
+from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.ports import Cost, Policy
+from engine.simulated.catalogue import DEVICES, SHAPES, described
+from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
+from engine.simulated.replay import Recording
+from engine.simulated.run import Setup
+from gateway.commands.flags import above_zero, natural, positive
+
+T = TypeVar("T", DeviceSpec, ModelSpec)
+UNBOUNDED = 1 << 62
+_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS, _SWAPS, _RATIO = 64, 2048, 3, 16, 2.0
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Devices and models, or measured seconds."""
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", default="h100", help=f"JSON file, or {', '.join(DEVICES)}")
+    add("--model", default="llama-3.1-8b", help=f"JSON file, or {', '.join(SHAPES)}")
+    add("--stages", type=positive, metavar="N", help="of the pipeline (1)")
+    add("--ranks", type=positive, default=1, metavar="N", help="tensor ranks of each stage")
+    add("--slowdown", type=above_zero, default=1.0, metavar="X", help="stretch every second")
+    add("--cost", type=Path, metavar="FILE", help="measured, as serve saves it")
+    add("--kv-slots", type=positive, metavar="N", help="by default what fits beside the weights")
+    add("--host-kv-slots", type=natural, metavar="N", help="room for what is swapped (0)")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Policies, admissions and bounds; where no default is set, a recording's own is taken."""
+    add = parser.add_argument_group("engine, by default as --replay was recorded").add_argument
+    known, modes = [*POLICIES, *ORACLES], [mode.value for mode in Admission]
+    swaps = [swap.value for swap in SwapMode]
+    policies, admissions = f"{', '.join(known)} (fcfs)", f"{', '.join(modes)} (grow)"
+    add("--policy", nargs="+", choices=known, metavar="P", help=policies)
+    add("--admission", nargs="+", choices=modes, metavar="A", help=admissions)
+    sizes = f"requests an iteration ({_BATCH_SIZE})", f"tokens an iteration ({_BATCH_TOKENS})"
+    add("--max-batch-size", type=positive, metavar="N", help=sizes[0])
+    add("--max-batch-tokens", type=positive, metavar="N", help=sizes[1])
+    add("--max-model-len", type=positive, metavar="N", help="by default the model's")
+    add("--max-queue", type=positive, metavar="N", help="requests that wait (any number)")
+    limits = f"of one request ({_PREEMPTIONS})", f"of one request ({_SWAPS})"
+    add("--max-preemptions", type=natural, metavar="N", help=limits[0])
+    told = f"{', '.join(swaps)} (proactive); with --host-kv-slots"
+    add("--swap", nargs="+", choices=swaps, metavar="S", help=told)
+    add("--max-swaps", type=natural, metavar="N", help=limits[1])
+    add("--block-size", type=positive, default=16, metavar="N", help="slots of a KV block")
+    reuse = "compute every prompt in full"
+    add("--no-prefix-reuse", action="store_false", dest="reuse", default=None, help=reuse)
+    add("--base-quantum", type=above_zero, metavar="S", help="mlfq: of the highest queue")
+    ratio = f"mlfq: to the next ({_RATIO:g})"
+    add("--quantum-ratio", type=above_zero, metavar="X", help=ratio)
+    skips = "mlfq: everybody joins the highest queue"
+    add("--no-skip-join", action="store_false", dest="skips", default=None, help=skips)
+    add("--starvation-seconds", type=above_zero, metavar="S", help="by default the policy's own")
+
+
+def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
+    """One for each policy, admission and way to swap. Raises `InvalidRequest`."""
+    base = _described(args) if recording is None else _recorded(args, recording)
+    recorded = recording.header if recording is not None else None
+    names = args.policy or [recorded.policy if recorded else "fcfs"]
+    modes = args.admission or [base.settings.admission.value]
+    swaps = args.swap or [base.settings.swap.value]
+    policies = _policies(args, recorded.policies if recorded else PolicySettings())
+    return [
+        replace(
+            base,
+            label=f"{name} {mode}" + (f" {swap}" if len(swaps) > 1 else ""),
+            settings=replace(base.settings, admission=Admission(mode), swap=SwapMode(swap)),
+            policy=partial(_policy, name, replace(policies, seats=base.settings.max_batch_size)),
+            is_oracle=name in ORACLES,
+        )
+        for name, mode, swap in product(names, modes, swaps)
+    ]
+
+
+def _described(args: argparse.Namespace) -> Setup:
+    """The hardware that the flags describe."""
+    device = _named("device", args.device, DEVICES, DeviceSpec)
+    shape = _named("model", args.model, SHAPES, ModelSpec)
+    stages = args.stages or 1
+    hardware = Deployment(device, shape, stages, args.ranks, slowdown=args.slowdown)
+    plain = SchedulerSettings(
+        max_model_len=shape.context,
+        max_batch_size=_BATCH_SIZE,
+        max_batch_tokens=max(_BATCH_TOKENS, args.max_batch_size or 0),
+        max_queue_requests=UNBOUNDED,
+        max_queue_tokens=UNBOUNDED,
+        max_preemptions=_PREEMPTIONS,
+        max_swaps=_SWAPS,
+    )
+    return Setup(
+        label="",
+        settings=_bounds(args, plain),
+        policy=partial(_policy, "fcfs", PolicySettings()),
+        cost=read_cost(args.cost) if args.cost else hardware.cost(),
+        num_slots=args.kv_slots or hardware.num_slots,
+        block_size=args.block_size,
+        stages=stages,
+        slo=args.slo,
+        num_host_slots=args.host_kv_slots or 0,
+        slot_seconds=hardware.slot_seconds,
+    )
+
+
+def _recorded(args: argparse.Namespace, recording: Recording) -> Setup:
+    """The server that was recorded, with the cost of its own iterations."""
+    header = recording.header
+    host_slots = header.num_host_blocks * header.block_size
+    return Setup(
+        label="",
+        settings=_bounds(args, header.scheduler),
+        policy=partial(_policy, header.policy, header.policies),
+        cost=read_cost(args.cost) if args.cost else recording.cost(),
+        num_slots=args.kv_slots or header.num_blocks * header.block_size,
+        block_size=header.block_size,
+        stages=args.stages or header.depth,
+        slo=args.slo,
+        lookahead=header.lookahead,
+        num_host_slots=host_slots if args.host_kv_slots is None else args.host_kv_slots,
+    )
+
+
+def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSettings:
+    """The bounds, with what the flags say instead."""
+    said = {
+        "max_batch_size": args.max_batch_size,
+        "max_batch_tokens": args.max_batch_tokens,
+        "max_model_len": args.max_model_len,
+        "max_queue_requests": args.max_queue,
+        "max_preemptions": args.max_preemptions,
+        "max_swaps": args.max_swaps,
+        "reuses_prefixes": args.reuse,
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    try:
+        return replace(bounds, **said)
+    except AssertionError:
+        raise InvalidRequest("--max-batch-tokens must be at least --max-batch-size") from None
+
+
+def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySettings:
+    """The knobs of policies, with what the flags say instead."""
+    if args.quantum_ratio is not None and args.quantum_ratio <= 1.0:
+        raise InvalidRequest(f"--quantum-ratio must be above 1, not {args.quantum_ratio}")
+    said = {
+        "starvation_seconds": args.starvation_seconds,
+        "base_quantum": args.base_quantum,
+        "ratio": args.quantum_ratio,
+        "skips": args.skips,
+    }
+    return replace(settings, **{name: value for name, value in said.items() if value is not None})
+
+
+def _policy(name: str, settings: PolicySettings, cost: Cost) -> Policy:
+    return build(name, cost, settings, serves=False)
+
+
+def _named(flag: str, name: str, table: dict[str, T], kind: type[T]) -> T:
+    """An entry of the catalogue, or a description from a JSON file."""
+    if name in table:
+        return table[name]
+    if not name.endswith(".json"):
+        known = ", ".join(table)
+        raise InvalidRequest(f"--{flag} is a .json file or one of {known}, not {name!r}", flag)
+    return described(kind, _json_object(Path(name)))
+
+
+def read_cost(path: Path) -> CostModel:
+    """A measured cost model, bare or as `podway serve` saves it; raises `InvalidRequest`."""
+    values = _json_object(path)
+    try:
+        return CostModel.parse(values.get("cost", values))
+    except (ValueError, AttributeError) as error:
+        raise InvalidRequest(f"{path} is not a cost model: {error}", "cost") from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"{path} must hold a JSON object")
+    return values

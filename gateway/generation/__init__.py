@@ -1,0 +1,1 @@
+"""One generation request: from a decoded body to engine requests, and from tokens to a response."""

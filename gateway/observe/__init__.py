@@ -1,0 +1,1 @@
+"""Metrics, recordings and event-loop lag: observers of the engine and of the loop."""

@@ -1,0 +1,302 @@
+"""`/metrics`: the counts of `Metrics` and the state of the scheduler, as Prometheus reads them.
+
+Everything is read at the moment of the scrape. vLLM's names follow ours as aliases, so that
+dashboards and autoscalers written for it keep working.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from engine.policy import name_of
+from engine.request import State
+
+if TYPE_CHECKING:
+    from engine.control.scheduler import IterationScheduler
+    from gateway.observe.metrics import Counts, Metrics
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Described(NamedTuple):
+    """A metric's names and meaning; `alias` is vLLM's name, where it has one."""
+
+    name: str
+    help: str
+    alias: str = ""
+
+
+class Exposition(Collector):
+    """Reads the metrics and the scheduler; `model` labels the aliases as vLLM does."""
+
+    def __init__(
+        self,
+        metrics: "Metrics",
+        scheduler: "IterationScheduler",
+        model: str,
+    ) -> None:
+        self._metrics = metrics
+        self._scheduler = scheduler
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page of `/metrics`, of media type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: the registry holds this collector alone."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, at this moment."""
+        yield from self._queue()
+        yield from self._memory()
+        yield from self._outcomes()
+        yield from self._counters()
+        yield from self._prefixes()
+        yield from self._histograms()
+        yield self._policy()
+
+    def _policy(self) -> Metric:
+        scheduler = self._scheduler
+        info = GaugeMetricFamily(
+            "podway_policy_info", "Scheduling policy and admission.", labels=["policy", "admission"]
+        )
+        info.add_metric([name_of(scheduler.policy), scheduler.settings.admission.value], 1)
+        return info
+
+    def _queue(self) -> Iterator[Metric]:
+        pool = self._scheduler.pool
+        waiting = pool.count(State.WAITING)
+        yield from self._gauge(
+            Described(
+                "podway_requests_running",
+                "Requests that hold KV slots.",
+                "vllm:num_requests_running",
+            ),
+            pool.num_admitted,
+        )
+        yield from self._gauge(
+            Described(
+                "podway_requests_waiting",
+                "Requests that wait for KV slots.",
+                "vllm:num_requests_waiting",
+            ),
+            waiting,
+        )
+        yield from self._gauge(
+            Described(
+                "podway_requests_swapped",
+                "Requests whose KV is on the host, or on its way.",
+                "vllm:num_requests_swapped",
+            ),
+            sum(pool.count(state) for state in (State.SWAPPED, State.SWAPPING_OUT)),
+        )
+        yield from self._gauge(
+            Described("podway_waiting_tokens", "Tokens that waiting requests need computed."),
+            pool.waiting_tokens,
+        )
+
+    def _memory(self) -> Iterator[Metric]:
+        ledger = self._scheduler.ledger
+        slots = GaugeMetricFamily(
+            "podway_kv_slots", "KV slots by tier and state.", labels=["tier", "state"]
+        )
+        for tier, state, num_blocks in (
+            ("device", "free", ledger.num_free - ledger.num_cached),
+            ("device", "held", ledger.num_held),
+            ("device", "cached", ledger.num_cached),
+            ("device", "moving", ledger.num_moving),
+            ("host", "free", ledger.host.num_free),
+            ("host", "held", ledger.host.num_held),
+            ("host", "moving", ledger.host.num_moving),
+        ):
+            slots.add_metric([tier, state], num_blocks * ledger.block_size)
+        yield slots
+        yield from self._gauge(
+            Described("podway_orphan_blocks", "KV blocks owned by no live request; always 0."),
+            ledger.num_orphans(self._scheduler.pool),
+        )
+        used = (ledger.num_held + ledger.num_moving) / ledger.num_blocks
+        for alias in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+            yield self._aliased(
+                GaugeMetricFamily, alias, "Share of KV blocks in use, 0 to 1.", used
+            )
+
+    def _outcomes(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        yield _labelled(
+            "podway_requests_total", "Requests that ended.", "outcome", metrics.outcomes
+        )
+        yield _labelled(
+            "podway_aborts_total",
+            "Requests ended from outside.",
+            "reason",
+            {reason.value: count for reason, count in metrics.aborts.items()},
+        )
+        yield _labelled(
+            "podway_preemptions_total",
+            "Requests that gave their KV up.",
+            "kind",
+            metrics.preemptions,
+        )
+        yield _labelled(
+            "podway_swapped_blocks_total",
+            "KV blocks moved between device and host.",
+            "direction",
+            {direction.value: count for direction, count in metrics.swapped_blocks.items()},
+        )
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished requests.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in metrics.finishes.items():
+            success.add_metric([self._model, reason], count)
+        yield success
+
+    def _counters(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        for described, count in (
+            (Described("podway_iterations_total", "Iterations committed."), metrics.num_iterations),
+            (
+                Described("podway_worker_restarts_total", "Workers that died and were replaced."),
+                metrics.num_workers_lost,
+            ),
+            (
+                Described("podway_prompt_tokens_total", "Tokens of prompts.", "vllm:prompt_tokens"),
+                metrics.num_prompt_tokens,
+            ),
+            (
+                Described(
+                    "podway_output_tokens_total", "Tokens sampled.", "vllm:generation_tokens"
+                ),
+                metrics.num_output_tokens,
+            ),
+        ):
+            yield CounterMetricFamily(described.name, described.help, value=count)
+            if described.alias:
+                yield self._aliased(CounterMetricFamily, described.alias, described.help, count)
+        yield self._aliased(
+            CounterMetricFamily,
+            "vllm:num_preemptions",
+            "Requests that gave their KV up.",
+            metrics.preemptions.total(),
+        )
+
+    def _prefixes(self) -> Iterator[Metric]:
+        """Tokens of prompts, counted with their request's first token."""
+        hits, queries = self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
+        text = "Tokens of prompts: found in the prefix cache (hit), or computed (miss)."
+        counts = {"hit": hits, "miss": queries - hits}
+        yield _labelled("podway_prefix_tokens_total", text, "result", counts)
+        for alias, count in (("hits", hits), ("queries", queries)):
+            name = f"vllm:prefix_cache_{alias}"
+            yield self._aliased(CounterMetricFamily, name, f"Prefix cache {alias}, tokens.", count)
+
+    def _histograms(self) -> Iterator[Metric]:
+        for described, tally in _histograms_of(self._metrics):
+            histogram = HistogramMetricFamily(described.name, described.help)
+            histogram.add_metric([], tally.buckets(), tally.sum)
+            yield histogram
+            if described.alias:
+                alias = HistogramMetricFamily(
+                    described.alias, described.help, labels=["model_name"]
+                )
+                alias.add_metric([self._model], tally.buckets(), tally.sum)
+                yield alias
+
+    def _gauge(self, described: Described, value: float) -> Iterator[Metric]:
+        yield GaugeMetricFamily(described.name, described.help, value=value)
+        if described.alias:
+            yield self._aliased(GaugeMetricFamily, described.alias, described.help, value)
+
+    def _aliased(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        metric = family(name, text, labels=["model_name"])
+        metric.add_metric([self._model], value)
+        return metric
+
+
+def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
+    return [
+        (
+            Described("podway_iteration_seconds", "A worker's time for an iteration."),
+            metrics.iteration_seconds,
+        ),
+        (
+            Described("podway_iteration_requests", "Requests in an iteration."),
+            metrics.iteration_requests,
+        ),
+        (
+            Described(
+                "podway_iteration_tokens",
+                "Tokens computed in an iteration.",
+                "vllm:iteration_tokens_total",
+            ),
+            metrics.iteration_tokens,
+        ),
+        (
+            Described(
+                "podway_time_to_first_token_seconds",
+                "From arrival to the first token.",
+                "vllm:time_to_first_token_seconds",
+            ),
+            metrics.time_to_first_token,
+        ),
+        (
+            Described(
+                "podway_inter_token_seconds",
+                "Between two tokens of a request.",
+                "vllm:inter_token_latency_seconds",
+            ),
+            metrics.inter_token,
+        ),
+        (
+            Described(
+                "podway_request_seconds",
+                "From arrival to the last token.",
+                "vllm:e2e_request_latency_seconds",
+            ),
+            metrics.request_seconds,
+        ),
+        (
+            Described(
+                "podway_queue_seconds",
+                "From arrival to the first KV slot.",
+                "vllm:request_queue_time_seconds",
+            ),
+            metrics.queue_seconds,
+        ),
+        (
+            Described(
+                "podway_cancel_to_free_iterations", "Iterations from a cancel to its slots free."
+            ),
+            metrics.cancel_to_free,
+        ),
+        (
+            Described("podway_loop_lag_seconds", "How late the event loop runs its timers."),
+            metrics.loop_lag,
+        ),
+    ]

@@ -1,0 +1,138 @@
+"""Metrics: an `Observer` of the engine that counts what happened; `exposition` prints it.
+
+Per iteration a few additions, per token a share of one grouping, and nothing else: names,
+labels and cumulated buckets are put together when somebody scrapes.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from engine.events import NullObserver
+from engine.request import Abort, FinishReason
+from engine.step import Direction
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.request import Request
+    from engine.step import BlockMove, StepId
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+    300.0,
+)  # fmt: skip
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ITERATIONS = (0, 1, 2, 3, 4, 8)
+
+
+class Counts:
+    """A histogram that costs one bisection per observation."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count `value` so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as the exposition wants them."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
+        return buckets
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+class Metrics(NullObserver):
+    """Counts what the scheduler tells; `loop_lag` is filled by `LoopWatch`."""
+
+    def __init__(self) -> None:
+        self.outcomes = Counter(dict.fromkeys(("finished", "cancelled", "failed", "expired"), 0))
+        self.finishes = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
+        self.aborts = Counter(dict.fromkeys(Abort, 0))
+        self.num_iterations = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # of those, found in the cache
+        self.num_output_tokens = 0
+        self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
+        self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
+        self.num_workers_lost = 0
+        self.iteration_seconds = Counts(SECONDS)
+        self.iteration_requests = Counts(SIZES)
+        self.iteration_tokens = Counts(SIZES)
+        self.time_to_first_token = Counts(SECONDS)
+        self.inter_token = Counts(SECONDS)
+        self.request_seconds = Counts(SECONDS)
+        self.queue_seconds = Counts(SECONDS)
+        self.cancel_to_free = Counts(ITERATIONS)
+        self.loop_lag = Counts(SECONDS)
+        self._last_tokens: dict[StepId, list[float | None]] = {}
+
+    def planned(self, iteration: "Iteration", now: float) -> None:
+        """Remember when each request that will get a token had its last one."""
+        self._last_tokens[iteration.step.step_id] = [
+            request.last_token_at
+            for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
+            if entry.draw is not None
+        ]
+
+    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        """Count the iteration; requests that ran together share their gaps."""
+        last_tokens = self._last_tokens.pop(iteration.step.step_id)
+        for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
+            del self._last_tokens[failed]  # steps settle in order, so it was never committed
+        for last, times in Counter(last_tokens).items():
+            if last is not None:
+                self.inter_token.add(now - last, times)
+        if None in last_tokens:
+            self._count_first_tokens(iteration, now)
+        self.num_iterations += 1
+        self.num_output_tokens += len(last_tokens)
+        self.iteration_seconds.add(seconds)
+        self.iteration_requests.add(len(iteration.requests))
+        self.iteration_tokens.add(iteration.step.num_tokens)
+
+    def _count_first_tokens(self, iteration: "Iteration", now: float) -> None:
+        for request in iteration.requests:
+            if request.produced == 1 and request.first_token_at == now:
+                self.time_to_first_token.add(now - request.arrived_at)
+                self.num_prompt_tokens += request.prompt_len
+                self.num_cached_tokens += request.num_cached
+
+    def preempted(self, request: "Request", now: float) -> None:
+        self.preemptions["recompute"] += 1
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        """Count the blocks; who is swapped out is preempted."""
+        self.swapped_blocks[move.direction] += move.num_blocks
+        if move.direction is Direction.OUT:
+            self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
+
+    def ended(self, request: "Request", now: float) -> None:
+        """Count its outcome and how long it took."""
+        self.outcomes[request.outcome] += 1
+        if request.abort is not None:
+            self.aborts[request.abort] += 1
+        if request.outcome == "finished":
+            self.finishes[request.finish.value if request.finish else "stop"] += 1
+            self.request_seconds.add(now - request.arrived_at)
+        if request.admitted_at is not None:
+            self.queue_seconds.add(request.admitted_at - request.arrived_at)
+
+    def freed(self, request: "Request", iterations: int) -> None:
+        self.cancel_to_free.add(iterations)
+
+    def worker_lost(self, now: float) -> None:
+        self.num_workers_lost += 1
+        self._last_tokens.clear()

@@ -1,0 +1,1 @@
+"""The Anthropic Messages API: request, content blocks and rendered events."""

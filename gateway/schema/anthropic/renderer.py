@@ -1,0 +1,193 @@
+"""Anthropic's messages on the wire: one answer as content blocks, told in events or as a whole.
+
+    message_start, ping, (block start, deltas, block stop)…, message_delta, message_stop
+
+Blocks follow each other: thoughts, text, calls. A block ends when the next one begins.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gateway.errors import anthropic_error
+from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
+from gateway.schema.rendering import (
+    ChoiceEnd,
+    Delta,
+    FinishedChoice,
+    OutputToken,
+    Progress,
+    PromptReport,
+    Usage,
+)
+
+Json = dict[str, Any]
+SIGNATURE = "podway"  # thoughts are not signed here, but clients hand a signature back
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesRenderer:
+    """One message."""
+
+    def __init__(
+        self,
+        model: str,
+        new_id: Callable[[str], str],
+        request_id: str,
+        *,
+        shows_thoughts: bool = True,
+    ) -> None:
+        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+        self._request_id = request_id
+        self._shows_thoughts = shows_thoughts
+        self._has_begun = False
+        self._num_blocks = 0
+        self._kind = ""  # of the open block, "" if none is open
+        self._delta_head = b""
+        self._end = ChoiceEnd("stop")
+
+    @property
+    def ping(self) -> bytes:
+        """Nothing may come before the start, so a comment has to do until then."""
+        return _event("ping") if self._has_begun else b": ping\n\n"
+
+    def delta(self, index: int, said: Delta, tally: Progress) -> bytes:
+        events = [self._opening(tally)]
+        events += (self._say(p) for p in said if not isinstance(p, OutputToken | PromptReport))
+        return b"".join(events)
+
+    def ending(self, index: int, end: ChoiceEnd, tally: Progress) -> bytes:
+        self._end = end
+        return self._opening(tally) + self._close()
+
+    def closing(self, tally: Progress) -> bytes:
+        return _event("message_delta", delta=_stop(self._end), usage=_usage(tally.usage)) + _event(
+            "message_stop"
+        )
+
+    def failure(self, error: BaseException) -> bytes:
+        """One event with the usual JSON error, and nothing after it."""
+        return b"event: error\ndata: " + anthropic_error(error, self._request_id) + b"\n\n"
+
+    def whole(self, choices: Sequence[FinishedChoice], tally: Progress) -> bytes:
+        (choice,) = choices
+        content: list[Json] = []
+        for piece in choice.said:
+            if not isinstance(piece, OutputToken | PromptReport):
+                self._gather(piece, content)
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = _input(block["input"])
+        message: Json = {**self._head, "content": content, **_stop(choice.end)}
+        return orjson.dumps({**message, "usage": _usage(tally.usage)})
+
+    def _gather(self, piece: Piece, content: list[Json]) -> None:
+        """Add a piece to the last block, or begin the next; the input of a call is text so far."""
+        match piece:
+            case str():
+                _extend(content, "text", piece)
+            case Reasoning(text):
+                _extend(content, "thinking", self._shown(text))
+            case CallBegin(_, call_id, name):
+                content.append({"type": "tool_use", "id": call_id, "name": name, "input": ""})
+            case CallArguments(_, text):
+                content[-1]["input"] += text
+
+    def _opening(self, tally: Progress) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        stop = {"stop_reason": None, "stop_sequence": None}
+        usage = {**_usage(tally.usage), "output_tokens": 0}
+        message: Json = {**self._head, "content": [], **stop, "usage": usage}
+        return _event("message_start", message=message) + _event("ping")
+
+    def _say(self, piece: Piece) -> bytes:
+        match piece:
+            case str():
+                return self._open_text("text") + self._delta(piece)
+            case Reasoning(text):
+                return self._open_text("thinking") + self._delta(self._shown(text))
+            case CallBegin(_, call_id, name):
+                return self._open(_tool_use(call_id, name, {}), "input_json_delta", "partial_json")
+            case CallArguments(_, text):
+                return self._delta(text)
+
+    def _open_text(self, kind: str) -> bytes:
+        """Begin a block, unless the open one is of this kind."""
+        if self._kind == kind:
+            return b""
+        block = {"type": kind, kind: ""}
+        return self._open(
+            {**block, "signature": ""} if kind == "thinking" else block, f"{kind}_delta", kind
+        )
+
+    def _open(self, block: Json, delta: str, field: str) -> bytes:
+        events = self._close()
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        self._kind = block["type"]
+        self._delta_head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":"%b","%b":' % (index, delta.encode(), field.encode())
+        )
+        return events + _event("content_block_start", index=index, content_block=block)
+
+    def _shown(self, thought: str) -> str:
+        return thought if self._shows_thoughts else ""
+
+    def _delta(self, text: str) -> bytes:
+        if not text:
+            return b""
+        return self._delta_head + orjson.dumps(text) + b"}}\n\n"
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        index, events = self._num_blocks - 1, b""
+        if self._kind == "thinking":
+            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            events = _event("content_block_delta", index=index, delta=signed)
+        self._kind = ""
+        return events + _event("content_block_stop", index=index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+
+
+def _extend(content: list[Json], kind: str, text: str) -> None:
+    if not content or content[-1]["type"] != kind:
+        signed = {"signature": SIGNATURE} if kind == "thinking" else {}
+        content.append({"type": kind, kind: "", **signed})
+    content[-1][kind] += text
+
+
+def _tool_use(call_id: str, name: str, arguments: Mapping[str, Any]) -> Json:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _input(arguments: str) -> Mapping[str, Any]:
+    """Arguments as an object; what the model wrote that is none is kept as it is under a name."""
+    try:
+        read = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        read = None
+    return read if isinstance(read, dict) else {"unparsed": arguments}
+
+
+def _stop(end: ChoiceEnd) -> Json:
+    if isinstance(end.stopped_by, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stopped_by}
+    return {"stop_reason": _REASONS[end.reason], "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> Json:
+    """Anthropic counts what was found in the cache apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }

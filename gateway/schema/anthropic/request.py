@@ -1,0 +1,256 @@
+"""`POST /v1/messages` in Anthropic's shapes, and the chat request that asks for the same.
+
+What marks prompts for a cache is accepted and not needed: prefixes are found without marks.
+"""
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.anthropic.blocks import InMessage, TextBlock, as_messages, joined
+from gateway.schema.decoding import (
+    check_least,
+    check_range,
+    check_unicode,
+    check_word,
+    decode,
+    refuse_unless,
+)
+from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.openai.chat import ChatRequest, chat_of
+
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "inference_geo": ("global",),
+    "speed": ("standard",),
+    "diagnostics": ({},),
+}
+OMITTED = "omitted"  # thoughts are made, and not shown
+_THINKING = ("enabled", "disabled", "adaptive", "between_tools")
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
+class Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """Who asks: accepted, and nothing is done with it."""
+
+    user_id: str | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the model should reason first, which every model does in its own way. The budget is
+    told to templates that read one."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text must match."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """How much to reason, and what the text must match."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """Which tools must or may be called."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool that the caller runs. Those that a server would run are refused by their type."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    cache_control: Any = None
+    strict: bool | None = None
+    input_examples: list[Any] | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+    def as_chat(self, path: str) -> dict[str, Any]:
+        """The same as one of a chat's `tools`. Raises `InvalidRequest`."""
+        check_word(self.type or "custom", f"{path}.type", ("custom",))
+        if self.input_schema is None:
+            param = f"{path}.input_schema"
+            raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        optional = {"description": self.description, "strict": self.strict}
+        function |= {name: value for name, value in optional.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The whole of Anthropic's request; see `NEUTRAL` for what is refused."""
+
+    model: str
+    messages: list[InMessage]
+    max_tokens: int | None = None
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    cache_control: Any = None
+    context_management: Any = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    diagnostics: Any = None
+
+    def check(self, *, is_counted: bool = False) -> None:
+        """Raise `InvalidRequest` for what is wrong, as far as chat completions do not see it; a
+        prompt that is only counted needs no `max_tokens`."""
+        for name, neutral in NEUTRAL.items():
+            refuse_unless(self, name, *neutral)
+        if self.max_tokens is None and not is_counted:
+            raise InvalidRequest("Missing required parameter: 'max_tokens'.", "max_tokens")
+        check_least(self.max_tokens, "max_tokens", 1)
+        check_range(self.temperature, "temperature", 0, 1)
+        if self.service_tier is not None:
+            check_word(self.service_tier, "service_tier", ("auto", "standard_only"))
+        self._check_thinking()
+        self._check_output()
+        self._check_edits()
+        for i, message in enumerate(self.messages):
+            message.check(f"messages[{i}]")
+
+    def _check_thinking(self) -> None:
+        if self.thinking is None:
+            return
+        check_word(self.thinking.type, "thinking.type", _THINKING)
+        if self.thinking.display is not None:
+            check_word(self.thinking.display, "thinking.display", ("summarized", OMITTED))
+        most = self.max_tokens or 1 << 30
+        check_range(self.thinking.budget_tokens, "thinking.budget_tokens", 1, most)
+
+    def _check_output(self) -> None:
+        config = self.output_config or OutputConfig()
+        if config.effort is not None:
+            check_word(config.effort, "output_config.effort", _EFFORTS)
+        if config.format is not None:
+            check_word(config.format.type, "output_config.format.type", ("json_schema",))
+
+    def _check_edits(self) -> None:
+        """Of the edits of a context only those are taken that keep all of it."""
+        match self.context_management:
+            case None | {"edits": []}:
+                return
+            case {"edits": [*edits]} if all(_keeps_all(edit) for edit in edits):
+                return
+        raise InvalidRequest(
+            "'context_management' is not supported, but for edits that keep everything.",
+            "context_management",
+        )
+
+    def as_chat(self) -> ChatRequest:
+        """The chat request with the same prompt, checked; complaints name our fields."""
+        messages = as_messages(self.messages)
+        if system := joined(self.system or ""):
+            messages.insert(0, {"role": "system", "content": system})
+        is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "continue_final_message": is_continued or None,
+            "user": None if self.metadata is None else self.metadata.user_id,
+            **self._tools(),
+            **self._reasoning(),
+        }
+        config = self.output_config or OutputConfig()
+        if config.format is not None:
+            schema = {"name": "output", "schema": config.format.schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        given = {name: value for name, value in body.items() if value is not None}
+        return with_renamed_fields(partial(chat_of, given), NAMES)
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.thinking is None or self.thinking.display != OMITTED
+
+    def _tools(self) -> dict[str, Any]:
+        if not self.tools:
+            return {} if self.tool_choice is None else {"tool_choice": self._choice()}
+        tools = [tool.as_chat(f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        return {
+            "tools": tools,
+            "tool_choice": self._choice(),
+            "parallel_tool_calls": self._is_parallel,
+        }
+
+    @property
+    def _is_parallel(self) -> bool:
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+
+    def _choice(self) -> Any:
+        choice = self.tool_choice or ToolChoice("auto")
+        check_word(choice.type, "tool_choice.type", ("auto", "any", "tool", "none"))
+        if choice.type != "tool":
+            return "required" if choice.type == "any" else choice.type
+        if choice.name is None:
+            message = "Missing required parameter: 'tool_choice.name'."
+            raise InvalidRequest(message, "tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+
+    def _reasoning(self) -> dict[str, Any]:
+        """Nobody reasons who was not asked to."""
+        thinking, config = self.thinking, self.output_config or OutputConfig()
+        if thinking is None or thinking.type == "disabled":
+            return {"reasoning_effort": "none"}
+        variables: dict[str, Any] = {"enable_thinking": True}
+        if thinking.budget_tokens is not None:
+            variables["thinking_budget"] = thinking.budget_tokens
+        return {"reasoning_effort": config.effort, "chat_template_kwargs": variables}
+
+
+def _keeps_all(edit: Any) -> bool:
+    return isinstance(edit, dict) and edit.get("keep") == "all"
+
+
+_DECODER = msgspec.json.Decoder(AnthropicRequest)
+
+
+def decode_anthropic(body: bytes, *, is_counted: bool = False) -> AnthropicRequest:
+    """A checked request, or `InvalidRequest`."""
+    request = decode(_DECODER, body)
+    check_unicode(body)
+    request.check(is_counted=is_counted)
+    return request

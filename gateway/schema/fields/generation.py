@@ -1,0 +1,120 @@
+"""What every request for text may say: how it is drawn, held, told and ended, and who asks."""
+
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import refuse_unless
+from gateway.schema.fields.output import OutputRequest
+from gateway.schema.openai.event_envelope import UsageOptions
+from gateway.schema.rendering import ReportOptions
+
+MAX_STOPS = 4
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`; obfuscation pads events against eavesdroppers, which we do not do."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all endpoints. None is OpenAI's null: as if the field were absent."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+
+    # Not OpenAI's; spelled as vLLM does.
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # ours are shown as they are
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+    # Who asks and how to file it: accepted, and nothing is done with it.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
+        self.check_sampling()
+        self.check_output()
+        self.check_scheduling()
+        self._check_stop()
+        self._check_stream_options()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be streamed; leave 'stream' out.", "prompt_logprobs"
+            )
+
+    def _check_stop(self) -> None:
+        if len(self.stops) > MAX_STOPS:
+            raise InvalidRequest(
+                f"Invalid 'stop': at most {MAX_STOPS} sequences, but got {len(self.stops)}.", "stop"
+            )
+        if "" in self.stops:
+            raise InvalidRequest("Invalid 'stop': a sequence has at least one character.", "stop")
+
+    def _check_stream_options(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise InvalidRequest(
+                "The 'stream_options' parameter is only allowed when 'stream' is true.",
+                "stream_options",
+            )
+        refuse_unless(self.stream_options, "include_obfuscation", False, prefix="stream_options.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, none to four."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Answers to make for each prompt, where that is more than are told."""
+        return None
+
+    @property
+    def max_output(self) -> int | None:
+        """Tokens of answer at most; None: as many as the context leaves."""
+        return self.max_tokens
+
+    @property
+    def usage_wish(self) -> UsageOptions:
+        """Which chunks carry token counts; vLLM's continuous ones need OpenAI's at the end."""
+        options = self.stream_options or StreamOptions()
+        at_the_end = bool(options.include_usage)
+        return UsageOptions(at_the_end, at_the_end and bool(options.continuous_usage_stats))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens that come with each token of the answer, if those are told."""
+        return None
+
+    @property
+    def told(self) -> ReportOptions:
+        """What is told besides the text."""
+        return ReportOptions(
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            stop_string=bool(self.include_stop_str_in_output),
+            special_tokens=self.skip_special_tokens is False,
+        )

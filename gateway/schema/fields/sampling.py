@@ -1,0 +1,125 @@
+"""How tokens are drawn: what a request may say of it, and what we ask of the sampler."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequest
+from engine.step import Sampling
+from gateway.schema.decoding import check_least, check_range, shown
+from gateway.schema.fields.scheduling import INT64, SchedulingRequest
+
+MAX_CHOICES = 128
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "n": (1, MAX_CHOICES),
+    "seed": INT64,
+    "top_logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+LEAST: dict[str, int] = {
+    "max_tokens": 0,
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+    "top_k": -1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The ids that a request may name: `[0, size)`, and those that end an answer."""
+
+    size: int
+    eos_token_ids: frozenset[int]
+
+
+class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn. The second half is not OpenAI's, and spelled as vLLM does."""
+
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+
+    def check_sampling(self) -> None:
+        """Raise `InvalidRequest` for the first value that is out of range."""
+        for name, (low, high) in RANGES.items():
+            check_range(getattr(self, name, None), name, low, high)
+        for name, least in LEAST.items():
+            check_least(getattr(self, name, None), name, least)
+
+    def sampling(self, vocabulary: Vocabulary, seed: int) -> Sampling:
+        """How the sampler should draw; `seed` is used where the request has none."""
+        return Sampling(
+            temperature=self._temperature,
+            top_p=self.top_p or 1.0,
+            top_k=min(max(self.top_k or 0, 0), vocabulary.size),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_biases(self.logit_bias or {}, vocabulary),
+            seed=seed if self.seed is None else self.seed,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """A nucleus of nothing (`top_p` 0) still holds the likeliest token: that is greedy."""
+        return 0.0 if self.top_p == 0 else _or(self.temperature, 1.0)
+
+    def own_ends(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """Ids that end the answer because the caller says so."""
+        named = self.stop_token_ids or []
+        if len(named) > MAX_STOP_TOKENS:
+            raise InvalidRequest(
+                f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKENS} ids.", "stop_token_ids"
+            )
+        for i, token_id in enumerate(named):
+            check_token(token_id, f"stop_token_ids[{i}]", vocabulary)
+        return frozenset(named)
+
+
+def check_token(token_id: int, param: str, vocabulary: Vocabulary) -> None:
+    """An id must be one of the model's."""
+    if not 0 <= token_id < vocabulary.size:
+        raise InvalidRequest(
+            f"Invalid token id for '{param}': {shown(token_id)} is not from 0 to "
+            f"{vocabulary.size - 1}.",
+            param,
+        )
+
+
+def _biases(biases: Mapping[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_BIASES:
+        raise InvalidRequest(f"Invalid 'logit_bias': at most {MAX_BIASES} ids.", "logit_bias")
+    return tuple(_bias(key, value, vocabulary) for key, value in biases.items())
+
+
+def _bias(key: str, value: float, vocabulary: Vocabulary) -> tuple[int, float]:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise InvalidRequest(
+            f"Invalid key in 'logit_bias': {shown(key)} is not a token id.", "logit_bias"
+        )
+    check_token(int(key), "logit_bias", vocabulary)
+    check_range(value, "logit_bias", -100, 100)
+    return int(key), value
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

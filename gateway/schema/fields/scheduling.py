@@ -1,0 +1,75 @@
+"""What a request says about when it should run, and with whom it shares cached prefixes.
+
+Every policy accepts these fields; each heeds those that concern it. `deadline_ms` holds under all.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import check_range, check_word
+
+DEFAULT_TIER = "default"
+PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # lower goes first
+MAX_DEADLINE_MS = 86_400_000  # a day
+INT64 = (-(2**63), 2**63 - 1)
+
+
+class SchedulingParams(NamedTuple):
+    """The same in the engine's words (see `engine.request.Ask`); deadlines are seconds."""
+
+    priority: int = 0
+    salt: str = ""
+    ttft_deadline: float | None = None
+    deadline: float | None = None
+    is_background: bool = False
+
+
+class SchedulingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`service_tier` is OpenAI's, `priority` and `cache_salt` are vLLM's, deadlines are ours.
+
+    Deadlines are milliseconds after the request is accepted. A `priority` that is given counts
+    more than the tier.
+    """
+
+    service_tier: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    ttft_deadline_ms: float | None = None
+    deadline_ms: float | None = None
+
+    def check_scheduling(self) -> None:
+        """Raise `InvalidRequest` for the first value that is not allowed."""
+        if self.service_tier is not None:
+            check_word(self.service_tier, "service_tier", tuple(PRIORITY_OF_TIER))
+        check_range(self.priority, "priority", *INT64)
+        check_range(self.ttft_deadline_ms, "ttft_deadline_ms", 1, MAX_DEADLINE_MS)
+        check_range(self.deadline_ms, "deadline_ms", 1, MAX_DEADLINE_MS)
+        if self.cache_salt == "":
+            raise InvalidRequest(
+                "Invalid 'cache_salt': expected at least one character; leave it out to share "
+                "cached prefixes with everybody.",
+                "cache_salt",
+            )
+
+    @property
+    def tier(self) -> str:
+        """The tier that the answer names; `auto` leaves the choice to us."""
+        tier = self.service_tier or DEFAULT_TIER
+        return DEFAULT_TIER if tier == "auto" else tier
+
+    @property
+    def wishes(self) -> SchedulingParams:
+        """What the policies should know."""
+        by_tier = PRIORITY_OF_TIER[self.tier]
+        return SchedulingParams(
+            priority=by_tier if self.priority is None else self.priority,
+            salt=self.cache_salt or "",
+            ttft_deadline=_seconds(self.ttft_deadline_ms),
+            deadline=_seconds(self.deadline_ms),
+        )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

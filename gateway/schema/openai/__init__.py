@@ -1,0 +1,1 @@
+"""OpenAI's request and response shapes: chat, completions, files, batches, and vLLM's tokenize."""

@@ -1,0 +1,108 @@
+"""`POST /v1/completions`: the request, with its four spellings of a prompt."""
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import check_range, decode, refuse_unless
+from gateway.schema.fields.generation import GenerationRequest
+from gateway.schema.fields.sampling import Vocabulary, check_token
+from gateway.schema.rendering import ReportOptions
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 2048
+MAX_LOGPROBS = 5
+
+Prompt = str | tuple[int, ...]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """The whole of OpenAI's text completion request."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for the first thing that is wrong or that we do not have."""
+        GenerationRequest.check(self)
+        check_range(self.best_of, "best_of", 1, 20)
+        check_range(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
+        refuse_unless(self, "suffix", "")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "Invalid 'max_tokens': expected at least 1, or 0 with 'echo'.", "max_tokens"
+            )
+        self._check_best_of()
+
+    def _check_best_of(self) -> None:
+        best_of, num_choices = self.best_of, self.num_choices
+        if best_of is None or best_of == num_choices:
+            return
+        if best_of < num_choices:
+            raise InvalidRequest(f"'best_of' must be at least 'n' ({num_choices}).", "best_of")
+        if self.stream:
+            raise InvalidRequest(
+                f"'best_of' must equal 'n' ({num_choices}) in a stream: which answers are best is "
+                "known only in the end.",
+                "best_of",
+            )
+
+    @property
+    def num_candidates(self) -> int | None:
+        return None if self.best_of == self.num_choices else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def told(self) -> ReportOptions:
+        return super().told._replace(echo=bool(self.echo))
+
+    @property
+    def max_output(self) -> int:
+        """Tokens of answer at most."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self, vocabulary: Vocabulary) -> list[Prompt]:
+        """One entry per prompt, in order: text, or ids of the vocabulary."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("Invalid 'prompt': expected at least one prompt.", "prompt")
+        if len({type(item) for item in self.prompt}) > 1:
+            raise InvalidRequest(
+                "Invalid 'prompt': expected a string, or an array of only strings, only token "
+                "ids, or only arrays of token ids.",
+                "prompt",
+            )
+        if isinstance(self.prompt[0], int):
+            return [_checked([i for i in self.prompt if isinstance(i, int)], "prompt", vocabulary)]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts.", "prompt")
+        return [
+            item if isinstance(item, str) else _checked(item, f"prompt[{i}]", vocabulary)
+            for i, item in enumerate(self.prompt)
+            if not isinstance(item, int)
+        ]
+
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """A checked request, or `InvalidRequest`."""
+    request = decode(_DECODER, body)
+    request.check()
+    return request
+
+
+def _checked(ids: list[int], param: str, vocabulary: Vocabulary) -> tuple[int, ...]:
+    if not ids:
+        raise InvalidRequest(f"Invalid '{param}': expected at least one token id.", param)
+    if min(ids) < 0 or max(ids) >= vocabulary.size:
+        for i, token_id in enumerate(ids):
+            check_token(token_id, f"{param}[{i}]", vocabulary)
+    return tuple(ids)

@@ -1,0 +1,81 @@
+"""`/tokenize` and `/detokenize`, in vLLM's words: a prompt or a conversation to ids, and back."""
+
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import decode
+from gateway.schema.fields.sampling import Vocabulary, check_token
+from gateway.schema.openai.chat import ChatRequest
+from gateway.schema.openai.messages import Message
+from gateway.schema.openai.tools import Tool
+
+_OF_CHAT = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Either a `prompt`, or `messages` with what else makes the prompt of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` unless it is the one or the other."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("Give either 'prompt' or 'messages'.", "prompt")
+        for name in _OF_CHAT:
+            if self.messages is None and getattr(self, name) is not None:
+                raise InvalidRequest(f"'{name}' needs 'messages'.", name)
+
+    def as_chat(self, model: str) -> ChatRequest:
+        """The chat request with this prompt; checked."""
+        fields = {name: getattr(self, name) for name in _OF_CHAT}
+        given = {name: value for name, value in fields.items() if value is not None}
+        request = ChatRequest(model=model, messages=self.messages or [], **given)
+        request.check()
+        return request
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Ids of the model's vocabulary."""
+
+    tokens: list[int]
+    model: str | None = None
+
+    def check(self, vocabulary: Vocabulary) -> None:
+        """Raise `InvalidRequest` for the first id that is no token."""
+        for i, token_id in enumerate(self.tokens):
+            check_token(token_id, f"tokens[{i}]", vocabulary)
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """A checked request, or `InvalidRequest`."""
+    request = decode(_TOKENIZE, body)
+    request.check()
+    return request
+
+
+def decode_detokenize(body: bytes, vocabulary: Vocabulary) -> DetokenizeRequest:
+    """A checked request, or `InvalidRequest`."""
+    request = decode(_DETOKENIZE, body)
+    request.check(vocabulary)
+    return request

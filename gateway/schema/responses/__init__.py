@@ -1,0 +1,1 @@
+"""The Responses API: request, items and rendered events."""

@@ -1,0 +1,294 @@
+"""`POST /v1/responses`: the request, and the chat request that asks the model for the same."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from gateway.schema.decoding import check_unicode, check_word, decode, refuse_unless
+from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.openai.batches import check_metadata
+from gateway.schema.openai.chat import ChatRequest, chat_of
+from gateway.schema.responses.items import InputItem, Item, as_messages
+
+INCLUDABLE = (
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs", "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+)  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"  # of these, what there can be here
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+}
+_SUMMARIES = ("auto", "concise", "detailed")
+_PASSED_ON = (
+    "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream", "service_tier",
+    "priority", "cache_salt", "ttft_deadline_ms", "deadline_ms", "seed", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "min_tokens",
+    "ignore_eos", "chat_template_kwargs",
+)  # fmt: skip
+# What the chat request calls otherwise, the longest first.
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "messages": "input",
+}
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text must match."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same as `response_format`."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        fields = msgspec.structs.asdict(self)
+        del fields["type"]
+        named = {name: value for name, value in fields.items() if value is not None}
+        return {"type": self.type, "json_schema": named}
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`reasoning`. Thoughts are told as they are, so there is nothing to summarise."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for a word that is none."""
+        for name in ("summary", "generate_summary"):
+            if (word := getattr(self, name)) is not None:
+                check_word(word, f"reasoning.{name}", _SUMMARIES)
+        refuse_unless(self, "context", "auto", prefix="reasoning.")
+        refuse_unless(self, "mode", prefix="reasoning.")
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`; see `gateway.schema.fields.sampling`."""
+
+    include_obfuscation: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `tools`. Only functions are served."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same as one of a chat's `tools`."""
+        named = msgspec.structs.asdict(self)
+        kind = named.pop("type")
+        given = {name: value for name, value in named.items() if value is not None}
+        return {"type": kind, "function": given}
+
+    def told(self) -> dict[str, Any]:
+        """As responses repeat it."""
+        told = msgspec.structs.asdict(self)
+        return {**told, "strict": bool(self.strict)}
+
+
+class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+    """The whole of OpenAI's request; see `NEUTRAL` for what is refused."""
+
+    model: str
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None  # of tools that the server runs: there are none
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: float | None = None
+    text: TextOptions | None = None
+    tool_choice: Any = None
+    tools: list[msgspec.Raw] | None = None
+    top_logprobs: int | None = None
+    top_p: float | None = None
+    truncation: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: list[Any] | None = None
+    moderation: Any = None
+
+    # Not OpenAI's here; spelled as in chat completions.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for what is wrong, as far as chat completions do not see it."""
+        for name, neutral in NEUTRAL.items():
+            refuse_unless(self, name, *neutral)
+        for i, word in enumerate(self.include or ()):
+            check_word(word, f"include[{i}]", INCLUDABLE)
+        if self.truncation is not None:
+            check_word(self.truncation, "truncation", ("auto", "disabled"))
+        if self.reasoning is not None:
+            self.reasoning.check()
+        if self.input is None:
+            raise InvalidRequest("Missing required parameter: 'input'.", "input")
+        if self.stream_options is not None:
+            refuse_unless(
+                self.stream_options, "include_obfuscation", False, prefix="stream_options."
+            )
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise InvalidRequest("Invalid 'max_output_tokens': at least 1.", "max_output_tokens")
+        check_metadata(self.metadata)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools; raises `InvalidRequest` for one that is no function."""
+        return [_tool(raw, f"tools[{i}]") for i, raw in enumerate(self.tools or ())]
+
+    def as_chat(self, items: Sequence[Item]) -> ChatRequest:
+        """The chat request over these items, checked; complaints name our fields."""
+        messages = as_messages(items)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.has_logprobs or None,
+            "tool_choice": _choice(self.tool_choice),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+        if self.tools:
+            body["tools"] = [tool.as_chat() for tool in self.functions]
+        if self.text is not None:
+            body["verbosity"] = self.text.verbosity
+            body["response_format"] = self.text.format and self.text.format.as_chat()
+        body |= {name: getattr(self, name) for name in _PASSED_ON}
+        given = {name: value for name, value in body.items() if value is not None}
+        return with_renamed_fields(partial(chat_of, given), NAMES)
+
+
+_DECODER = msgspec.json.Decoder(ResponseRequest)
+_TOOL = msgspec.json.Decoder(FunctionTool)
+_KIND = msgspec.json.Decoder(dict[str, Any])
+
+
+def decode_response(body: bytes) -> ResponseRequest:
+    """A checked request, or `InvalidRequest`."""
+    request = decode(_DECODER, body)
+    check_unicode(body)
+    request.check()
+    return request
+
+
+def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[str, Any]:
+    """What a response repeats of its request, OpenAI's defaults filled in."""
+    text, reasoning = request.text or TextOptions(), request.reasoning or ReasoningOptions()
+    form = text.format
+    told = {"type": "text"} if form is None else _format_told(form)
+    head: dict[str, Any] = {
+        "id": response_id,
+        "object": "response",
+        "created_at": now,
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "model": request.model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": request.tier,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": told, "verbosity": text.verbosity or "medium"},
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": [tool.told() for tool in request.functions],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": request.truncation or "disabled",
+    }
+    return head if request.user is None else {**head, "user": request.user}
+
+
+def _format_told(form: TextFormat) -> dict[str, Any]:
+    named = msgspec.structs.asdict(form)
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _tool(raw: msgspec.Raw, path: str) -> FunctionTool:
+    """A tool, refused by its type before its fields are looked at."""
+    try:
+        kind = decode(_KIND, bytes(raw)).get("type")
+        check_word(str(kind), "type", ("function",))
+        return decode(_TOOL, bytes(raw))
+    except InvalidRequest as error:
+        param = f"{path}.{error.param}" if error.param else path
+        raise InvalidRequest(str(error).replace(f"'{error.param}'", f"'{param}'"), param) from None
+
+
+def _choice(choice: Any) -> Any:
+    """`tool_choice` as a chat has it: names are one level deeper there."""
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in tools]},
+            }
+    return choice

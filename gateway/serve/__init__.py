@@ -1,0 +1,1 @@
+"""`podway serve`: from settings to a running server, and its orderly end."""

@@ -1,0 +1,68 @@
+"""`podway serve`: flags made from the settings, then start, announce, serve, drain.
+
+Exit codes: 0 drained, 1 could not start (`gateway.__main__` prints the line), 130 interrupted.
+"""
+
+import argparse
+import logging
+import sys
+
+from gateway.commands.flags import Parser
+from gateway.serve.assemble import LoadedModel, serve
+from gateway.serve.options import Option
+from gateway.serve.settings import LOCAL_FILE, load, options
+from gateway.serve.terminal import LoadingBars, banner, url_of
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def parser() -> Parser:
+    """One flag for every setting, in the settings' own groups."""
+    parser = Parser(
+        "podway serve",
+        usage="podway serve [MODEL] [flags]",
+        description="Serve a model over OpenAI's API; without MODEL the built-in one.",
+        epilog="Flags win over PODWAY_* variables, these over --config FILE, this over "
+        f"{LOCAL_FILE} in the current directory. In files the names are the flags' names.",
+    )
+    groups = {}
+    for option in options():
+        if option.name == "model":
+            parser.add_argument("model", nargs="?", metavar=option.metavar, help=_help(option))
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add_flag(groups[option.group], option)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    if option.is_switch:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(option.flag, action=action, default=None, help=_help(option))
+    else:
+        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
+        group.add_argument(option.flag, metavar=metavar, help=_help(option))
+
+
+def main(argv: list[str]) -> int:
+    """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
+    said = vars(parser().parse_args(argv))
+    settings = load({name: value for name, value in said.items() if value is not None})
+    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)
+    with LoadingBars(sys.stderr) as progress:
+
+        def announce(port: int, loaded: LoadedModel) -> None:
+            progress.stop()
+            url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
+            cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
+            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, cost))
+            sys.stdout.flush()
+
+        serve(settings, progress=progress, announce=announce)
+    return 0
+
+
+def _help(option: Option) -> str:
+    default = f"default {option.default}; " if option.default else ""
+    return f"{option.description} ({default}{option.env})"

@@ -1,0 +1,220 @@
+"""The life of a server: listen, run the engine, and when told to stop, drain and leave in order.
+
+SIGTERM drains: no new requests, running answers finish within `drain_seconds`. SIGINT, or a
+second signal of any kind, ends what is left at once, each answer with an error. The sockets
+close only then, so that callers get a 503 meanwhile and not a refused connection. Another SIGINT
+waits for nothing more.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import uvicorn
+
+from engine.errors import RefusedToStart
+from gateway.serve.connection import Connection, ConnectionBounds
+
+if TYPE_CHECKING:
+    import ssl
+    from types import TracebackType
+
+    from starlette.types import ASGIApp
+
+    from engine.loop import Engine
+    from gateway.batch.runner import BatchRunner
+    from gateway.observe.backpressure import LoopWatch
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+INTERRUPTED = 130
+KEEP_ALIVE_SECONDS = 75
+FILES_OF_OUR_OWN = 128  # not connections: weights, pipes to workers, stores
+FLUSH_SECONDS = 5  # for the last bytes, after the last answer
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet; raises `RefusedToStart`. Port 0: any free one."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise RefusedToStart(f"cannot listen on {host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise RefusedToStart(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+class Signals:
+    """SIGTERM and SIGINT as events, SIGHUP as a call, while its `with` lasts."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()  # to stop
+        self.urged = asyncio.Event()  # to stop at once
+        self.is_interrupt = False
+        self._numbers = [signal.SIGTERM, signal.SIGINT]
+
+    def on_hangup(self, reload: Callable[[], None]) -> None:
+        """From now on SIGHUP means: read the files again. Until then it ends the process."""
+        self._numbers.append(signal.SIGHUP)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: "TracebackType | None",
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if number is signal.SIGINT and self.urged.is_set():
+            logger.warning("interrupted again: leaving at once")
+            os._exit(INTERRUPTED)  # the system ends the workers with us
+        if number is signal.SIGINT or self.told.is_set():
+            self.urged.set()
+        if not self.told.is_set():
+            self.is_interrupt = number is signal.SIGINT
+        self.told.set()
+
+
+async def unless_told(work: asyncio.Task[T], signals: Signals) -> T | None:
+    """The result of `work`, or None if we were told to stop first: then it was cancelled."""
+    telling = asyncio.create_task(signals.told.wait())
+    try:
+        await asyncio.wait((work, telling), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        return None
+    finally:
+        for task in (work, telling):
+            task.cancel()
+        await asyncio.wait((work, telling))
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers, and with a moment at which it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An app, its engine, the runner of batches, and the watch over their loop."""
+
+    app: "ASGIApp"
+    engine: "Engine"
+    watch: "LoopWatch"
+    runner: "BatchRunner"
+    drain_seconds: float
+    bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
+    tls: "ssl.SSLContext | None" = None
+
+    async def serve(
+        self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
+    ) -> None:
+        """Serve on the bound socket until told to stop, then drain. Closes the socket."""
+        server = _Uvicorn(_config(self))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(self.engine.run())
+            watching = group.create_task(self.watch.run())
+            batching = group.create_task(self.runner.run())
+            serving = group.create_task(server.serve([listener]))
+            await server.listens.wait()
+            calm_collector()
+            on_ready()
+            await signals.told.wait()
+            batching.cancel()  # what is not answered yet is left to the next start
+            await asyncio.wait((batching,))
+            await self._drain(signals)
+            server.should_exit = True
+            await serving
+            running.cancel()
+            watching.cancel()
+
+    async def _drain(self, signals: Signals) -> None:
+        if not signals.urged.is_set():
+            logger.info("draining for at most %g s", self.drain_seconds)
+        draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
+        urging = asyncio.create_task(signals.urged.wait())
+        await asyncio.wait((draining, urging), return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, urging):
+            task.cancel()
+        await asyncio.wait((draining, urging))
+        await self.engine.drain(0)
+
+
+def calm_collector() -> None:
+    """Keep the garbage collector away from what lives as long as the process.
+
+    Requests come and go by reference counting; a full collection over all modules, several
+    times a second, was 8 % of the loop's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def raise_file_limit() -> int:
+    """Let the process have as many open files as it may; how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems say more than they give
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    most = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return max(1, most - FILES_OF_OUR_OWN)
+
+
+def _config(server: Server) -> uvicorn.Config:
+    tls = server.tls
+    return uvicorn.Config(
+        server.app,
+        http=partial(Connection, bounds=server.bounds),  # type: ignore[arg-type] # it is called only
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )

@@ -1,0 +1,112 @@
+"""What `podway serve` shows a person: how far the weights are, and how to reach the server.
+
+Bars and colours only on a terminal; plain lines elsewhere.
+"""
+
+import json
+import shlex
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+from engine.step import WorkerReport
+from gateway.serve.settings import Settings
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class LoadingBars:
+    """One bar per label while a worker loads; called with (label, done, total)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bars off the screen; may be called twice."""
+        self._bars.stop()
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        is_new = label not in self._tasks
+        if is_new:
+            self._tasks[label] = self._bars.add_task(label, total=total)
+        self._bars.update(self._tasks[label], completed=done, total=total)
+        if not self._console.is_terminal and (is_new or done == total):
+            self._console.print(f"{label}: {done} of {total}", markup=False, soft_wrap=True)
+
+
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """Where a client on this machine finds the server."""
+    host = _WILDCARDS.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost: str) -> str:
+    """The lines that are shown once the server answers; `cost` is what steps take."""
+    num_slots = report.num_blocks * report.block_size
+    megabytes = report.num_blocks * report.bytes_per_block / 2**20
+    kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
+    weights = "" if report.weights == report.dtype else f" with {report.weights} weights"
+    facts = {
+        "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
+        f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
+        "KV": f"{num_slots:,} slots in blocks of {report.block_size}, "
+        f"{megabytes:,.0f} MiB{kv_dtype}",
+        "compute": f"{_workers(settings)} of {report.threads} threads "
+        f"that {settings.thread_wait}, {report.kernels}, attention {report.attention}",
+        "schedule": f"{settings.policy}, admission {settings.admission}, batches of "
+        f"{settings.max_batch_size} requests or {settings.max_batch_tokens:,} tokens",
+        "cost": cost,
+    }
+    title = f"Podway {version('podway')} serves {model} at {url}"
+    lines = [f"  {name:9} {fact}" for name, fact in facts.items()]
+    example = curl_line(url, model, with_key=bool(settings.api_key or settings.api_key_file))
+    return "\n".join([title, *lines, "", f"  {example}", "", ""])
+
+
+def curl_line(url: str, model: str, *, with_key: bool) -> str:
+    """A command to copy: a streaming answer."""
+    body = {
+        "model": model,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Hello! Who are you?"}],
+    }
+    words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
+    line = shlex.join([*words, "-d", json.dumps(body)])
+    return line + ' -H "authorization: Bearer $KEY"' if with_key else line
+
+
+def _workers(settings: Settings) -> str:
+    stages, ranks = settings.pipeline_stages, settings.tensor_ranks
+    return "a worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks, each"
+
+
+def _short(number: int) -> str:
+    """3,100,000 as 3.1 M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)

@@ -1,0 +1,1 @@
+"""The ASGI application: middleware, routes, uploads and the OpenAPI document."""

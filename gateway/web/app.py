@@ -1,0 +1,120 @@
+"""The ASGI app: a table of routes behind the door (`gateway.web.middleware`), errors as JSON.
+
+Handlers raise; the door and the tables of `gateway.errors` make of it what the client sees.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.errors import EngineError
+from gateway.errors import MethodNotAllowed, PathNotFound
+from gateway.generation.reply import error_response
+from gateway.service import Service, caller_of, service_of
+from gateway.web.middleware import IdentifyCaller
+from gateway.web.routes import (
+    admin,
+    batches,
+    chat,
+    completions,
+    docs,
+    embeddings,
+    files,
+    health,
+    messages,
+    models,
+    requests,
+    responses,
+    tokens,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp
+
+Endpoint = Callable[["HttpRequest"], Awaitable["ASGIApp"]]
+
+
+def _route(path: str, **endpoints: Endpoint) -> Route:
+    """A path that has another endpoint for each method."""
+
+    async def choose(http: "HttpRequest") -> "ASGIApp":
+        method = "GET" if http.method == "HEAD" else http.method
+        return await endpoints[method](http)
+
+    return Route(path, choose, methods=[*endpoints])
+
+
+ROUTES = (
+    Route("/v1/chat/completions", chat.create_chat_completion, methods=["POST"]),
+    Route("/v1/completions", completions.create_completion, methods=["POST"]),
+    Route("/v1/models", models.list_models, methods=["GET"]),
+    Route("/v1/models/{model:path}", models.retrieve_model, methods=["GET"]),
+    Route("/v1/chat/completions/render", chat.render_chat, methods=["POST"]),
+    Route("/tokenize", tokens.tokenize, methods=["POST"]),
+    Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    _route("/v1/files", GET=files.list_files, POST=files.create_file),
+    _route("/v1/files/{file_id}", GET=files.retrieve_file, DELETE=files.delete_file),
+    _route("/v1/files/{file_id}/content", GET=files.retrieve_content),
+    _route("/v1/batches", GET=batches.list_batches, POST=batches.create_batch),
+    _route("/v1/batches/{batch_id}", GET=batches.retrieve_batch),
+    _route("/v1/batches/{batch_id}/cancel", POST=batches.cancel_batch),
+    Route("/v1/embeddings", embeddings.create_embeddings, methods=["POST"]),
+    Route("/v1/messages", messages.create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+    Route("/v1/responses", responses.create_response, methods=["POST"]),
+    _route(
+        "/v1/responses/{response_id}",
+        GET=responses.retrieve_response,
+        DELETE=responses.delete_response,
+    ),
+    _route("/v1/responses/{response_id}/cancel", POST=responses.cancel_response),
+    _route("/v1/responses/{response_id}/input_items", GET=responses.list_input_items),
+    Route("/v1/requests/{request_id:path}/cancel", requests.cancel, methods=["POST"]),
+    Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
+    Route("/health", health.health, methods=["GET"]),
+    Route("/ready", health.ready, methods=["GET"]),
+    Route("/metrics", health.metrics, methods=["GET"]),
+    Route("/openapi.json", docs.openapi, methods=["GET"]),
+    Route("/docs", docs.docs, methods=["GET"]),
+)
+CLOSED_REQUEST = 499  # nobody reads it; nginx's word for a client that left
+
+
+def build_app(service: Service) -> "ASGIApp":
+    """The app over a service; it starts and stops nothing."""
+    app = Starlette(
+        routes=ROUTES,
+        exception_handlers={
+            EngineError: _tell,
+            HTTPException: _tell_http,
+            ClientDisconnect: _tell_nobody,
+            Exception: _tell,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return IdentifyCaller(app, service)
+
+
+async def _tell(http: "HttpRequest", error: Exception) -> Response:
+    return error_response(error, caller_of(http), service_of(http).clock)
+
+
+async def _tell_http(http: "HttpRequest", error: Exception) -> Response:
+    """Starlette's own refusals: no such path, no such method."""
+    assert isinstance(error, HTTPException), "registered for this class"
+    if error.status_code == 405:
+        allow = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+        return await _tell(http, MethodNotAllowed(http.method, allow))
+    return await _tell(http, PathNotFound(f"No endpoint at {http.scope['path'][:200]}."))
+
+
+async def _tell_nobody(http: "HttpRequest", error: Exception) -> Response:
+    """The client left while it was sending its body."""
+    return Response(status_code=CLOSED_REQUEST)

@@ -1,0 +1,173 @@
+"""The way in, in front of the routes: a name for every caller, then key, limits and retries.
+
+    Door ─▶ (CORS) ─▶ Guard ─▶ routes
+
+`IdentifyCaller` leaves the server's own `send` in the scope: what follows a stream's status line
+goes there directly, past everything that only looks at the status line.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.errors import EngineError
+from gateway.access.callers import Caller, sane_request_id
+from gateway.access.retries import Retries
+from gateway.errors import InvalidApiKey, Superseded
+from gateway.generation.reply import error_response
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.access.retries import Attempt
+    from gateway.service import Service
+
+UNGUARDED = frozenset({"/health"})
+PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
+METERED = "/v1/"  # POSTs there count against the limits of their key,
+ANTHROPIC = "/v1/messages"
+RESPONSES = "/v1/responses"
+LAST = 2**31 - 1  # as number of an event: behind all that were sent, however many those were
+UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
+EXPOSED = (
+    "x-request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-tokens",
+)
+
+
+class IdentifyCaller:
+    """The outermost app: every caller gets a name."""
+
+    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+        self._service = service
+        self._app: ASGIApp = AccessControl(app, service)
+        if service.cors_origins:
+            self._app = CORSMiddleware(
+                self._app,
+                allow_origins=service.cors_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED,
+            )
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "http":
+            service = self._service
+            offered = _header(scope, b"x-request-id")
+            request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
+            is_anthropic = scope["path"].startswith(ANTHROPIC)
+            scope["podway.caller"] = Caller(request_id, service.clock(), is_anthropic=is_anthropic)
+            scope["podway.send"] = send
+        await self._app(scope, receive, send)
+
+
+class AccessControl:
+    """Lets in whoever shows a key, within its limits, and once for each request."""
+
+    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+        self._app = app
+        self._service = service
+        self._tries = Retries()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http" or scope["path"] in UNGUARDED:
+            await self._app(scope, receive, send)
+            return
+        service = self._service
+        caller: Caller = scope["podway.caller"]
+        is_metered = _is_metered(scope)
+        try:
+            key = service.keys.key_of(
+                _header(scope, b"authorization"), _header(scope, b"x-api-key")
+            )
+            caller = replace(
+                caller, tenant=key.name, weight=key.allowance.weight, urgent=key.allowance.priority
+            )
+            if is_metered:
+                caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
+        except EngineError as error:
+            response = error_response(error, caller, service.clock)
+            if isinstance(error, InvalidApiKey) and scope["path"] in PAGES:
+                response.headers["www-authenticate"] = 'Basic realm="an API key as the password"'
+            await response(scope, receive, send)
+            return
+        scope["podway.caller"] = caller
+        if not is_metered:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._try(scope, receive, send)
+        finally:
+            service.quotas.leave(key)
+
+    async def _try(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Serve a request that may be sent again while it runs; then only the last one is."""
+        caller: Caller = scope["podway.caller"]
+        response = _Progress(send)
+        with self._tries.begin(caller.tenant, scope, receive) as attempt:
+            await self._app(scope, attempt.receive, response.send)
+            if attempt.is_superseded:
+                await self._dismiss(attempt, response, scope)
+
+    async def _dismiss(self, attempt: "Attempt", response: "_Progress", scope: "Scope") -> None:
+        """End what the app left open, if somebody still listens."""
+        caller: Caller = scope["podway.caller"]
+        error = error_response(Superseded(), caller, self._service.clock)
+        if not response.has_started:
+            await error(scope, attempt.receive, response.send)
+        elif not response.is_complete:
+            event = _last_event(scope["path"], error) if response.is_stream else b""
+            await response.send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+class _Progress:
+    """How far a response is. Events within a stream do not pass here."""
+
+    def __init__(self, send: "Send") -> None:
+        self.has_started = False
+        self.is_complete = False
+        self.is_stream = False
+        self._send = send
+
+    async def send(self, message: "Message") -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            media_type = dict(message["headers"]).get(b"content-type", b"")
+            self.is_stream = media_type.startswith(b"text/event-stream")
+        else:
+            self.is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+
+def _last_event(path: str, error: "Response") -> bytes:
+    """A failure in the words of the stream that it ends."""
+    body = bytes(error.body)
+    if path.startswith(ANTHROPIC):
+        return b"event: error\ndata: " + body + b"\n\n"
+    if path.startswith(RESPONSES):
+        told = orjson.loads(body)["error"] | {"type": "error", "sequence_number": LAST}
+        return b"event: error\ndata: " + orjson.dumps(told) + b"\n\n"
+    return b"data: " + body + b"\n\n"
+
+
+def _is_metered(scope: "Scope") -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.startswith(METERED) and not path.endswith(UNMETERED)
+
+
+def _header(scope: "Scope", name: bytes) -> str | None:
+    """The last header of that name."""
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")

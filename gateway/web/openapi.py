@@ -1,0 +1,250 @@
+"""Our own OpenAPI 3.1 document, made from the routes and from the structs that read their bodies.
+
+A new endpoint is described by one line in `OPERATIONS`; a route without a line is listed all the
+same, with a body of any kind.
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from gateway.schema.anthropic.request import AnthropicRequest
+from gateway.schema.fields.sampling import LEAST, RANGES
+from gateway.schema.openai.batches import BatchRequest
+from gateway.schema.openai.chat import ChatRequest
+from gateway.schema.openai.completions import CompletionRequest
+from gateway.schema.openai.embeddings import EmbeddingRequest
+from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
+from gateway.schema.responses.request import ResponseRequest
+from gateway.web.routes.admin import PolicyChoice
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+Json = dict[str, Any]
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+FORM = "multipart/form-data"
+PAGING = ("after", "limit", "order")
+REF = "#/components/schemas/{name}"
+UNGUARDED = frozenset({"/health"})
+
+
+class Operation(NamedTuple):
+    """What the document says of a route besides its path; `body` reads the request."""
+
+    tag: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answers: tuple[str, ...] = (JSON,)
+    query: tuple[str, ...] = ()
+    form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "text", "The next message of a conversation.", ChatRequest, (JSON, EVENTS)
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "text", "What follows a text.", CompletionRequest, (JSON, EVENTS)
+    ),
+    ("POST", "/v1/chat/completions/render"): Operation(
+        "text", "The prompt that a conversation becomes, as text and ids.", ChatRequest
+    ),
+    ("POST", "/tokenize"): Operation("text", "The ids of a text.", TokenizeRequest),
+    ("POST", "/detokenize"): Operation("text", "The text of ids.", DetokenizeRequest),
+    ("GET", "/v1/models"): Operation("models", "The models of this server."),
+    ("GET", "/v1/models/{model}"): Operation("models", "One model."),
+    ("POST", "/v1/files"): Operation("batches", "Keep a file.", form=("purpose", "file")),
+    ("GET", "/v1/files"): Operation("batches", "Your files.", query=(*PAGING, "purpose")),
+    ("GET", "/v1/files/{file_id}"): Operation("batches", "What is known of a file."),
+    ("DELETE", "/v1/files/{file_id}"): Operation("batches", "Forget a file."),
+    ("GET", "/v1/files/{file_id}/content"): Operation(
+        "batches", "A file itself.", answers=("application/octet-stream",)
+    ),
+    ("POST", "/v1/batches"): Operation("batches", "Work off a file of requests.", BatchRequest),
+    ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
+    ("GET", "/v1/batches/{batch_id}"): Operation("batches", "How far a batch is."),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Stop a batch."),
+    ("POST", "/v1/embeddings"): Operation(
+        "text", "Refused: no model that is served here was trained for it.", EmbeddingRequest
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "messages", "The next message, as Anthropic's API has it.", AnthropicRequest, (JSON, EVENTS)
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "messages", "How many tokens such a prompt has.", AnthropicRequest
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "responses", "The next turn, as items.", ResponseRequest, (JSON, EVENTS)
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation("responses", "A response that was kept."),
+    ("DELETE", "/v1/responses/{response_id}"): Operation("responses", "Forget a response."),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "responses", "End a response that is being made."
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        "responses", "What a response was made of.", query=PAGING
+    ),
+    ("POST", "/v1/requests/{request_id}/cancel"): Operation(
+        "requests", "End a running request by its x-request-id."
+    ),
+    ("GET", "/admin/policy"): Operation("operation", "Which policy decides who runs next."),
+    ("POST", "/admin/policy"): Operation(
+        "operation", "Change the policy while serving.", PolicyChoice
+    ),
+    ("GET", "/health"): Operation("operation", "The process answers."),
+    ("GET", "/ready"): Operation("operation", "A request would be served now."),
+    ("GET", "/metrics"): Operation(
+        "operation", "Counts in Prometheus' text format.", answers=(TEXT,)
+    ),
+    ("GET", "/openapi.json"): Operation("operation", "This document."),
+    ("GET", "/docs"): Operation("operation", "This document, to read.", answers=("text/html",)),
+}
+
+_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+    "required": ["type", "error"],
+}
+
+
+def describe(routes: "Iterable[BaseRoute]") -> Json:
+    """The document of an app with these routes."""
+    bodies = {operation.body for operation in OPERATIONS.values() if operation.body is not None}
+    ordered = sorted(bodies, key=lambda body: body.__qualname__)
+    refs, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
+    for schema in schemas.values():
+        _bound(schema.get("properties", {}))
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Podway",
+            "version": version("podway"),
+            "description": "An OpenAI-compatible gateway with its own serving engine. Answers have "
+            "the shapes of OpenAI's API.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": _paths(routes, dict(zip(ordered, refs, strict=True))),
+        "components": {
+            "schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _paths(routes: "Iterable[BaseRoute]", refs: Mapping[type[msgspec.Struct], Json]) -> Json:
+    paths: Json = {}
+    for route in routes:
+        path = getattr(route, "path_format", None)
+        if path is None:
+            continue
+        for method in sorted(getattr(route, "methods", None) or ()):
+            if method != "HEAD":
+                paths.setdefault(path, {})[method.lower()] = _operation(method, path, refs)
+    return paths
+
+
+def _operation(method: str, path: str, refs: Mapping[type[msgspec.Struct], Json]) -> Json:
+    about = OPERATIONS.get((method, path), Operation("more", f"{method} {path}"))
+    error = "AnthropicError" if about.tag == "messages" else "Error"
+    told: Json = {
+        "operationId": _identifier(method, path),
+        "summary": about.summary,
+        "tags": [about.tag],
+        "responses": {
+            "200": {
+                "description": "As asked.",
+                "content": {kind: {"schema": _answer(kind)} for kind in about.answers},
+            },
+            "default": {
+                "description": "What went wrong.",
+                "content": {JSON: {"schema": {"$ref": REF.format(name=error)}}},
+            },
+        },
+    }
+    if parameters := [*_parameters(path), *_query(about.query)]:
+        told["parameters"] = parameters
+    if about.body is not None:
+        told["requestBody"] = {"required": True, "content": {JSON: {"schema": refs[about.body]}}}
+    elif about.form:
+        told["requestBody"] = {"required": True, "content": {FORM: {"schema": _form(about.form)}}}
+    elif method == "POST" and (method, path) not in OPERATIONS:
+        told["requestBody"] = {"content": {"*/*": {"schema": {}}}}
+    if path in UNGUARDED:
+        told["security"] = []
+    return told
+
+
+def _identifier(method: str, path: str) -> str:
+    """`get_v1_models_model`: unique, since method and path are."""
+    words = path.replace("/", " ").replace(".", " ").replace("{", "").replace("}", "").split()
+    return "_".join([method.lower(), *words])
+
+
+def _answer(kind: str) -> Json:
+    return {"type": "object"} if kind == JSON else {"type": "string"}
+
+
+def _parameters(path: str) -> list[Json]:
+    names = [part.partition("}")[0] for part in path.split("{")[1:]]
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+
+
+def _query(names: tuple[str, ...]) -> list[Json]:
+    return [{"name": name, "in": "query", "schema": {"type": "string"}} for name in names]
+
+
+def _form(names: tuple[str, ...]) -> Json:
+    parts = {
+        name: {"type": "string", **({"format": "binary"} if name == "file" else {})}
+        for name in names
+    }
+    return {"type": "object", "properties": parts, "required": list(names)}
+
+
+def _bound(properties: Json) -> None:
+    """Ranges stand in tables, since their complaints are ours; the document shows them too."""
+    for name, schema in properties.items():
+        for part in schema.get("anyOf", [schema]):
+            if part.get("type") not in ("integer", "number"):
+                continue
+            if name in RANGES:
+                part["minimum"], part["maximum"] = RANGES[name]
+            if name in LEAST:
+                part["minimum"] = LEAST[name]

@@ -1,0 +1,58 @@
+"""`/admin/policy`: GET says which policy decides who runs next, POST changes it while serving."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import orjson
+
+from engine.policy import POLICIES, PolicySettings, build, name_of
+from gateway.access.callers import read_body
+from gateway.generation.reply import json_response
+from gateway.schema.decoding import check_word, decode
+from gateway.service import Service, caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a POST: a name of `engine.policy.POLICIES`."""
+
+    policy: str
+
+
+async def policy(http: "HttpRequest") -> "Response":
+    """The policy by now, the admission mode, and what could be chosen instead.
+
+    Raises `InvalidRequest` for a POST that names no policy.
+    """
+    service = service_of(http)
+    if http.method == "POST":
+        choice = decode(_DECODER, await read_body(http, service.limits))
+        check_word(choice.policy, "policy", tuple(POLICIES))
+        _switch(service, choice.policy)
+    scheduler = service.engine.scheduler
+    told = {
+        "policy": name_of(scheduler.policy),
+        "admission": scheduler.settings.admission.value,
+        "policies": list(POLICIES),
+    }
+    return json_response(orjson.dumps(told), caller_of(http), service.clock)
+
+
+def _switch(service: Service, name: str) -> None:
+    """No request is lost or restarted; the policy that is there keeps what it has learned."""
+    scheduler = service.engine.scheduler
+    before = name_of(scheduler.policy)
+    if name == before:
+        return
+    settings = PolicySettings(seats=scheduler.settings.max_batch_size)
+    service.engine.switch(build(name, scheduler.cost, settings))
+    logger.info("policy=%s before=%s live=%d", name, before, len(scheduler.pool))
+
+
+_DECODER = msgspec.json.Decoder(PolicyChoice)

@@ -1,0 +1,111 @@
+"""`/v1/batches`: leave a file of requests, look after it, end it early."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import orjson
+
+from engine.errors import InvalidRequest
+from gateway.access.callers import read_body
+from gateway.batch.runner import Endpoint
+from gateway.errors import FileNotFound
+from gateway.generation.reply import json_response
+from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
+from gateway.schema.paging import list_json, read_page
+from gateway.service import caller_of, service_of
+from gateway.store.batches import BatchRecord
+from gateway.web.routes.chat import order_chat
+from gateway.web.routes.completions import order_completion
+from gateway.web.routes.responses import order_response
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from gateway.access.callers import Caller
+    from gateway.service import Service
+    from gateway.web.routes.generation import PlanOptions
+
+
+def _at_once(order: "Callable[[bytes, Caller, Service], PlanOptions]") -> Endpoint:
+    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "PlanOptions":
+        return order(body, caller, service)
+
+    return endpoint
+
+
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": _at_once(order_chat),
+    "/v1/completions": _at_once(order_completion),
+    "/v1/responses": order_response,
+}
+DEFAULT_LISTED, MAX_LISTED = 20, 100
+KEPT_SECONDS = 30 * 86_400  # that a batch is remembered after it was made
+
+
+async def create_batch(http: "HttpRequest") -> "Response":
+    """Take a batch over an uploaded file; raises `InvalidRequest`."""
+    service, caller = service_of(http), caller_of(http)
+    request = decode_batch(await read_body(http, service.limits), tuple(ENDPOINTS))
+    now, tenant = service.unix_now(), caller.tenant
+    await _check_file(http, request)
+    expiry = request.output_expires_after
+    record = BatchRecord(
+        id=service.new_id("batch_"),
+        tenant=tenant,
+        endpoint=request.endpoint,
+        input_file_id=request.input_file_id,
+        completion_window=request.completion_window,
+        created_at=now,
+        expires_at=now + WINDOWS[request.completion_window],
+        metadata=request.metadata,
+        output_seconds=None if expiry is None else expiry.seconds,
+    )
+    await service.store.desk.leave(record, now - KEPT_SECONDS)
+    return _told(http, record)
+
+
+async def list_batches(http: "HttpRequest") -> "Response":
+    """A page of the caller's batches, the newest first."""
+    service, caller = service_of(http), caller_of(http)
+    page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
+    if page.is_ascending:
+        raise InvalidRequest("Batches are listed with the newest first only.", "order")
+    batches = service.store.desk.batches
+    records = await batches.listed(caller.tenant, page.after, page.limit + 1)
+    items = [batch_json(record) for record in records[: page.limit]]
+    body = list_json(items, has_more=len(records) > page.limit)
+    return json_response(orjson.dumps(body), caller, service.clock)
+
+
+async def retrieve_batch(http: "HttpRequest") -> "Response":
+    """How far it is; raises `BatchNotFound`."""
+    service, caller = service_of(http), caller_of(http)
+    batch_id = http.path_params["batch_id"]
+    return _told(http, await service.store.desk.batches.find(batch_id, caller.tenant))
+
+
+async def cancel_batch(http: "HttpRequest") -> "Response":
+    """End it early, what is answered stays; raises `BatchNotFound`."""
+    service, caller = service_of(http), caller_of(http)
+    batch_id = http.path_params["batch_id"]
+    now = service.unix_now()
+    return _told(http, await service.store.desk.cancel(batch_id, caller.tenant, now))
+
+
+async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
+    service, caller = service_of(http), caller_of(http)
+    file_id, param = request.input_file_id, "input_file_id"
+    try:
+        record = await service.store.files.find(file_id, caller.tenant, service.unix_now())
+    except FileNotFound:
+        message = f"Invalid '{param}': no file of yours has the id {file_id[:128]!r}."
+        raise InvalidRequest(message, param) from None
+    if record.purpose != "batch":
+        message = f"Invalid '{param}': its purpose is {record.purpose!r}, not 'batch'."
+        raise InvalidRequest(message, param)
+
+
+def _told(http: "HttpRequest", record: BatchRecord) -> "Response":
+    body = orjson.dumps(batch_json(record))
+    return json_response(body, caller_of(http), service_of(http).clock)

@@ -1,0 +1,44 @@
+"""`GET /v1/models` and `GET /v1/models/{model}`; ids may hold slashes."""
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from gateway.errors import ModelNotFound
+from gateway.generation.reply import json_response
+from gateway.service import Service, caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+
+async def list_models(http: "HttpRequest") -> "Response":
+    """The one model, as a list."""
+    service = service_of(http)
+    body = {"object": "list", "data": [_model(service)]}
+    return json_response(orjson.dumps(body), caller_of(http), service.clock)
+
+
+async def retrieve_model(http: "HttpRequest") -> "Response":
+    """The model by its name; raises `ModelNotFound` for any other."""
+    service = service_of(http)
+    check_model(http.path_params["model"], service)
+    return json_response(orjson.dumps(_model(service)), caller_of(http), service.clock)
+
+
+def check_model(name: str, service: Service) -> None:
+    """Raise `ModelNotFound` unless it is the one served here."""
+    if name != service.model.name:
+        raise ModelNotFound(name, service.model.name)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "podway",
+        "max_model_len": service.engine.scheduler.settings.max_model_len,
+    }

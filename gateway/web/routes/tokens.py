@@ -1,0 +1,93 @@
+"""`POST /tokenize` and `POST /detokenize`: text to ids and back, without generating anything."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from gateway.access.callers import read_body
+from gateway.generation.conversation import write_prompt
+from gateway.generation.prompt import fits_on_loop, text_prompts, token_ids
+from gateway.generation.reply import json_response
+from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
+from gateway.service import Service, caller_of, service_of
+from gateway.web.routes.chat import conversation_of
+from gateway.web.routes.models import check_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from gateway.ports import Tokenizer
+
+T = TypeVar("T")
+CHARS_PER_ID = 8  # as `fits_on_loop` weighs text: looking an id up is cheaper than finding it
+
+
+async def tokenize(http: "HttpRequest") -> "Response":
+    """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
+    service = service_of(http)
+    request = decode_tokenize(await read_body(http, service.limits))
+    if request.model is not None:
+        check_model(request.model, service)
+    ids = await _ids(request, service)
+    told: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.engine.scheduler.settings.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    tokenizer = service.model.tokenizer
+    if request.return_token_strs:
+        told["token_strs"] = await _aside(ids, lambda: [_shown(tokenizer, i) for i in ids])
+    return json_response(orjson.dumps(told), caller_of(http), service.clock)
+
+
+async def detokenize(http: "HttpRequest") -> "Response":
+    """The text of ids, control tokens included; raises `InvalidRequest`."""
+    service = service_of(http)
+    vocabulary = service.model.vocabulary
+    request = decode_detokenize(await read_body(http, service.limits), vocabulary)
+    if request.model is not None:
+        check_model(request.model, service)
+    ids, tokenizer = request.tokens, service.model.tokenizer
+    text = await _aside(ids, lambda: _text(tokenizer, ids))
+    return json_response(orjson.dumps({"prompt": text}), caller_of(http), service.clock)
+
+
+async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":
+    tokenizer = service.model.tokenizer
+    if request.prompt is None:
+        chat = request.as_chat(service.model.name)
+        text, ids = await write_prompt(service.model, conversation_of(chat))
+        if not request.add_special_tokens:
+            return ids
+    elif request.add_special_tokens is not False:
+        reading = await text_prompts(tokenizer, [request.prompt])
+        return reading.prompts[0]
+    else:
+        text = request.prompt
+    is_special = bool(request.add_special_tokens)
+
+    def read() -> "Sequence[int]":
+        return token_ids(tokenizer, text, "prompt", add_special_tokens=is_special)
+
+    return read() if fits_on_loop([text], 1) else await asyncio.to_thread(read)
+
+
+async def _aside(ids: "Sequence[int]", read: "Callable[[], T]") -> T:
+    """What `read` makes of so many ids; off the loop if they are many."""
+    return read() if fits_on_loop((), len(ids) // CHARS_PER_ID) else await asyncio.to_thread(read)
+
+
+def _shown(tokenizer: "Tokenizer", token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _text(tokenizer: "Tokenizer", ids: "Sequence[int]") -> str:
+    """As answers are decoded, but with control tokens."""
+    feed, special = tokenizer.decoder().feed, tokenizer.special_ids
+    pieces = (tokenizer.token_bytes(i) if i in special else feed(i) for i in ids)
+    return b"".join(pieces).decode(errors="replace")

@@ -1,0 +1,108 @@
+"""Deadlines that pass: wherever the request is, it ends once and its memory comes back."""
+
+import asyncio
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.errors import DeadlineExceeded, StepFailed
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy.mlfq import SkipJoinMLFQ
+from engine.request import Abort, FinishReason, State
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from tests.turns import HAND, a_scheduler, an_ask, answer, turn
+
+
+def test_a_waiting_request_expires_at_once() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(2, 9, deadline=5.0), 1.0)
+    assert scheduler.expire(5.75) == []
+    assert scheduler.expire(6.0) == [request]
+    assert (request.state, request.outcome) == (State.EXPIRED, "expired")
+    assert str(request.error) == "The request's deadline of 5 s passed after 0 of its tokens."
+    assert scheduler.expire(7.0) == []
+    assert not list(scheduler.policy.order(7.0))
+
+
+def test_a_request_between_iterations_expires_at_once() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(2, 9, deadline=5.0), 0.0)
+    turn(scheduler, 0.0)
+    assert scheduler.expire(5.0) == [request]
+    assert (request.state, scheduler.ledger.num_held) == (State.EXPIRED, 0)
+
+
+def test_a_request_in_flight_expires_when_its_iteration_returns() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    assert scheduler.expire(1.0) == [request]
+    assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 2)
+    answer(scheduler, iteration, 0.0)
+    assert (request.state, scheduler.ledger.num_held) == (State.EXPIRED, 0)
+    assert request.output == []
+
+
+@pytest.mark.parametrize("ending", ["failed", "lost"])
+def test_it_expires_also_when_its_iteration_does_not_return(ending: str) -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.expire(1.0)
+    if ending == "failed":
+        scheduler.fail(iteration, StepFailed("boom"), 1.5)
+    else:
+        scheduler.lose_device([iteration], 1.5)
+    assert request.state is State.EXPIRED
+    assert isinstance(request.error, DeadlineExceeded)
+
+
+def test_who_left_in_flight_before_its_deadline_is_cancelled_and_not_expired() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.cancel(request, Abort.CLIENT_GONE, 0.5)
+    assert scheduler.expire(1.0) == []
+    answer(scheduler, iteration, 0.0)
+    assert (request.state, request.error) == (State.CANCELLED, None)
+
+
+def test_who_finished_in_time_does_not_expire() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(an_ask(1, 1, deadline=1.0), 0.0)
+    turn(scheduler, 0.0)
+    assert scheduler.expire(2.0) == []
+    assert request.state is State.FINISHED
+
+
+def test_a_reader_gets_what_was_produced_and_then_the_error_while_others_go_on() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        settings = SchedulerSettings(max_model_len=50, max_batch_size=4, max_batch_tokens=8)
+        scheduler = IterationScheduler(settings, KVLedger(50, 1), FirstComeFirstServed())
+        engine = Engine(scheduler, SimulatedExecutor(HAND), loop.time)
+        running = loop.create_task(engine.run())
+        with (
+            engine.stream(an_ask(1, 9, deadline=4.0)) as late,
+            engine.stream(an_ask(1, 6)) as other,
+        ):
+            await asyncio.sleep(2.0)
+            engine.switch(SkipJoinMLFQ(HAND))
+            await asyncio.sleep(3.0)
+            # An iteration of two tokens takes a second and a half.
+            assert len((await late.next()).tokens) == 2
+            with pytest.raises(DeadlineExceeded, match="deadline of 4 s passed after 2"):
+                await late.next()
+            finish: FinishReason | None = None
+            while finish is None:
+                finish = (await other.next()).finish
+            assert other.request.produced == 6
+        running.cancel()
+
+    run_virtual(main())

@@ -1,0 +1,110 @@
+"""Who has a fault or is late, by hand: what a result without a token means for one of a batch."""
+
+from engine.control.scheduler import IterationScheduler
+from engine.errors import NothingAllowed, RowFailed
+from engine.iteration import Iteration
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import RequestSpec, State
+from engine.step import Fault, Grammar, GrammarKind, Sampling, StepResult, TokenLogprobs
+from tests.turns import a_scheduler, turn
+
+GREEDY = Sampling(temperature=0.0)
+DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
+
+
+def a_pair(**fields: object) -> IterationScheduler:
+    """Two requests of three tokens each, the first one with these fields."""
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
+    scheduler.add(RequestSpec((1, 2, 3), 2, GREEDY, **fields), 0.0)  # type: ignore[arg-type]
+    scheduler.add(RequestSpec((1, 2, 3), 2, GREEDY), 0.0)
+    return scheduler
+
+
+def planned(scheduler: IterationScheduler) -> Iteration:
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    return iteration
+
+
+def commit(scheduler: IterationScheduler, iteration: Iteration, **fields: object) -> list[object]:
+    """(request, token) of each delivery; all tokens are 7."""
+    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (7,) * draws, 0.1, **fields)  # type: ignore[arg-type]
+    found = scheduler.commit(iteration, result, 1.0)
+    scheduler.ledger.check()
+    scheduler.pool.check()
+    return [(delivery.request.request_id, delivery.token) for delivery in found]
+
+
+def test_a_fault_ends_its_request_and_no_other() -> None:
+    scheduler = a_pair()
+    iteration = planned(scheduler)
+    failed, other = iteration.requests
+    assert commit(scheduler, iteration, faults=(Fault(0, "no number"),)) == [(0, None), (1, 7)]
+    assert failed.state is State.FAILED
+    assert isinstance(failed.error, RowFailed)
+    assert scheduler.ledger.num_held == 3
+    assert (other.state, other.output) == (State.READY, [7])
+
+
+def test_a_fault_that_was_asked_for_says_so() -> None:
+    scheduler = a_pair()
+    iteration = planned(scheduler)
+    commit(scheduler, iteration, faults=(Fault(1, "all banned", is_asked_for=True),))
+    assert isinstance(iteration.requests[1].error, NothingAllowed)
+    assert str(iteration.requests[1].error) == "all banned"
+
+
+def test_who_is_late_computes_its_last_token_again_and_holds_nobody_up() -> None:
+    scheduler = a_pair(grammar=DIGITS)
+    iteration = planned(scheduler)
+    late, other = iteration.requests
+    assert commit(scheduler, iteration, late=(0,)) == [(1, 7)]
+    assert (late.state, late.num_computed, late.output) == (State.READY, 2, [])
+    again = planned(scheduler)
+    entry = next(entry for entry in again.step.entries if entry.request_id == 0)
+    assert (entry.start, entry.tokens) == (2, (3,))
+    assert entry.draw is not None
+    assert (entry.draw.grammar, entry.draw.may_be_late) == (DIGITS, True)
+    assert sorted(map(str, commit(scheduler, again))) == ["(0, 7)", "(1, 7)"]
+    assert (late.output, other.output) == ([7], [7, 7])
+    (entry,) = planned(scheduler).step.entries
+    assert entry.draw is not None
+    assert (entry.draw.output, entry.draw.may_be_late) == ((7,), False)
+
+
+def test_who_may_be_late_is_not_planned_ahead_of_its_token() -> None:
+    scheduler = a_pair(grammar=DIGITS)
+    first = planned(scheduler)
+    ahead = scheduler.plan(0.0, first)
+    assert ahead is not None
+    assert [request.request_id for request in ahead.requests] == [1]
+
+
+def test_prompt_logprobs_are_not_asked_for_again_by_who_is_late() -> None:
+    scheduler = a_pair(grammar=DIGITS, prompt_logprobs=2)
+    iteration = planned(scheduler)
+    order = iteration.step.entries[0].prompt_logprobs
+    assert order is not None
+    assert (order.top, order.offset, order.ids) == (2, 0, (2, 3))
+    told = (TokenLogprobs(-1.0, 1), TokenLogprobs(-2.0, 2))
+    commit(scheduler, iteration, late=(0,), prompt_logprobs=(told, ()))
+    entries = planned(scheduler).step.entries
+    assert [entry.prompt_logprobs for entry in entries] == [None, None]
+    assert tuple(iteration.requests[0].prompt_logprobs) == told
+
+
+def test_a_prompt_in_pieces_is_asked_for_piece_by_piece_and_once() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_tokens=4)
+    scheduler.add(RequestSpec(tuple(range(10)), 2, GREEDY, prompt_logprobs=0), 0.0)
+    orders = []
+    for _ in range(3):
+        iteration = planned(scheduler)
+        (entry,) = iteration.step.entries
+        assert entry.prompt_logprobs is not None
+        orders.append(entry.prompt_logprobs.ids)
+        told = tuple(TokenLogprobs(float(-token), 1) for token in entry.prompt_logprobs.ids)
+        commit(scheduler, iteration, prompt_logprobs=(told,))
+    assert orders == [(1, 2, 3, 4), (5, 6, 7, 8), (9,)]
+    turn(scheduler, 2.0)
+    assert not scheduler.pool

@@ -1,0 +1,302 @@
+"""Iterations planned before the tokens that they go on from are known, by hand and in time."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.errors import StepFailed
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy.mlfq import SkipJoinMLFQ
+from engine.request import Abort, FinishReason, Request, RequestSpec, State
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import HELD_TOKEN, Sampling, StepResult
+from tests.turns import GREEDY, HAND, a_scheduler, an_ask
+
+END = 9
+
+
+def commit(scheduler: IterationScheduler, iteration: Iteration, token: int = 5) -> list[int]:
+    """Settle an iteration of which every draw yields `token`; who got one."""
+    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (token,) * draws, 0.01)
+    told = [delivery.request.request_id for delivery in scheduler.commit(iteration, result, 0.0)]
+    scheduler.ledger.check()
+    scheduler.pool.check()
+    return list(told)
+
+
+def first(scheduler: IterationScheduler) -> Iteration:
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    return iteration
+
+
+def ahead(scheduler: IterationScheduler, oldest: Iteration) -> Iteration:
+    iteration = scheduler.plan(0.0, oldest)
+    assert iteration is not None
+    return iteration
+
+
+def two_in_flight(
+    ask: RequestSpec, **bounds: object
+) -> tuple[IterationScheduler, Request, Iteration, Iteration]:
+    """A request with a first iteration in flight, and one that was planned on top of it."""
+    scheduler = a_scheduler(FirstComeFirstServed(), **bounds)  # type: ignore[arg-type]
+    request = scheduler.add(ask, 0.0)
+    oldest = first(scheduler)
+    return scheduler, request, oldest, ahead(scheduler, oldest)
+
+
+def test_the_next_iteration_goes_on_from_the_token_that_the_worker_holds() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+    (entry,) = second.step.entries
+    assert (entry.start, entry.tokens) == (3, (HELD_TOKEN,))
+    assert entry.draw is not None
+    assert scheduler.plan(0.0) is None
+    assert scheduler.plan(0.0, oldest) is None
+    assert commit(scheduler, oldest, 7) == [0]
+    assert (request.state, request.output) == (State.RUNNING, [7])
+    third = ahead(scheduler, second)
+    assert commit(scheduler, second, 8) == [0]
+    assert commit(scheduler, third, 6) == [0]
+    assert (request.state, request.output) == (State.READY, [7, 8, 6])
+    assert first(scheduler).step.entries[0].tokens == (6,)
+
+
+def test_a_long_prompt_runs_on_in_pieces_whose_tokens_are_known() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    scheduler.add(RequestSpec(tuple(range(100, 120)), 2, GREEDY), 0.0)
+    pieces = [first(scheduler)]
+    for _ in range(3):
+        pieces.append(ahead(scheduler, pieces[-1]))
+        commit(scheduler, pieces[-2])
+    entries = [piece.step.entries[0] for piece in pieces]
+    assert [(entry.start, len(entry.tokens)) for entry in entries] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+        (20, 1),
+    ]
+    assert entries[1].tokens == tuple(range(108, 116))
+    assert entries[3].tokens == (HELD_TOKEN,)
+    assert [entry.draw is not None for entry in entries] == [False, False, True, True]
+
+
+def test_after_the_last_token_that_it_may_have_nothing_is_planned() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 2))
+    commit(scheduler, oldest)
+    assert scheduler.plan(0.0, second) is None
+    commit(scheduler, second)
+    assert (request.state, request.finish) == (State.FINISHED, FinishReason.LENGTH)
+    assert scheduler.ledger.num_held == 0
+
+
+def test_a_surplus_token_is_dropped_and_its_slot_returns_with_its_iteration() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9, end_ids=frozenset({END})))
+    assert commit(scheduler, oldest, END) == [0]
+    assert (request.state, request.finish) == (State.LEAVING, FinishReason.STOP)
+    assert scheduler.ledger.num_held == 4
+    scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+    assert scheduler.plan(0.0, second) is None
+    assert commit(scheduler, second) == []
+    assert (request.state, request.output) == (State.FINISHED, [END])
+    assert scheduler.ledger.num_held == 0
+
+
+def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+    scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+    assert commit(scheduler, oldest) == []
+    assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 4)
+    assert commit(scheduler, second) == []
+    assert (request.state, scheduler.ledger.num_held) == (State.CANCELLED, 0)
+    assert request.cancelled_in == 0
+    assert scheduler.num_committed == 2
+
+
+def test_an_expired_request_frees_when_the_second_iteration_returns() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9, deadline=1.0))
+    assert scheduler.expire(1.0) == [request]
+    commit(scheduler, oldest)
+    commit(scheduler, second)
+    assert (request.state, request.output) == (State.EXPIRED, [])
+
+
+def test_who_has_its_answer_does_not_expire() -> None:
+    scheduler, request, oldest, second = two_in_flight(
+        an_ask(3, 9, deadline=1.0, end_ids=frozenset({END}))
+    )
+    commit(scheduler, oldest, END)
+    assert scheduler.expire(1.0) == []
+    commit(scheduler, second)
+    assert (request.state, request.error) == (State.FINISHED, None)
+
+
+def test_a_failed_iteration_takes_the_one_planned_on_top_with_it() -> None:
+    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+    assert scheduler.fail(oldest, StepFailed("boom"), 0.0) == [request]
+    assert (request.state, str(request.error)) == (State.LEAVING, "boom")
+    assert commit(scheduler, second) == []
+    assert (request.state, scheduler.ledger.num_held) == (State.FAILED, 0)
+
+
+def test_a_batch_mate_of_the_second_iteration_outlives_the_failure_of_the_first() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
+    scheduler.add(an_ask(3, 9), 0.0)
+    oldest = first(scheduler)
+    mate = scheduler.add(an_ask(3, 9), 0.0)
+    second = ahead(scheduler, oldest)
+    scheduler.fail(oldest, StepFailed("boom"), 0.0)
+    assert commit(scheduler, second) == [mate.request_id]
+    assert mate.state is State.READY
+
+
+def test_a_lost_device_blames_once_and_ends_who_has_its_answer() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
+    done = scheduler.add(an_ask(3, 9, end_ids=frozenset({END})), 0.0)
+    oldest = first(scheduler)
+    other = scheduler.add(an_ask(3, 9), 0.0)
+    second = ahead(scheduler, oldest)
+    commit(scheduler, oldest, END)
+    third = ahead(scheduler, second)
+    assert other in third.requests
+    assert scheduler.lose_device([second, third], 0.0) == [done]
+    assert (done.state, done.error) == (State.FINISHED, None)
+    assert (other.state, other.num_crashes, other.unplanned) == (State.WAITING, 1, 3)
+    assert scheduler.ledger.num_held == 0
+
+
+def test_suspects_stay_apart_also_in_two_iterations_in_flight() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
+    suspects = [scheduler.add(an_ask(3, 9), 0.0) for _ in range(2)]
+    scheduler.lose_device([first(scheduler)], 0.0)
+    oldest = first(scheduler)
+    assert oldest.requests == (suspects[0],)
+    assert scheduler.plan(0.0, oldest) is None
+    commit(scheduler, oldest)
+    assert first(scheduler).requests == tuple(suspects)
+
+
+def test_end_tokens_are_banned_as_long_as_the_pending_token_does_not_suffice() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    scheduler.add(an_ask(3, 9, end_ids=frozenset({END}), min_tokens=2), 0.0)
+    flights = [first(scheduler)]
+    for _ in range(2):
+        flights.append(ahead(scheduler, flights[-1]))
+        commit(scheduler, flights[-2])
+    draws = [flight.step.entries[0].draw for flight in flights]
+    assert [draw.banned for draw in draws if draw is not None] == [(END,), (END,), ()]
+
+
+def test_the_worker_completes_the_output_that_penalties_read() -> None:
+    ask = RequestSpec((1, 2), 9, Sampling(presence_penalty=1.0))
+    scheduler, _, oldest, second = two_in_flight(ask)
+    outputs = []
+    for flight in (oldest, second):
+        draw = flight.step.entries[0].draw
+        assert draw is not None
+        assert draw.reads_output
+        outputs.append(draw.output)
+    assert outputs == [(), ()]  # the second lacks the token that is being sampled
+    commit(scheduler, oldest, 7)
+    draw = ahead(scheduler, second).step.entries[0].draw
+    assert draw is not None
+    assert draw.output == (7,)
+
+
+def test_where_slots_are_short_nobody_goes_ahead_of_who_needs_them() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), num_slots=7, max_batch_size=2)
+    old, young = scheduler.add(an_ask(3, 5), 0.0), scheduler.add(an_ask(2, 6), 0.0)
+    oldest = first(scheduler)
+    second = ahead(scheduler, oldest)
+    assert second.requests == (old, young)  # four slots and three: all there are
+    commit(scheduler, oldest)
+    assert scheduler.plan(0.0, second) is None
+    commit(scheduler, second)
+    assert first(scheduler).requests == (old,)
+    assert (young.state, young.num_preemptions) == (State.WAITING, 1)
+
+
+def test_a_preemptive_policy_gets_its_victims_back_for_who_waits() -> None:
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND), num_slots=10, max_batch_size=4)
+    long = scheduler.add(an_ask(8, 3), 0.0)
+    oldest = first(scheduler)
+    short = scheduler.add(an_ask(2, 2), 0.0)
+    assert scheduler.plan(0.0, oldest) is None
+    commit(scheduler, oldest)
+    assert first(scheduler).requests == (short,)
+    assert (long.state, long.produced) == (State.WAITING, 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_without_surplus_lookahead_changes_no_instant_and_no_token(stages: int) -> None:
+    def play(lookahead: int) -> list[tuple[float, list[int]]]:
+        async def main() -> list[tuple[float, list[int]]]:
+            clock = asyncio.get_running_loop().time
+            settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
+            scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+            executor = SimulatedExecutor(HAND, depth=stages, lookahead=lookahead)
+            engine = Engine(scheduler, executor, clock, lookahead=lookahead)
+            running = asyncio.create_task(engine.run())
+
+            async def one(prompt_len: int) -> tuple[float, list[int]]:
+                tokens: list[int] = []
+                with engine.stream(an_ask(prompt_len, 6)) as stream:
+                    while stream.request.finish is None:
+                        tokens += (await stream.next()).tokens
+                return clock(), tokens
+
+            told = await asyncio.gather(*(one(2) for _ in range(2 * stages)))
+            running.cancel()
+            assert not scheduler.pool
+            assert scheduler.ledger.num_held == 0
+            return told
+
+        return run_virtual(main())
+
+    assert play(1) == play(0)
+
+
+def test_with_a_lone_request_every_place_but_one_is_left_empty() -> None:
+    """Of three places two stages have, a second iteration of the same request takes one."""
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
+        scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+        engine = Engine(scheduler, SimulatedExecutor(HAND, 2, lookahead=1), clock, lookahead=1)
+        running = asyncio.create_task(engine.run())
+        instants = []
+        with engine.stream(an_ask(1, 5)) as stream:
+            while stream.request.finish is None:
+                await stream.next()
+                instants.append(clock())
+                assert stream.request.num_in_flight <= 2
+        assert [b - a for a, b in pairwise(instants)] == [1.0] * 4
+        running.cancel()
+
+    run_virtual(main())
+
+
+def test_an_engine_uses_no_more_of_an_executor_than_it_is_told() -> None:
+    async def main() -> int:
+        clock = asyncio.get_running_loop().time
+        settings = SchedulerSettings(max_model_len=500, max_batch_size=1, max_batch_tokens=8)
+        scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+        engine = Engine(scheduler, SimulatedExecutor(HAND, 2), clock, depth=1)
+        running = asyncio.create_task(engine.run())
+        most = 0
+        with engine.stream(an_ask(1, 5)) as one, engine.stream(an_ask(1, 5)) as other:
+            while one.request.finish is None or other.request.finish is None:
+                await (one if one.request.finish is None else other).next()
+                most = max(most, one.request.num_in_flight + other.request.num_in_flight)
+        running.cancel()
+        return most
+
+    assert run_virtual(main()) == 1

@@ -1,0 +1,368 @@
+"""The engine on virtual time: exact instants, every way to leave, a worker that dies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import CostModel
+from engine.errors import EngineError, StepFailed, Unavailable, WorkerLost
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Abort, FinishReason, RequestSpec, State
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import Sampling, Step, StepEntry, StepResult
+from engine.stream import TokenStream
+
+GREEDY = Sampling(temperature=0.0)
+ONE_SECOND = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
+
+
+class Mortal(SimulatedExecutor):
+    """Fails or dies at the steps that a test names."""
+
+    def __init__(self, fails: tuple[int, ...] = (), dies: tuple[int, ...] = ()) -> None:
+        super().__init__(ONE_SECOND)
+        self.fails, self.dies = fails, dies
+        self.restarts_left = 9
+        self.is_dead = False
+        self.on_lost: Callable[[], object] = lambda: None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_dead
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        self.on_lost = on_lost
+
+    def die(self) -> None:
+        """Die while nothing is in flight."""
+        self.is_dead = True
+        self.on_lost()
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        error: EngineError
+        if step.step_id in self.fails:
+            error = StepFailed("the step failed")
+        elif step.step_id in self.dies:
+            error = WorkerLost("the worker died")
+        else:
+            return super().submit(step)
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        future.set_exception(error)
+        return future
+
+    async def restart(self) -> None:
+        if not self.restarts_left:
+            raise Unavailable("restarted too often")
+        self.restarts_left -= 1
+        await asyncio.sleep(10)
+        self.is_dead = False
+
+
+def serve(
+    client: Callable[[Engine], Awaitable[None]],
+    executor: SimulatedExecutor | None = None,
+    num_blocks: int = 100,
+) -> Engine:
+    """Run the client beside the engine; afterwards nothing may be held by anybody."""
+
+    async def main() -> Engine:
+        clock = asyncio.get_running_loop().time
+        settings = SchedulerSettings(max_model_len=500, max_batch_size=4, max_batch_tokens=8)
+        scheduler = IterationScheduler(settings, KVLedger(num_blocks, 1), FirstComeFirstServed())
+        engine = Engine(scheduler, executor or SimulatedExecutor(ONE_SECOND), clock)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(engine.run())
+            await client(engine)
+            await asyncio.sleep(2)
+            running.cancel()
+        assert not scheduler.pool
+        assert scheduler.ledger.num_held == 0
+        scheduler.ledger.check()
+        return engine
+
+    return run_virtual(main())
+
+
+async def read(stream: TokenStream) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        chunk = await stream.next()
+        tokens += chunk.tokens
+        if chunk.finish is not None:
+            return tokens
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_tokens_come_at_the_instants_at_which_iterations_return() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,) * 12, 3, GREEDY)) as stream:
+            instants = []
+            chunk = await stream.next()
+            while chunk.finish is None:
+                instants.append(now())
+                chunk = await stream.next()
+            assert [*instants, now()] == [2.0, 3.0, 4.0]
+            assert chunk.finish is FinishReason.LENGTH
+
+    serve(client)
+
+
+def test_a_slow_reader_gets_its_tokens_merged() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            await asyncio.sleep(3.5)
+            assert len((await stream.next()).tokens) == 3
+            chunk = await stream.next()
+            assert len(chunk.tokens) == 1
+            await asyncio.sleep(5)
+            assert (await stream.next()).finish is FinishReason.LENGTH
+
+    serve(client)
+
+
+def test_a_late_request_joins_the_running_batch() -> None:
+    async def client(engine: Engine) -> None:
+        async def late() -> float:
+            await asyncio.sleep(1.5)
+            with engine.stream(RequestSpec((1,), 1, GREEDY)) as stream:
+                await read(stream)
+            return now()
+
+        task = asyncio.create_task(late())
+        with engine.stream(RequestSpec((1,), 9, GREEDY)) as stream:
+            await read(stream)
+            assert now() == 9.0
+        assert await task == 3.0
+
+    serve(client)
+
+
+@pytest.mark.parametrize("leave_at", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+def test_leaving_at_any_moment_frees_everything_and_disturbs_nobody(leave_at: float) -> None:
+    """At once, in the first and second chunk of a prefill, in a decode, between iterations."""
+    texts: dict[bool, list[int]] = {}
+
+    for leaves in (False, True):
+
+        async def client(engine: Engine, leaves: bool = leaves) -> None:
+            async def leaver() -> None:
+                with engine.stream(RequestSpec((1,) * 12, 50, GREEDY)) as stream:
+                    await asyncio.sleep(leave_at)
+                    stream.close(Abort.EXPLICIT)
+                    assert stream.request.state in (State.CANCELLED, State.LEAVING)
+
+            with engine.stream(RequestSpec((2,), 6, GREEDY)) as stream:
+                task = asyncio.create_task(leaver()) if leaves else None
+                texts[leaves] = await read(stream)
+                if task is not None:
+                    await task
+
+        serve(client)
+    assert texts[False] == texts[True]
+
+
+def test_a_cancelled_reader_gives_its_lease_back() -> None:
+    async def client(engine: Engine) -> None:
+        async def reader() -> None:
+            with engine.stream(
+                RequestSpec((1,), 400, GREEDY),
+            ) as stream:
+                await read(stream)
+
+        task = asyncio.create_task(reader())
+        await asyncio.sleep(2.5)
+        task.cancel()
+        await asyncio.wait([task])
+        assert engine.scheduler.pool.count(State.LEAVING) == 1
+        await asyncio.sleep(1)
+        assert not engine.scheduler.pool
+
+    serve(client, num_blocks=500)
+
+
+def test_a_refused_request_holds_nothing() -> None:
+    async def client(engine: Engine) -> None:
+        with pytest.raises(EngineError), engine.stream(RequestSpec((1,) * 499, 2, GREEDY)):
+            pytest.fail("it was accepted")
+
+    serve(client)
+
+
+def test_a_failed_step_is_an_error_for_its_batch_and_the_server_lives_on() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            first = await stream.next()
+            assert len(first.tokens) == 1
+            with pytest.raises(StepFailed, match="the step failed"):
+                await read(stream)
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            assert len(await read(stream)) == 5
+
+    serve(client, Mortal(fails=(1,)))
+
+
+def test_a_worker_death_is_a_pause_and_not_an_error() -> None:
+    answers: list[list[int]] = []
+    for dies in ((), (2,)):
+
+        async def client(engine: Engine) -> None:
+            with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+                answers.append(await read(stream))
+
+        serve(client, Mortal(dies=dies))
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 5
+
+
+def test_while_the_worker_restarts_new_requests_are_refused_and_old_ones_may_leave() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 5, GREEDY)):
+            await asyncio.sleep(4)
+            assert not engine.is_ready
+            assert retry_after(engine) == 2.0  # 5 s were expected, and 3 are over
+        await asyncio.sleep(10)
+        assert engine.is_ready
+
+    serve(client, Mortal(dies=(1,)))
+
+
+def retry_after(engine: Engine) -> float | None:
+    """What a new request is told while the worker restarts."""
+    with pytest.raises(Unavailable, match="restarting") as refusal:
+        engine.stream(RequestSpec((1,), 5, GREEDY)).__enter__()
+    return refusal.value.retry_after
+
+
+def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks() -> None:
+    executor = Mortal()
+
+    async def client(engine: Engine) -> None:
+        await asyncio.sleep(3)
+        assert engine.is_ready
+        executor.die()
+        assert not engine.is_ready
+        assert retry_after(engine) == 5.0
+        await asyncio.sleep(9.5)
+        assert not engine.is_ready
+        assert retry_after(engine) == 1.0  # late, and nobody knows for how long
+        await asyncio.sleep(1)
+        assert engine.is_ready
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            assert len(await read(stream)) == 5
+        executor.die()
+        assert retry_after(engine) == 10.0  # as long as it took
+
+    serve(client, executor)
+    assert executor.restarts_left == 7
+
+
+def test_past_the_bound_an_idle_server_stays_down_and_says_so() -> None:
+    executor = Mortal()
+    executor.restarts_left = 1
+
+    async def client(engine: Engine) -> None:
+        for _ in range(2):
+            executor.die()
+            await asyncio.sleep(11)
+        executor.on_lost()
+        await asyncio.sleep(11)
+        assert not engine.is_ready
+        with pytest.raises(Unavailable, match="no worker: restarted too often") as refusal:
+            engine.stream(RequestSpec((1,), 5, GREEDY)).__enter__()
+        assert refusal.value.retry_after is None
+
+    serve(client, executor)
+
+
+def test_a_worker_that_dies_between_two_iterations_takes_nothing_with_it() -> None:
+    executor = Mortal()
+
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            await asyncio.sleep(2.5)
+            executor.is_dead = True  # a step is in flight and returns; then nothing more is sent
+            assert len(await read(stream)) == 5
+            assert now() == 15.0
+            assert not stream.request.num_crashes
+
+    serve(client, executor)
+
+
+def test_without_a_worker_everybody_is_told() -> None:
+    async def client(engine: Engine) -> None:
+        told = pytest.raises(Unavailable, match="no worker: restarted too often")
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream, told:
+            await read(stream)
+        assert not engine.is_ready
+
+    executor = Mortal(dies=(0,))
+    executor.restarts_left = 0
+    serve(client, executor)
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
+            drained = asyncio.create_task(engine.drain(100))
+            assert len(await read(stream)) == 5
+            with (
+                pytest.raises(Unavailable, match="shutting down"),
+                engine.stream(RequestSpec((1,), 5, GREEDY)),
+            ):
+                pytest.fail("it was accepted")
+        await drained
+        assert now() == 5.0
+
+    serve(client)
+
+
+def test_draining_is_bounded_and_tells_those_it_cuts_off() -> None:
+    async def client(engine: Engine) -> None:
+        with engine.stream(RequestSpec((1,), 50, GREEDY)) as stream:
+            drained = asyncio.create_task(engine.drain(3.5))
+            with pytest.raises(Unavailable, match="before the answer was complete"):
+                await read(stream)
+        await drained
+        assert now() == 3.5
+
+    serve(client)
+
+
+def test_two_steps_are_in_flight_when_the_executor_is_two_deep() -> None:
+    """Four requests, two a batch: with two stages both batches advance every second."""
+
+    async def client(engine: Engine) -> None:
+        async def one(prompt: int) -> float:
+            with engine.stream(RequestSpec((prompt,) * 8, 3, GREEDY)) as stream:
+                await read(stream)
+            return now()
+
+        ends = await asyncio.gather(*(one(i) for i in range(2)))
+        assert ends == [3.0, 3.5]
+
+    serve(client, SimulatedExecutor(ONE_SECOND, depth=2))
+
+
+def test_every_token_depends_on_its_request_and_position_only() -> None:
+    def draw(entry: StepEntry) -> int:
+        return 10 * entry.request_id + entry.start + len(entry.tokens)
+
+    async def client(engine: Engine) -> None:
+        async def one(delay: float, length: int) -> list[int]:
+            await asyncio.sleep(delay)
+            with engine.stream(RequestSpec((1,) * length, 4, GREEDY)) as stream:
+                return await read(stream)
+
+        first, second = await asyncio.gather(one(0, 1), one(0.5, 20))
+        assert first == [1, 2, 3, 4]
+        assert second == [30, 31, 32, 33]
+
+    serve(client, SimulatedExecutor(ONE_SECOND, draw=draw))

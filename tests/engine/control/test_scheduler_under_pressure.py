@@ -1,0 +1,192 @@
+"""The scheduler with far more work than memory: every policy, admission and kind of swap.
+
+A case is a load on a small device, played to its end with cancels, failed steps, dead workers and
+switched policies on the way. PODWAY_EXAMPLES=10000 plays as many cases.
+"""
+
+import os
+from collections import Counter, deque
+from random import Random
+
+from engine.control.admission import Admission, SwapMode
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.cost.model import LiveCost
+from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
+from engine.events import NullObserver
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.policy import ORACLES, POLICIES, PolicySettings, build
+from engine.ports import Policy
+from engine.request import Abort, Request, RequestSpec, State
+from engine.step import BlockMove, Sampling, StepResult
+from tests.device import RememberingDevice, check_moves
+from tests.turns import HAND
+
+NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
+NUM_SLOTS = 24
+NAMES = [*POLICIES, *ORACLES]
+MODES = [Admission.GROW] * 4 + [Admission.RESERVE, Admission.REQUEST]
+
+
+class Told(NullObserver):
+    """How often each request ended, and what was preempted and moved."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[int] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.late = 0  # the most iterations from a cancel to its free slots
+
+    def ended(self, request: Request, now: float) -> None:
+        self.ends[request.request_id] += 1
+
+    def freed(self, request: Request, iterations: int) -> None:
+        self.late = max(self.late, iterations)
+
+    def preempted(self, request: Request, now: float) -> None:
+        self.kinds["recompute"] += 1
+
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
+        self.kinds[f"{move.direction} {'awaited' if move.is_awaited else 'ahead'}"] += 1
+
+
+class Case:
+    """One engine under one load; everything is drawn from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.told = Told()
+        self.depth = random.randint(1, 3)
+        self.looks_ahead = random.random() < 0.5
+        size = random.choice([1, 2, 4])
+        batch = random.randint(1, 4)
+        self.settings = SchedulerSettings(
+            max_model_len=24,
+            max_batch_size=batch,
+            max_batch_tokens=batch + random.randint(0, 5),
+            admission=random.choice(MODES),
+            max_step_overs=3,
+            max_preemptions=2,
+            swap=random.choice(list(SwapMode)),
+            max_swaps=4,
+            scan_limit=2,
+            reuses_prefixes=random.random() < 0.5,
+        )
+        ledger = KVLedger(NUM_SLOTS // size, size, random.choice([0, 8, 64]) // size)
+        self.cost = LiveCost(HAND)
+        self.scheduler = IterationScheduler(
+            self.settings, ledger, self.policy(), self.told, self.cost
+        )
+        self.device = RememberingDevice(size)
+        self.in_flight: deque[Iteration] = deque()
+        self.requests: list[Request] = []
+        self.to_come = random.randint(2, 14)
+        self.has_trouble = random.random() < 0.5
+        self.now = 0.0
+
+    def policy(self) -> Policy:
+        settings = PolicySettings(self.random.choice([4.0, 20.0]), seats=2)
+        return build(self.random.choice(NAMES), self.cost, settings, serves=False)
+
+    def play(self) -> None:
+        """Serve everybody to the end, in a bounded number of turns."""
+        turns = 4000
+        while turns and (self.to_come or self.scheduler.pool):
+            turns -= 1
+            if self.to_come and self.random.random() < 0.5:
+                self.arrive()
+            if self.has_trouble:
+                self.trouble()
+            self.turn()
+            self.check()
+        assert turns, f"never served: {self.scheduler!r}"
+        ledger = self.scheduler.ledger
+        assert ledger.num_held == ledger.num_moving == 0
+        assert ledger.host.num_free == ledger.host.num_blocks
+        assert all(request.state.is_terminal for request in self.requests)
+
+    def arrive(self) -> None:
+        random = self.random
+        self.to_come -= 1
+        ask = RequestSpec(
+            prompt=tuple(random.choices((0, 1), k=random.randint(1, 12))),
+            max_tokens=random.randint(1, 12),
+            sampling=Sampling(),
+            tenant=random.choice("ab"),
+            priority=random.randint(-1, 1),
+            ttft_deadline=random.choice([None, 5.0, 50.0]),
+            deadline=random.choice([None, None, None, 30.0]),
+            is_background=random.random() < 0.15,
+        )
+        try:
+            self.requests.append(self.scheduler.add(ask, self.now))
+        except (DeadlineUnmeetable, InvalidRequest):
+            assert ask.deadline or ask.ttft_deadline
+
+    def trouble(self) -> None:
+        """Sometimes somebody leaves, a step fails, the worker dies, the policy changes."""
+        random = self.random
+        for request in list(self.scheduler.pool):
+            if random.random() < 0.01:
+                self.scheduler.cancel(request, Abort.CLIENT_GONE, self.now)
+        if self.in_flight and random.random() < 0.01:
+            self.scheduler.fail(self.in_flight.popleft(), StepFailed("boom"), self.now)
+        if random.random() < 0.01:
+            self.scheduler.lose_device(self.in_flight, self.now)
+            self.in_flight.clear()
+            self.device.forget()
+        if random.random() < 0.02:
+            self.scheduler.switch(self.policy(), self.now)
+
+    def turn(self) -> None:
+        """As the engine: plan while fewer than `depth` are in flight, then commit the oldest."""
+        self.scheduler.expire(self.now)
+        while len(self.in_flight) < self.depth:
+            oldest = self.in_flight[0] if self.in_flight and self.looks_ahead else None
+            iteration = self.scheduler.plan(self.now, oldest)
+            if iteration is None:
+                break
+            assert iteration.requests, "an iteration computes something"
+            assert iteration.step.num_tokens <= self.settings.max_batch_tokens
+            assert len(iteration.requests) <= self.settings.max_batch_size
+            check_moves(iteration.step, self.in_flight, self.scheduler.ledger.block_size)
+            self.in_flight.append(iteration)
+            self.check()
+        assert self.in_flight or not self.scheduler.pool, f"stuck: {self.scheduler!r}"
+        if self.in_flight:
+            self.commit(self.in_flight.popleft())
+
+    def commit(self, iteration: Iteration) -> None:
+        draws = sum(entry.draw is not None for entry in iteration.step.entries)
+        self.device.run(iteration)
+        seconds = HAND.step(iteration.step)
+        self.now += seconds
+        result = StepResult(iteration.step.step_id, (5,) * draws, seconds)
+        self.scheduler.commit(iteration, result, self.now)
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.ledger.check()
+        scheduler.pool.check()
+        assert scheduler.ledger.num_orphans(scheduler.pool) == 0
+        assert self.told.late <= self.depth
+        for request in self.requests:
+            assert self.told.ends[request.request_id] == int(request.state.is_terminal)
+            if not request.ask.is_background:
+                assert request.num_preemptions <= self.settings.max_preemptions
+                assert request.num_swaps <= self.settings.max_swaps
+            if request.state is State.FINISHED:
+                assert request.produced == request.ask.max_tokens
+
+
+def test_whatever_the_load_everybody_is_served_and_nothing_is_lost() -> None:
+    kinds: Counter[str] = Counter()
+    for seed in range(NUM_CASES):
+        case = Case(seed)
+        try:
+            case.play()
+        except Exception as error:
+            error.add_note(f"the case of seed {seed}: {case.settings}")
+            raise
+        kinds += case.told.kinds
+    assert min(kinds[kind] for kind in ("recompute", "out awaited", "in awaited")) > NUM_CASES // 20
+    assert min(kinds[kind] for kind in ("out ahead", "in ahead")) > 0

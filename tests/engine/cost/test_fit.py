@@ -1,0 +1,62 @@
+"""What steps cost, found again from steps: exactly without noise, on the mean with it."""
+
+from random import Random
+
+import pytest
+
+from engine.cost.fit import Sample, fit
+from engine.cost.model import CostModel
+from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId
+
+TRUE = CostModel(
+    curve=((1, 0.002), (64, 0.010), (512, 0.150)), per_slot=2e-7, per_pair=3e-8, per_draw=5e-5
+)
+
+
+def a_step(random: Random) -> Step:
+    """Decodes, and in one of three a piece of a prompt."""
+    draw = Draw(Sampling())
+    entries = [
+        StepEntry(RequestId(number), random.randint(1, 4000), (1,), b"", draw)
+        for number in range(random.choice([1, 2, 4, 8, 16, 64]))
+    ]
+    if random.random() < 0.33:
+        last = random.choice([draw, None])
+        start, size = random.choice([0, 512, 1024]), random.choice([64, 200, 448])
+        entries.append(StepEntry(RequestId(99), start, (1,) * size, b"", last))
+    return Step(StepId(0), tuple(entries))
+
+
+def samples(count: int, spread: float) -> list[Sample]:
+    random = Random(7)
+    steps = [a_step(random) for _ in range(count)]
+    noises = [random.uniform(1.0 - spread, 1.0 + spread) for _ in steps]
+    return [
+        Sample.of(step, TRUE.step(step) * noise) for step, noise in zip(steps, noises, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.0, 0.02), (0.4, 0.06)])
+def test_a_model_is_found_again_from_its_steps(spread: float, tolerance: float) -> None:
+    found = fit(samples(1500, spread))
+    random = Random(8)
+    for step in (a_step(random) for _ in range(50)):
+        assert found.step(step) == pytest.approx(TRUE.step(step), rel=tolerance)
+
+
+def test_nothing_that_costs_time_is_ever_negative() -> None:
+    """Longer contexts were faster by chance: that is no reason to expect time back."""
+    odd = [Sample(1, 1000, 0.0, 1, 0.001), Sample(1, 1, 0.0, 1, 0.002), Sample(9, 9, 45, 1, 0.001)]
+    found = fit(odd * 5)
+    assert min(found.per_slot, found.per_pair, found.per_draw) >= 0.0
+    assert [seconds for _, seconds in found.curve] == sorted(s for _, s in found.curve)
+
+
+def test_steps_of_one_size_alone_tell_no_curve() -> None:
+    with pytest.raises(ValueError, match="one size"):
+        fit([Sample(1, 5, 0.0, 1, 0.01)] * 10)
+
+
+def test_many_samples_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cost.fit.MAX_SAMPLES", 100)
+    assert fit(samples(1500, 0.0)).tokens(64) == pytest.approx(TRUE.tokens(64), rel=0.1)

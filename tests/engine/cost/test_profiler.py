@@ -1,0 +1,80 @@
+"""The profile of a machine that is known exactly, and what it does not do: overrun its time."""
+
+import asyncio
+
+import pytest
+
+from engine.cost.model import CostModel
+from engine.cost.profiler import Bounds, Probe, measure, probes
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import Step
+from engine.worker.model.layout import LayoutLimits, build_layout
+
+QUICK = CostModel(
+    curve=((1, 0.002), (64, 0.010), (512, 0.150)), per_slot=2e-7, per_pair=1e-8, per_draw=5e-5
+)
+BOUNDS = Bounds(64, 512, 4096, 1000, 16)
+
+
+def profile(true: CostModel, bounds: Bounds, seconds: float) -> tuple[CostModel, float]:
+    """The cost model that was found, and the virtual seconds that it took."""
+
+    async def main() -> tuple[CostModel, float]:
+        clock = asyncio.get_running_loop().time
+        return await measure(SimulatedExecutor(true), bounds, clock, seconds), clock()
+
+    return run_virtual(main())
+
+
+def test_the_seconds_of_prompts_and_batches_are_found() -> None:
+    found, _ = profile(QUICK, BOUNDS, 2.0)
+    for length in (1, 4, 64, 256, 512):
+        assert found.compute(length, 0) == pytest.approx(QUICK.compute(length, 0), rel=0.05)
+    assert found.compute(1, 1024) == pytest.approx(QUICK.compute(1, 1024), rel=0.05)
+    assert found.idle_step == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("slower", [1, 10, 100])
+def test_a_slow_machine_is_measured_in_fewer_steps_within_the_same_time(slower: int) -> None:
+    curve = tuple((tokens, seconds * slower) for tokens, seconds in QUICK.curve)
+    found, took = profile(CostModel(curve, 2e-7, 1e-8), BOUNDS, 2.0)
+    assert took < 3.0
+    assert found.compute(1, 0) == pytest.approx(0.002 * slower, rel=0.05)
+
+
+def test_two_steps_are_run_however_long_they_take() -> None:
+    _, took = profile(CostModel.linear(60.0, 0.5, 0.0), BOUNDS, 2.0)
+    assert took == pytest.approx(60.5 + 62.0)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        BOUNDS,
+        Bounds(1, 2, 8, 1, 16),
+        Bounds(64, 64, 32, 4, 8),
+        Bounds(256, 2048, 128, 5000, 1),
+        Bounds(3, 7, 4096, 9, 4),
+    ],
+)
+def test_every_probe_is_a_step_that_a_worker_takes(bounds: Bounds) -> None:
+    limits = LayoutLimits(10, bounds.max_model_len, bounds.num_blocks, bounds.block_size)
+    planned = list(probes(bounds))
+    assert planned[0] == Probe(1, 1, 0)
+    for probe in planned:
+        step = probe.step(0, bounds)
+        assert len(step.entries) <= bounds.max_batch_size
+        assert step.num_tokens == probe.size <= bounds.max_batch_tokens
+        layout = build_layout(step, limits)
+        assert len(set(layout.slots.tolist())) == step.num_tokens, "two tokens in one slot"
+
+
+def test_a_probe_knows_its_own_size_in_the_cost_models_words() -> None:
+    linear = CostModel.linear(1.0, 0.0, 0.0)
+    parts = CostModel(linear.curve, per_slot=0.5, per_pair=0.25, per_draw=8.0)
+    for probe in (Probe(3, 1, 16), Probe(1, 64, 0), Probe(1, 32, 32)):
+        step: Step = probe.step(0, BOUNDS)
+        size = probe.sample(1.0)
+        expected = size.slots * 0.5 + size.pairs * 0.25 + size.draws * 8.0
+        assert parts.step(step) - 1.0 == pytest.approx(expected)

@@ -1,0 +1,122 @@
+"""Proactive swapping by hand: out ahead of need, in ahead of use, and not for nothing."""
+
+import pytest
+
+from engine.control.admission import SwapMode
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.policy import PolicySettings, build
+from engine.request import State
+from engine.step import Direction, StepResult
+from tests.turns import HAND, an_ask
+
+
+def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> IterationScheduler:
+    """One seat, blocks of one slot; the first quantum is that of one decode, a second."""
+    values: dict[str, object] = {
+        "max_model_len": 100,
+        "max_batch_size": 1,
+        "max_batch_tokens": 32,
+        "reuses_prefixes": False,
+        "swap": SwapMode.PROACTIVE,
+    }
+    settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
+    chosen = build(policy, HAND, PolicySettings(1000.0, seats=1))
+    return IterationScheduler(settings, KVLedger(num_blocks, 1, 50), chosen)
+
+
+def turn(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:
+    iteration = scheduler.plan(now)
+    assert iteration is not None
+    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    seconds = HAND.step(iteration.step)
+    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, seconds), now)
+    scheduler.ledger.check()
+    return iteration
+
+
+def crowd(scheduler: IterationScheduler) -> tuple[int, int]:
+    """A long request that has sunk, and one that arrives; who they are."""
+    long = scheduler.add(an_ask(20, 30), 0.0)
+    for _ in range(8):
+        turn(scheduler)
+    short = scheduler.add(an_ask(12, 3), 0.0)
+    return long.request_id, short.request_id
+
+
+def test_who_runs_last_goes_before_its_room_is_needed() -> None:
+    scheduler = make()
+    long, short = crowd(scheduler)
+    assert scheduler.ledger.num_free == 50 - 27
+    step = turn(scheduler).step
+    assert [entry.request_id for entry in step.entries] == [short]
+    (move,) = step.moves
+    assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, False, 27)
+    (sunk,) = [request for request in scheduler.pool if request.request_id == long]
+    assert sunk.state is State.SWAPPED
+    assert scheduler.ledger.num_free == 50 - 12
+
+
+def test_who_runs_soon_comes_back_before_its_turn() -> None:
+    scheduler = make()
+    long, _ = crowd(scheduler)
+    while len(scheduler.pool) > 1:
+        step = turn(scheduler).step
+        assert all(entry.request_id != long for entry in step.entries)
+    scheduler.add(an_ask(1, 1), 0.0)
+    step = turn(scheduler).step
+    assert [entry.request_id for entry in step.entries] != [long]
+    (move,) = step.moves
+    assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.IN, False, 27)
+    step = turn(scheduler).step
+    assert [entry.request_id for entry in step.entries] == [long]
+    assert step.moves == ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "bounds"),
+    [("fcfs", {}), ("mlfq", {"swap": SwapMode.REACTIVE}), ("mlfq", {"max_swaps": 0})],
+)
+def test_nothing_moves_early_unless_the_policy_the_setting_and_the_bound_allow_it(
+    policy: str, bounds: dict[str, object]
+) -> None:
+    scheduler = make(policy, 50, **bounds)
+    crowd(scheduler)
+    while scheduler.pool:
+        assert turn(scheduler).step.moves == ()
+
+
+def test_blocks_that_are_coming_are_not_asked_for_again() -> None:
+    scheduler = make()
+    crowd(scheduler)
+    first = scheduler.plan(0.0)
+    second = scheduler.plan(0.0)
+    assert first is not None
+    assert len(first.step.moves) == 1
+    assert second is None
+    assert scheduler.memory.tiers.num_coming == 27
+    scheduler.commit(first, StepResult(first.step.step_id, (5,), 1.0), 0.0)
+    assert scheduler.memory.tiers.num_coming == 0
+
+
+def test_whose_turn_it_is_waits_for_its_kv_while_others_fill_the_iteration() -> None:
+    scheduler = make("priority", 50)
+    for priority, prompt_len in ((1, 20), (2, 12)):
+        scheduler.add(an_ask(prompt_len, 9, priority=priority), 0.0)
+        turn(scheduler)
+    first, second = scheduler.pool
+    assert first.produced == 2
+    assert scheduler.memory.tiers.swap_out(first, 0.0, is_awaited=False)
+    out = scheduler.plan(0.0)
+    assert out is not None
+    assert (out.requests, out.riders) == ((second,), (first,))
+    scheduler.commit(out, StepResult(out.step.step_id, (5,), 1.0), 0.0)
+    back = scheduler.plan(0.0)
+    assert back is not None
+    assert (back.requests, back.riders) == ((second,), (first,))
+    assert [(move.direction, move.is_awaited) for move in back.step.moves] == [
+        (Direction.IN, False)
+    ]
+    scheduler.commit(back, StepResult(back.step.step_id, (5,), 1.0), 0.0)
+    assert turn(scheduler).requests == (first,)

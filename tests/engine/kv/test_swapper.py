@@ -1,0 +1,246 @@
+"""Swapping by hand: what moves when, and that every end in every state frees both tiers."""
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from engine.control.admission import SwapMode
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.errors import StepFailed, Unavailable
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.policy import build
+from engine.ports import Policy
+from engine.request import Abort, Request, State
+from engine.step import BlockMove, Direction, StepResult
+from tests.turns import HAND, an_ask, turn
+
+
+def make(num_blocks: int = 8, num_host_blocks: int = 8, **bounds: object) -> IterationScheduler:
+    """Two seats, blocks of one slot; whoever came last gives way."""
+    values: dict[str, object] = {
+        "max_model_len": 100,
+        "max_batch_size": 2,
+        "max_batch_tokens": 8,
+        "reuses_prefixes": False,
+        "swap": SwapMode.REACTIVE,
+    }
+    settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
+    ledger = KVLedger(num_blocks, 1, num_host_blocks)
+    return IterationScheduler(settings, ledger, fcfs())
+
+
+def fcfs() -> Policy:
+    return build("fcfs", HAND)
+
+
+def planned(scheduler: IterationScheduler) -> Iteration:
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.ledger.check()
+    return iteration
+
+
+def commit(scheduler: IterationScheduler, iteration: Iteration) -> None:
+    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, 0.1), 0.0)
+    scheduler.ledger.check()
+    scheduler.pool.check()
+
+
+def until(scheduler: IterationScheduler, is_reached: Callable[[Iteration], bool]) -> Iteration:
+    """Serve until a planned iteration, still in flight, is what the test waits for."""
+    while not is_reached(iteration := planned(scheduler)):
+        commit(scheduler, iteration)
+    return iteration
+
+
+def blocks(move: BlockMove) -> tuple[list[int], list[int]]:
+    return list(array("i", move.device)), list(array("i", move.host))
+
+
+def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fits() -> None:
+    scheduler = make()
+    old, young = scheduler.add(an_ask(2, 6), 0.0), scheduler.add(an_ask(2, 6), 0.0)
+    out = until(scheduler, lambda iteration: bool(iteration.step.moves))
+    (move,) = out.step.moves
+    assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, True, 4)
+    assert (young.state, young.num_computed) == (State.SWAPPING_OUT, 4)
+    assert (out.requests, out.riders) == ((old,), (young,))
+    assert (scheduler.ledger.num_held, scheduler.ledger.host.num_moving) == (5, 4)
+    commit(scheduler, out)
+    assert young.state is State.SWAPPED
+    assert scheduler.ledger.host.num_held == 4
+    back = until(scheduler, lambda iteration: bool(iteration.step.moves))
+    (move_in,) = back.step.moves
+    assert (move_in.direction, move_in.is_awaited) == (Direction.IN, True)
+    assert blocks(move_in)[1] == blocks(move)[1]
+    assert back.requests == (young,)
+    assert [(entry.start, len(entry.tokens)) for entry in back.step.entries] == [(4, 1)]
+    assert scheduler.ledger.host.num_moving == 4
+    commit(scheduler, back)
+    assert scheduler.ledger.host.num_free == 8
+    while scheduler.pool:
+        commit(scheduler, planned(scheduler))
+    assert (young.num_swaps, young.num_preemptions, old.num_swaps) == (1, 0, 0)
+
+
+def test_without_room_on_the_host_the_victim_is_computed_again() -> None:
+    scheduler = make(num_host_blocks=3)
+    scheduler.add(an_ask(2, 6), 0.0)
+    young = scheduler.add(an_ask(2, 6), 0.0)
+    while scheduler.pool:
+        turn(scheduler, 0.0)
+    assert (young.num_swaps, young.num_preemptions) == (0, 1)
+
+
+def test_who_was_swapped_too_often_comes_back_with_all_its_slots() -> None:
+    scheduler = make(max_swaps=1)
+    scheduler.add(an_ask(2, 6), 0.0)
+    young = scheduler.add(an_ask(2, 6), 0.0)
+    back = until(scheduler, lambda it: any(m.direction is Direction.IN for m in it.step.moves))
+    assert scheduler.ledger.num_held == young.max_slots
+    commit(scheduler, back)
+
+
+def test_published_blocks_stay_on_the_device_and_are_not_moved_in() -> None:
+    scheduler = make(num_blocks=9, reuses_prefixes=True)
+    scheduler.add(an_ask(2, 6, salt="old"), 0.0)
+    scheduler.add(an_ask(2, 6, salt="young"), 0.0)
+    out = until(scheduler, lambda iteration: bool(iteration.step.moves))
+    commit(scheduler, out)
+    back = until(scheduler, lambda iteration: bool(iteration.step.moves))
+    moved_out, moved_in = out.step.moves[0].num_blocks, back.step.moves[0].num_blocks
+    assert 0 < moved_in < moved_out
+    assert scheduler.ledger.host.num_free == 8 - moved_in
+    commit(scheduler, back)
+    assert scheduler.ledger.host.num_free == 8
+
+
+def swapping_out() -> tuple[IterationScheduler, Request, Iteration | None]:
+    scheduler = make()
+    scheduler.add(an_ask(2, 6), 0.0)
+    young = scheduler.add(an_ask(2, 6, deadline=5.0), 0.0)
+    return scheduler, young, until(scheduler, lambda iteration: bool(iteration.step.moves))
+
+
+def swapped() -> tuple[IterationScheduler, Request, Iteration | None]:
+    scheduler, young, out = swapping_out()
+    assert out is not None
+    commit(scheduler, out)
+    return scheduler, young, None
+
+
+def swapping_in() -> tuple[IterationScheduler, Request, Iteration | None]:
+    scheduler, young, _ = swapped()
+    while scheduler.memory.num_missing(young) > 0:
+        commit(scheduler, planned(scheduler))
+    scheduler.add(an_ask(1, 3), 0.0)
+    scheduler.memory.start(young, 0.0, is_awaited=False)
+    return scheduler, young, planned(scheduler)
+
+
+def fetched() -> tuple[IterationScheduler, Request, Iteration | None]:
+    """Moved in by the very iteration that computes it."""
+    scheduler, young, _ = swapped()
+    return scheduler, young, until(scheduler, lambda iteration: bool(iteration.step.moves))
+
+
+PLACES = {
+    State.SWAPPING_OUT: swapping_out,
+    State.SWAPPED: swapped,
+    State.SWAPPING_IN: swapping_in,
+    State.RUNNING: fetched,
+}
+in_every_place = pytest.mark.parametrize("place", PLACES)
+
+
+def settled(scheduler: IterationScheduler, in_flight: Iteration | None) -> None:
+    """The iteration returns, everybody else is served; nothing is left in any tier."""
+    if in_flight is not None:
+        commit(scheduler, in_flight)
+    while scheduler.pool:
+        commit(scheduler, planned(scheduler))
+    ledger = scheduler.ledger
+    assert (ledger.num_held, ledger.num_moving, ledger.num_orphans(())) == (0, 0, 0)
+    assert ledger.host.num_free == ledger.host.num_blocks
+
+
+@in_every_place
+def test_who_leaves_is_gone_from_both_tiers_at_the_commit(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    assert young.state is place
+    scheduler.cancel(young, Abort.CLIENT_GONE, 1.0)
+    scheduler.ledger.check()
+    is_touched = place is not State.SWAPPED
+    assert young.state is (State.LEAVING if is_touched else State.CANCELLED)
+    if in_flight is not None:
+        commit(scheduler, in_flight)
+    assert young.state is State.CANCELLED
+    assert scheduler.ledger.host.num_free == 8
+    settled(scheduler, None)
+
+
+@in_every_place
+def test_who_is_too_late_expires_wherever_its_kv_is(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    assert scheduler.expire(5.0) == [young]
+    settled(scheduler, in_flight)
+    assert young.state is State.EXPIRED
+
+
+@in_every_place
+def test_a_dead_worker_takes_both_tiers_with_it(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    scheduler.lose_device([in_flight] if in_flight else [], 1.0)
+    scheduler.ledger.check()
+    assert (young.state, young.num_computed) == (State.WAITING, 0)
+    settled(scheduler, None)
+    assert young.state is State.FINISHED
+    assert young.produced == 6
+
+
+@in_every_place
+def test_a_worker_that_dies_under_a_cancelled_request_ends_it(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    scheduler.cancel(young, Abort.CLIENT_GONE, 1.0)
+    scheduler.lose_device([in_flight] if in_flight else [], 1.0)
+    assert young.state is State.CANCELLED
+    settled(scheduler, None)
+
+
+@pytest.mark.parametrize("place", [State.SWAPPING_OUT, State.SWAPPING_IN])
+def test_a_move_that_failed_with_its_step_is_made_up_for_by_computing_again(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    assert in_flight is not None
+    failed = scheduler.fail(in_flight, StepFailed("boom"), 1.0)
+    scheduler.ledger.check()
+    assert young not in failed
+    assert (young.state, young.num_computed) == (State.WAITING, 0)
+    settled(scheduler, None)
+    assert young.produced == 6
+
+
+def test_a_fetched_request_fails_with_the_step_that_fetched_it() -> None:
+    scheduler, young, in_flight = fetched()
+    assert in_flight is not None
+    assert young in scheduler.fail(in_flight, StepFailed("boom"), 1.0)
+    settled(scheduler, None)
+
+
+@in_every_place
+def test_when_nobody_is_served_any_more_nothing_stays_behind(place: State) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    scheduler.fail_all(Unavailable("over"), 1.0)
+    settled(scheduler, in_flight)
+    assert young.state.is_terminal
+
+
+@in_every_place
+@pytest.mark.parametrize("name", ["mlfq", "fair", "deadline"])
+def test_policies_are_switched_while_kv_is_anywhere(place: State, name: str) -> None:
+    scheduler, young, in_flight = PLACES[place]()
+    scheduler.switch(build(name, HAND), 1.0)
+    settled(scheduler, in_flight)
+    assert young.state is State.FINISHED

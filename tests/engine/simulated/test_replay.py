@@ -1,0 +1,189 @@
+"""Recordings read back: refused where they are none, followed, fitted, played on other terms."""
+
+import asyncio
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
+from engine.control.scheduler import SchedulerSettings
+from engine.cost.model import CostModel, LiveCost
+from engine.errors import EngineError, StepFailed, WorkerLost
+from engine.policy import PolicySettings
+from engine.request import Request
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.figures import SLO
+from engine.simulated.follow import Follower
+from engine.simulated.play import play_all
+from engine.simulated.replay import BadRecording, RecordedRequest, Recording, read_recording
+from engine.simulated.run import Setup, simulate
+from engine.simulated.trace import Arrival
+from engine.step import Step, StepResult
+from tests.replays.playing import GOLDEN, lines, load, policy
+
+TRUE = CostModel(
+    curve=((1, 0.25), (8, 0.5), (24, 2.0)),
+    per_slot=1e-3,
+    per_pair=1e-3,
+    per_draw=0.0625,
+    idle_step=0.125,
+    idle_entry=0.03125,
+)
+
+
+def golden(name: str) -> Recording:
+    return read_recording(GOLDEN / f"{name}.jsonl")
+
+
+class Unlucky(SimulatedExecutor):
+    """Some steps fail, and at some the worker dies."""
+
+    async def restart(self) -> None:
+        await asyncio.sleep(3)
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        error: EngineError | None = None
+        if step.step_id % 7 == 3:
+            error = StepFailed("by chance")
+        if step.step_id % 19 == 4:
+            error = WorkerLost("by chance")
+        if error is None:
+            return super().submit(step)
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.25, future.set_exception, error)
+        return future
+
+
+@pytest.mark.parametrize("name", ["fcfs", "mlfq", "fair", "deadline", "priority"])
+def test_a_run_with_failures_and_deaths_is_followed_to_its_end(name: str, tmp_path: Path) -> None:
+    header = replace(golden(f"{name}_grow").header, depth=2)
+    written = [header.line()]
+
+    def write(row: Row) -> None:
+        written.append(render(row, str))
+
+    scheduler = header.build(LiveCost(header.cost), EventRecorder(write, header.block_size))
+    played = play_all(scheduler, Unlucky(TRUE, depth=2), [plain(one) for one in load()])
+    assert any("as" not in str(lost.error) for lost in played.lost)
+    path = tmp_path / "record.jsonl"
+    path.write_text("\n".join(written))
+    recording = read_recording(path)
+    kinds = {field for row in recording.rows for field in ("lost", "failed") if getattr(row, field)}
+    assert kinds == {"lost", "failed"}
+    assert Follower(recording).follow(SLO()).difference is None
+
+
+def plain(arrival: RecordedRequest) -> Arrival:
+    """The same lengths with tokens that nobody planned."""
+    return Arrival(arrival.at, arrival.prompt_len, arrival.output_len)
+
+
+def test_a_schedule_that_differs_is_told_by_its_line(tmp_path: Path) -> None:
+    written = (GOLDEN / "fcfs_grow.jsonl").read_text().splitlines()
+    at = next(i for i, line in enumerate(written) if '"planned":3' in line)
+    row = json.loads(written[at])
+    row["entries"][0][2] += 1
+    written[at] = json.dumps(row)
+    path = tmp_path / "other.jsonl"
+    path.write_text("\n".join(written))
+    followed = Follower(read_recording(path)).follow(SLO())
+    assert followed.difference is not None
+    assert followed.difference.startswith(f"line {at + 1}: recorded")
+    assert followed.figures is None
+
+
+def test_the_recorded_run_has_figures_of_its_own() -> None:
+    recording = golden("fcfs_grow")
+    figures = Follower(recording).follow(SLO(ttft=5.0)).figures
+    assert figures is not None
+    finished = [row for row in recording.rows if row.outcome == "finished"]
+    assert figures.num_arrived == len(recording.arrivals)
+    assert figures.num_finished == len(finished)
+    assert figures.output_tokens == sum(row.produced for row in finished)
+    assert figures.num_preempted == sum(row.preempted is not None for row in recording.rows)
+    assert figures.cached_tokens > 0
+
+
+def setup(header: RecordingHeader, cost: CostModel) -> Setup:
+    size = header.num_blocks * header.block_size
+    return Setup("again", header.scheduler, lambda c: policy(header, c), cost, size, 4)
+
+
+def test_the_cost_of_the_recorded_iterations_is_found_again(tmp_path: Path) -> None:
+    """Played on a machine that takes other seconds than the recording began with."""
+    header = replace(golden("fcfs_grow").header, cost=TRUE)
+    path = tmp_path / "record.jsonl"
+    path.write_text("\n".join(lines(header, load())))
+    recording = read_recording(path)
+    found = recording.cost()
+    assert found.idle_step == pytest.approx(0.125, rel=0.02)
+    assert found.idle_entry == pytest.approx(0.03125, rel=0.02)
+    again = simulate(setup(header, found), recording.arrivals)
+    first = Follower(recording).follow(SLO()).figures
+    assert first is not None
+    for measure in ("ttft", "jct"):
+        for point in ("mean", "p50"):
+            assert again.at(measure, point) == pytest.approx(first.at(measure, point), rel=0.1)
+
+
+def test_callers_leave_in_a_replay_as_they_did() -> None:
+    recording = golden("fcfs_grow")
+    left = {
+        row.cancelled
+        for row in recording.rows
+        if row.cancelled is not None and row.reason == "client_gone"
+    }
+    impatient = [one for one in recording.arrivals if one.patience is not None]
+    assert {one.number for one in impatient} == left
+    ended: list[tuple[int, str]] = []
+
+    class Ends(EventRecorder):
+        def ended(self, request: Request, now: float) -> None:
+            ended.append((request.request_id, request.outcome))
+
+    header = recording.header
+    simulate(setup(header, header.cost), recording.arrivals, Ends(lambda row: None, 4))
+    assert {who for who, outcome in ended if outcome == "cancelled"} == left
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not a recording"),
+        ("hello\n", "is not a recording"),
+        ("[1]\n", "is not a recording"),
+        ('{"podway_recording":99}\n', "version 99"),
+        ('{"podway_recording":1}\n', "line 1"),
+        ("HEADER\n", "nobody arrives"),
+        ('HEADER\n{"at":0,"arrived":0,"prompt":1,"max_tokens":1}\n{"at":1,"what":2}\n', "line 3"),
+        ('HEADER\n{"at":0,"arrived":0,"prompt":1,"max_tokens":1}\n{"at":1,"pl', "line 3"),
+    ],
+)
+def test_what_is_no_recording_is_refused_by_its_line(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    path.write_text(text.replace("HEADER", golden("fcfs_grow").header.line()))
+    with pytest.raises(BadRecording, match=says):
+        read_recording(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRecording, match="cannot read"):
+        read_recording(tmp_path / "none.jsonl")
+
+
+def test_a_recording_may_be_gzipped(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl.gz"
+    path.write_bytes(gzip.compress((GOLDEN / "fair_grow.jsonl").read_bytes()))
+    assert read_recording(path).arrivals == golden("fair_grow").arrivals
+
+
+def test_a_header_leaves_out_what_is_unbounded_and_reads_back_the_same(tmp_path: Path) -> None:
+    header = RecordingHeader("mlfq", PolicySettings(), SchedulerSettings(64), 10, 4, 1, TRUE)
+    path = tmp_path / "record.jsonl"
+    row: Row = {"at": 0, "arrived": 0, "prompt": 1, "max_tokens": 1}
+    path.write_text(header.line() + "\n" + render(row, str))
+    assert "Infinity" not in path.read_text()
+    assert read_recording(path).header == header

@@ -1,0 +1,247 @@
+"""A channel over a socket pair whose other end the test plays by hand."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.errors import StepFailed, WorkerLost
+from engine.step import Placement, RequestId, Step, StepEntry, StepId, StepResult
+from engine.transport.channel import StepChannel
+from engine.transport.wire import (
+    HEADER,
+    FrameReader,
+    FromWorker,
+    Goodbye,
+    RunStep,
+    StepFailure,
+    StepRan,
+    ToWorker,
+    WorkerLoaded,
+    frame,
+    read_to_worker,
+)
+from tests.engine.transport.workers import REPORT
+from tests.fakes import a_step
+
+
+@dataclass
+class Peer:
+    """The worker's end of the channel, and what the channel reported."""
+
+    connection: socket.socket  # non-blocking
+    reasons: list[str] = field(default_factory=list)
+    frames: FrameReader = field(default_factory=FrameReader)
+
+    async def send(self, *messages: FromWorker) -> None:
+        data = b"".join(frame(message) for message in messages)
+        await asyncio.get_running_loop().sock_sendall(self.connection, data)
+
+    async def receive(self) -> list[ToWorker]:
+        """The messages that the next piece with an end in it completes."""
+        loop = asyncio.get_running_loop()
+        while True:
+            piece = await loop.sock_recv(self.connection, 1 << 16)
+            assert piece, "the channel hung up"
+            if payloads := self.frames.feed(piece):
+                return [read_to_worker(payload) for payload in payloads]
+
+
+@dataclass
+class Line:
+    channel: StepChannel
+    peer: Peer
+
+
+@dataclass
+class Hand:
+    """The hand of the loop's clock, which stands still unless moved."""
+
+    now: float = 0.0
+
+    async def move(self, seconds: float) -> None:
+        """Move on and let the timers that are due run."""
+        self.now += seconds
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+def ran(step_id: int) -> StepRan:
+    return StepRan(StepResult(StepId(step_id), (1,), 0.0))
+
+
+@pytest.fixture
+async def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    hand = Hand()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: hand.now)
+    return hand
+
+
+@pytest.fixture
+async def line() -> AsyncIterator[Line]:
+    """A channel that gives each step 60 seconds."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        peer = Peer(theirs)
+        channel = StepChannel({Placement(): ours}, 60.0, peer.reasons.append)
+        yield Line(channel, peer)
+        channel.close("the test is over")
+
+
+async def test_a_step_is_on_the_wire_when_submit_returns(line: Line) -> None:
+    step = a_step(1, 10)
+    line.channel.submit(step)
+    (payload,) = FrameReader().feed(line.peer.connection.recv(1 << 16))
+    assert read_to_worker(payload) == RunStep(step)
+
+
+async def test_a_step_larger_than_the_socket_leaves_as_the_worker_reads(line: Line) -> None:
+    entry = StepEntry(RequestId(1), start=0, tokens=(1,), blocks=bytes(4 << 20), draw=None)
+    steps = [Step(StepId(1), (entry,)), Step(StepId(2), (entry,)), a_step(3, 10)]
+    answers = [line.channel.submit(step) for step in steps]
+    received: list[ToWorker] = []
+    while len(received) < len(steps):
+        received += await line.peer.receive()
+    assert received == [RunStep(step) for step in steps]
+    await line.peer.send(ran(1), ran(2), ran(3))
+    assert [(await answer).step_id for answer in answers] == [1, 2, 3]
+    line.channel.submit(a_step(4, 10))
+    assert await line.peer.receive() == [RunStep(a_step(4, 10))]
+
+
+async def test_an_answer_in_two_pieces_is_one_answer(line: Line) -> None:
+    answer = line.channel.submit(a_step(1, 10))
+    loop = asyncio.get_running_loop()
+    data = frame(ran(1))
+    await loop.sock_sendall(line.peer.connection, data[:3])
+    other = line.channel.submit(a_step(2, 10))
+    await line.peer.receive()
+    assert not answer.done()
+    await loop.sock_sendall(line.peer.connection, data[3:] + frame(ran(2)))
+    assert [(await answer).step_id, (await other).step_id] == [1, 2]
+
+
+async def test_a_step_that_cannot_be_written_fails_and_the_channel_lives(line: Line) -> None:
+    with pytest.raises(StepFailed, match="step 1 cannot be sent"):
+        await line.channel.submit(a_step(1, 2**64))
+    answer = line.channel.submit(a_step(2, 10))
+    await line.peer.send(ran(2))
+    assert (await answer).step_id == 2
+
+
+async def test_answers_sent_before_the_worker_left_still_count(line: Line) -> None:
+    answered = line.channel.submit(a_step(1, 10))
+    await line.peer.receive()
+    await line.peer.send(ran(1))
+    line.peer.connection.close()
+    lost = line.channel.submit(a_step(2, 20))
+    assert (await answered).step_id == 1
+    with pytest.raises(WorkerLost, match="left the connection"):
+        await lost
+    assert line.peer.reasons == ["the worker left the connection"]
+
+
+async def test_a_worker_that_leaves_while_idle_is_noticed(line: Line) -> None:
+    noticed = asyncio.Event()
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        channel = StepChannel({Placement(): ours}, 60.0, lambda reason: noticed.set())
+        theirs.close()
+        await noticed.wait()
+        assert channel.ended == "the worker left the connection"
+        assert channel.submit(a_step(1, 10)).exception() is not None
+
+
+@pytest.mark.parametrize(
+    ("rubbish", "reason"),
+    [
+        (b"Traceback (most recent call last):", "a frame of"),
+        (HEADER.pack(0), "a frame of 0 bytes"),
+        (HEADER.pack(2**31), "a frame of 2147483648 bytes"),
+        (HEADER.pack(3) + b"\xc1\xc1\xc1", "not a message from a worker"),
+        (frame(Goodbye()), "not a message from a worker"),
+        (frame(WorkerLoaded(REPORT)), "Loaded is no answer"),
+        (frame(ran(2)), "an answer to step 2, which is not the next one due"),
+        (frame(StepFailure(StepId(2), "no")), "an answer to step 2"),
+        (frame(ran(1)) * 3, "an answer to step 1, which is not the next one due"),
+    ],
+)
+async def test_rubbish_loses_the_channel(line: Line, rubbish: bytes, reason: str) -> None:
+    line.channel.submit(a_step(1, 10))
+    answer = line.channel.submit(a_step(3, 10))
+    await asyncio.get_running_loop().sock_sendall(line.peer.connection, rubbish)
+    with pytest.raises(WorkerLost, match=reason):
+        await answer
+    assert len(line.peer.reasons) == 1
+
+
+async def test_an_answer_to_nothing_loses_the_channel() -> None:
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        channel = StepChannel({Placement(): ours}, 60.0, lost.set_result)
+        theirs.sendall(frame(ran(1)))
+        assert "not the next one due" in await lost
+        assert channel.ended == await lost
+
+
+async def test_a_step_that_takes_too_long_loses_the_channel(line: Line, hand: Hand) -> None:
+    oldest, next_one = line.channel.submit(a_step(1, 10)), line.channel.submit(a_step(2, 20))
+    await hand.move(59.0)
+    assert not oldest.done()
+    await hand.move(1.0)
+    with pytest.raises(WorkerLost, match="hangs: step 1 took longer than 60 s"):
+        await oldest
+    assert isinstance(next_one.exception(), WorkerLost)
+    assert len(line.peer.reasons) == 1
+
+
+async def test_a_step_is_timed_from_its_turn(line: Line, hand: Hand) -> None:
+    first, second = line.channel.submit(a_step(1, 10)), line.channel.submit(a_step(2, 20))
+    await hand.move(50.0)
+    await line.peer.send(ran(1))
+    await first
+    await hand.move(59.0)
+    assert not second.done()
+    await hand.move(1.0)
+    with pytest.raises(WorkerLost, match="step 2"):
+        await second
+
+
+async def test_an_idle_channel_is_never_overdue(line: Line, hand: Hand) -> None:
+    answer = line.channel.submit(a_step(1, 10))
+    await line.peer.send(ran(1))
+    await answer
+    await hand.move(61.0)
+    await hand.move(61.0)
+    assert line.channel.ended is None
+    late = line.channel.submit(a_step(2, 20))
+    await hand.move(59.0)
+    assert not late.done()
+    await hand.move(1.0)
+    assert isinstance(late.exception(), WorkerLost)
+
+
+async def test_an_answer_that_waits_to_be_read_is_not_overdue(line: Line, hand: Hand) -> None:
+    """After a stall of this process the watch may come before the reader."""
+    answer = line.channel.submit(a_step(1, 10))
+    line.peer.connection.send(frame(ran(1)))
+    hand.now += 61.0
+    line.channel._watch()
+    assert (await answer).step_id == 1
+
+
+async def test_close_says_goodbye_and_fails_what_is_in_flight(line: Line) -> None:
+    answer = line.channel.submit(a_step(1, 10))
+    line.channel.close("enough")
+    line.channel.close("once more")
+    assert await line.peer.receive() == [RunStep(a_step(1, 10)), Goodbye()]
+    with pytest.raises(WorkerLost, match="enough"):
+        await answer
+    assert line.peer.reasons == []

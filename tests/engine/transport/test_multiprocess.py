@@ -1,0 +1,333 @@
+"""A real worker process dies, hangs and babbles at every moment; nothing stays behind."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from engine.errors import RefusedToStart, StepFailed, Unavailable, WorkerLost
+from engine.step import WorkerSettings
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from tests.engine.transport.workers import REPORT, Command
+from tests.fakes import a_step
+
+ECHO = MultiprocessSettings(depth=2, worker="tests.engine.transport.workers:EchoWorker")
+PARENT = """
+import asyncio, signal
+from engine.step import WorkerSettings
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from tests.fakes import a_step
+from tests.engine.transport.workers import Command
+
+async def main():
+    settings = MultiprocessSettings(worker="tests.engine.transport.workers:EchoWorker")
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings)
+    await executor.start(lambda what, done, total: None)
+    executor.submit(a_step(1, FIRST_TOKEN))
+    print(*executor.pids, flush=True)
+    signal.pause()
+
+asyncio.run(main())
+"""
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+def open_fds() -> set[str]:
+    return {f"{fd}" for fd in os.listdir("/proc/self/fd")}
+
+
+@asynccontextmanager
+async def started(
+    settings: MultiprocessSettings = ECHO, model: str = "echo"
+) -> AsyncIterator[MultiprocessExecutor]:
+    executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
+    await executor.start(quiet)
+    try:
+        yield executor
+    finally:
+        await executor.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    uvloop.new_event_loop().close()  # the first one opens a pipe for the whole process
+    children, fds = psutil.Process().children(), open_fds()
+    yield
+    assert psutil.Process().children() == children
+    assert open_fds() == fds
+
+
+async def test_start_reports_progress_and_what_the_worker_learned() -> None:
+    seen: list[tuple[str, int, int]] = []
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), ECHO)
+    assert not executor.is_alive
+    report = await executor.start(lambda what, done, total: seen.append((what, done, total)))
+    assert report == REPORT
+    assert seen == [("weights", 0, 2), ("weights", 2, 2)]
+    assert executor.is_alive
+    await executor.close()
+    assert not executor.is_alive
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("refuse", "^layers: no such thing$"),
+        ("raise", "^the worker could not load: ValueError: two lines$"),
+        ("exit", "^the worker ended with exit code 3 while loading$"),
+        ("babble", "^the worker and we talk past each other: a frame of"),
+    ],
+)
+async def test_a_worker_that_cannot_load_is_a_readable_refusal(model: str, line: str) -> None:
+    executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
+    with pytest.raises(RefusedToStart, match=line):
+        await executor.start(quiet)
+    assert not executor.pids
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("one refuses", "^stage 1 rank 0: no such thing$"),
+        ("one exits", "^stage 1 rank 0: the worker ended with exit code 3 while loading$"),
+    ],
+)
+async def test_of_several_workers_the_one_that_cannot_load_is_named(
+    tmp_path: Path, model: str, line: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    env = {"FIFO": str(tmp_path / "fifo")}
+    settings = replace(ECHO, num_stages=2, num_ranks=2, env=env)
+    executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
+    with pytest.raises(RefusedToStart, match=line):
+        await executor.start(quiet)
+
+
+async def test_the_progress_of_several_workers_is_that_of_one() -> None:
+    seen: list[tuple[str, int, int]] = []
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, num_stages=3))
+    report = await executor.start(lambda what, done, total: seen.append((what, done, total)))
+    assert {total for _, _, total in seen} == {6}
+    assert seen[-1] == ("weights", 6, 6)
+    assert report.bytes_per_block == 3 * REPORT.bytes_per_block
+    await executor.close()
+
+
+async def test_any_worker_that_dies_takes_the_others_with_it() -> None:
+    async with started(replace(ECHO, num_stages=2, num_ranks=2)) as executor:
+        workers = [psutil.Process(pid) for pid in executor.pids]
+        hanging = executor.submit(a_step(1, Command.HANG))
+        os.kill(executor.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="the worker of stage 0 rank 1 left the connection"):
+            await hanging
+        await executor.restart()
+        assert not any(worker.is_running() for worker in workers)
+        assert (await executor.submit(a_step(2, 20))).tokens == (21,)
+
+
+@pytest.mark.parametrize(
+    ("worker", "line"),
+    [
+        (
+            "tests.engine.transport.no_such_module:Worker",
+            "No module named 'tests.engine.transport.no_such_mod",
+        ),
+        ("tests.engine.transport.workers:NoWorker", "has no attribute 'NoWorker'"),
+    ],
+)
+async def test_a_worker_class_that_is_not_there_is_a_readable_refusal(
+    worker: str, line: str
+) -> None:
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, worker=worker))
+    with pytest.raises(RefusedToStart, match=line):
+        await executor.start(quiet)
+
+
+async def test_a_process_that_cannot_be_spawned_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(RefusedToStart, match="cannot start a worker process:"):
+        await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(quiet)
+
+
+async def test_settings_that_cannot_be_sent_are_a_refusal() -> None:
+    executor = MultiprocessExecutor(WorkerSettings(model="echo", kv_bytes=2**64), ECHO)
+    with pytest.raises(RefusedToStart, match="cannot be sent"):
+        await executor.start(quiet)
+
+
+async def test_a_worker_killed_while_loading_is_a_refusal_that_names_the_signal() -> None:
+    executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
+
+    def kill(what: str, done: int, total: int) -> None:
+        os.kill(executor.pids[0], signal.SIGKILL)
+
+    with pytest.raises(RefusedToStart, match=r"was killed by signal 9, Killed .*while loading"):
+        await executor.start(kill)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_worker() -> None:
+    loading = asyncio.Event()
+    executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
+    start = asyncio.create_task(executor.start(lambda what, done, total: loading.set()))
+    await loading.wait()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+
+
+async def test_an_error_of_the_progress_bar_ends_the_start() -> None:
+    def raises(what: str, done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(raises)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (Command.DIE, "left the connection"),
+        (Command.LOSE, "left the connection"),
+        (Command.BABBLE, "sent rubbish: a frame of"),
+        (Command.OTHER_STEP, "sent rubbish: an answer to step 2, which is not the next one due"),
+    ],
+)
+async def test_a_worker_lost_in_a_step_fails_all_in_flight(command: Command, reason: str) -> None:
+    async with started() as executor:
+        answers = [executor.submit(a_step(1, command)), executor.submit(a_step(3, 10))]
+        for answer in answers:
+            with pytest.raises(WorkerLost, match=reason):
+                await answer
+        assert executor.submit(a_step(4, 10)).done()
+        assert not executor.is_alive
+        await executor.restart()
+        assert (await executor.submit(a_step(5, 10))).tokens == (11,)
+
+
+async def test_a_worker_that_hangs_is_killed() -> None:
+    async with started(replace(ECHO, step_seconds=0.1)) as executor:
+        with pytest.raises(WorkerLost, match=r"hangs: step 1 took longer than 0.1 s"):
+            await executor.submit(a_step(1, Command.HANG))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_worker_killed_between_steps_is_found_out_by_the_next(number: int) -> None:
+    async with started() as executor:
+        os.kill(executor.pids[0], number)
+        with pytest.raises(WorkerLost, match="left the connection"):
+            await executor.submit(a_step(1, 10))
+
+
+async def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
+    async with started() as executor:
+        os.kill(executor.pids[0], signal.SIGINT)
+        assert (await executor.submit(a_step(1, 10))).tokens == (11,)
+        assert os.getpgid(executor.pids[0]) == executor.pids[0]
+
+
+async def test_an_answer_that_cannot_be_sent_fails_its_step_alone() -> None:
+    async with started() as executor:
+        bad, good = (
+            executor.submit(a_step(1, Command.UNSENDABLE)),
+            executor.submit(a_step(2, 20)),
+        )
+        with pytest.raises(StepFailed, match="cannot be sent"):
+            await bad
+        assert (await good).tokens == (21,)
+
+
+async def test_the_worker_gets_its_environment_and_its_name() -> None:
+    async with started(replace(ECHO, env={"ANSWER": "42"})) as executor:
+        assert (await executor.submit(a_step(1, Command.ENVIRONMENT))).tokens == (42,)
+        assert psutil.Process(executor.pids[0]).name() == "podway-worker"
+
+
+async def test_restarts_are_counted_within_a_window() -> None:
+    now = 0.0
+    settings = replace(ECHO, max_restarts=2, restart_seconds=10.0)
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings, clock=lambda: now)
+    await executor.start(quiet)
+    await executor.restart()
+    now = 5.0
+    await executor.restart()
+    with pytest.raises(Unavailable, match="2 times within 10 s"):
+        await executor.restart()
+    now = 10.0
+    await executor.restart()
+    assert executor.num_restarts == 3
+    await executor.close()
+
+
+async def test_a_restart_asks_for_the_slots_of_the_first_start() -> None:
+    async with started(replace(ECHO, max_restarts=2), model="shrink") as executor:
+        with pytest.raises(Unavailable) as caught:
+            await executor.restart()
+        assert "3 blocks of 16 slots where 64 slots" in str(caught.value.__cause__)
+        assert executor.num_restarts == 2
+
+
+async def test_close_during_a_step_fails_it_and_ends_the_worker() -> None:
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, close_seconds=0.05))
+    await executor.start(quiet)
+    answer = executor.submit(a_step(1, Command.HANG))
+    await executor.close()
+    with pytest.raises(WorkerLost, match="closed"):
+        await answer
+    await executor.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await executor.restart()
+
+
+async def test_a_close_in_the_middle_of_a_start_wins() -> None:
+    loading = asyncio.Event()
+    executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
+    start = asyncio.create_task(executor.start(lambda what, done, total: loading.set()))
+    await loading.wait()
+    await executor.close()
+    with pytest.raises(RefusedToStart, match="while loading"):
+        await start
+
+
+@pytest.mark.parametrize("first_token", [10, Command.HANG])
+def test_a_worker_does_not_outlive_a_parent_that_is_killed(first_token: int) -> None:
+    script = PARENT.replace("FIRST_TOKEN", str(int(first_token)))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ended, _, _ = select.select([worker], [], [], 30)
+        os.close(worker)
+    assert ended
+
+
+def test_the_whole_life_works_under_uvloop() -> None:
+    async def live() -> None:
+        async with started() as executor:
+            large = a_step(1, *[10] * 20_000)
+            answers = [executor.submit(large), executor.submit(a_step(2, 20))]
+            assert [(await answer).tokens for answer in answers] == [(11,) * 20_000, (21,)]
+            lost = executor.submit(a_step(3, Command.DIE))
+            with pytest.raises(WorkerLost):
+                await lost
+            await executor.restart()
+            assert (await executor.submit(a_step(4, 40))).tokens == (41,)
+        with pytest.raises(RefusedToStart, match="exit code 3"):
+            await MultiprocessExecutor(WorkerSettings(model="exit"), ECHO).start(quiet)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(live())

@@ -1,0 +1,210 @@
+"""What is written is read back equal, however it is cut; what is no message says so."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.step import (
+    BlockMove,
+    Direction,
+    Draw,
+    Fault,
+    Grammar,
+    GrammarKind,
+    PromptTargets,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    StepResult,
+    TokenLogprobs,
+    WorkerSettings,
+)
+from engine.transport import wire
+from engine.transport.wire import (
+    FrameReader,
+    Goodbye,
+    LoadRefused,
+    LoadWorker,
+    Progress,
+    RunStep,
+    StepFailure,
+    StepRan,
+    WireError,
+    WorkerLoaded,
+    frame,
+    read_from_worker,
+    read_to_worker,
+)
+from tests.engine.transport.workers import REPORT
+from tests.fakes import a_step
+
+ids = st.integers(0, 2**63 - 1)
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+floats = st.floats(allow_nan=False)
+samplings = st.builds(
+    Sampling,
+    temperature=floats,
+    top_p=floats,
+    top_k=st.integers(0, 2**31),
+    min_p=floats,
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31), floats), max_size=5).map(tuple),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+counts = st.integers(0, 2**31)
+lines = st.text(st.characters(codec="utf-8"))
+grammars = st.builds(Grammar, kind=st.sampled_from(GrammarKind), text=lines)
+draws = st.builds(
+    Draw,
+    sampling=samplings,
+    banned=tokens,
+    prompt=tokens,
+    output=tokens,
+    logprobs=st.none() | counts,
+    grammar=st.none() | grammars,
+    ends=tokens,
+)
+targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
+entries = st.builds(
+    StepEntry,
+    request_id=ids,
+    start=st.integers(0, 2**31),
+    tokens=tokens,
+    blocks=st.binary(max_size=40),
+    draw=st.none() | draws,
+    prompt_logprobs=st.none() | targets,
+)
+moves = st.builds(
+    BlockMove,
+    direction=st.sampled_from(Direction),
+    device=st.binary(max_size=40),
+    host=st.binary(max_size=40),
+    is_awaited=st.booleans(),
+)
+steps = st.builds(
+    Step,
+    step_id=ids,
+    entries=st.lists(entries, max_size=5).map(tuple),
+    moves=st.lists(moves, max_size=3).map(tuple),
+)
+likely = st.builds(
+    TokenLogprobs,
+    logprob=floats,
+    rank=counts,
+    top=st.lists(st.tuples(counts, floats), max_size=3).map(tuple),
+)
+results = st.builds(
+    StepResult,
+    step_id=ids,
+    tokens=tokens,
+    seconds=floats,
+    logprobs=st.lists(st.none() | likely, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(st.lists(likely, max_size=3).map(tuple), max_size=3).map(tuple),
+    faults=st.lists(
+        st.builds(Fault, entry=counts, line=lines, is_asked_for=st.booleans()), max_size=3
+    ).map(tuple),
+)
+
+to_worker = st.one_of(
+    steps.map(RunStep),
+    st.builds(WorkerSettings, model=lines, kv_bytes=ids).map(LoadWorker),
+    st.just(Goodbye()),
+)
+from_worker = st.one_of(
+    results.map(StepRan),
+    st.builds(StepFailure, step_id=ids, line=lines),
+    st.builds(Progress, what=lines, done=ids, total=ids),
+    st.just(WorkerLoaded(REPORT)),
+    lines.map(LoadRefused),
+)
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def payload_of(data: bytearray) -> bytearray:
+    (payload,) = FrameReader().feed(data)
+    return payload
+
+
+@relaxed
+@given(to_worker)
+def test_a_message_to_a_worker_is_read_back_equal(message: wire.ToWorker) -> None:
+    assert read_to_worker(payload_of(frame(message))) == message
+
+
+@relaxed
+@given(from_worker)
+def test_a_message_from_a_worker_is_read_back_equal(message: wire.FromWorker) -> None:
+    assert read_from_worker(payload_of(frame(message))) == message
+
+
+@relaxed
+@given(st.lists(to_worker, max_size=4), st.data())
+def test_frames_survive_any_cut_of_the_stream(
+    messages: list[wire.ToWorker], data: st.DataObject
+) -> None:
+    stream = b"".join(frame(message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    reader = FrameReader()
+    payloads = [
+        payload
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)
+        for payload in reader.feed(stream[start:end])
+    ]
+    assert [read_to_worker(payload) for payload in payloads] == messages
+    assert reader.is_between_frames
+
+
+@relaxed
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_a_wire_error(rubbish: bytes) -> None:
+    for read in (read_to_worker, read_from_worker):
+        try:
+            message = read(bytearray(rubbish))
+        except WireError:
+            continue
+        assert message is not None
+
+
+def test_a_message_of_the_other_direction_is_a_wire_error() -> None:
+    with pytest.raises(WireError, match="from a worker"):
+        read_from_worker(payload_of(frame(Goodbye())))
+    with pytest.raises(WireError, match="to a worker"):
+        read_to_worker(payload_of(frame(LoadRefused("no"))))
+
+
+def test_a_string_that_is_not_utf8_is_a_wire_error() -> None:
+    payload = payload_of(frame(LoadRefused("xx")))
+    payload[-2:] = b"\xff\xfe"
+    with pytest.raises(WireError, match="from a worker"):
+        read_from_worker(payload)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 101, 2**32 - 1])
+def test_an_absurd_length_is_refused_before_its_bytes_come(num_bytes: int) -> None:
+    reader = FrameReader(max_frame_bytes=100)
+    with pytest.raises(WireError, match=f"a frame of {num_bytes} bytes; 1 to 100 fit"):
+        reader.feed(wire.HEADER.pack(num_bytes))
+
+
+def test_a_frame_of_exactly_the_limit_is_read() -> None:
+    reader = FrameReader(max_frame_bytes=100)
+    assert reader.feed(wire.HEADER.pack(100) + bytes(100)) == [bytes(100)]
+
+
+def test_text_where_a_frame_should_be_is_refused_at_once() -> None:
+    with pytest.raises(WireError):
+        FrameReader().feed(b"Segm")
+
+
+def test_a_message_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 50)
+    with pytest.raises(WireError, match="the limit is 50"):
+        frame(RunStep(a_step(1, 2, 3, 4)))
+
+
+def test_a_value_that_does_not_go_into_bytes_is_a_wire_error() -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        frame(StepRan(StepResult(StepId(1), (2**64,), 0.0)))

@@ -1,0 +1,116 @@
+"""Linear layers with 8-bit weights: as near as rounding allows, and a row's bits are its own."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.int8 import OCTETS, SHORTS, Int8Operators, Rounding
+from engine.worker.cpu.kernels.int8_linear import DEPTH, MOST_OCTET, MOST_SHORT
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.weights.int8_weight import quantize
+
+MOST = {SHORTS: MOST_SHORT, OCTETS: MOST_OCTET}
+SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
+
+
+@pytest.fixture(scope="module", params=[SHORTS, OCTETS], ids=["shorts", "octets"])
+def rounding(request: pytest.FixtureRequest) -> Rounding:
+    """Both run on every machine, though only one may have an instruction here."""
+    found: Rounding = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def operators(rounding: Rounding) -> Int8Operators:
+    return Int8Operators(NativeThreadPool(2), rounding)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plainly(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most: int) -> Tensor:
+    """The same sums in whole numbers, then the same few operations on floats."""
+    values, scales = quantize(weight)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    steps = x * (torch.full_like(largest, most) / largest)
+    whole = (steps + torch.where(x >= 0, 0.5, -0.5)).to(torch.int64)
+    factor = scales * (largest * float(np.float32(1 / most)))
+    y = bias + start
+    for k in range(0, x.shape[1], DEPTH):
+        sums = whole[:, k : k + DEPTH] @ values[:, k : k + DEPTH].long().T
+        y = y + sums.float() * factor
+    return y
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 65, 200])
+def test_whole_numbers_are_added_exactly(
+    operators: Int8Operators, rounding: Rounding, rows: int, inputs: int, outputs: int
+) -> None:
+    x, weight, bias = noise(rows, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
+    start, none = noise(rows, outputs, seed=3), torch.zeros(rows, outputs)
+    linear, most = operators.linear([weight], bias), MOST[rounding]
+    assert torch.equal(linear(x), plainly(x, weight, bias, none, most))
+    assert torch.equal(linear(x, start.clone()), plainly(x, weight, bias, start, most))
+    bare = operators.linear([weight], None)
+    assert torch.equal(bare(x), plainly(x, weight, torch.zeros(outputs), none, most))
+
+
+def test_activations_are_off_by_at_most_half_a_step(
+    operators: Int8Operators, rounding: Rounding
+) -> None:
+    x, ones = noise(50, 32) * torch.logspace(-6, 6, 50)[:, None], torch.eye(32)
+    off = (operators.linear([ones], None)(x) - x).abs()
+    steps = x.abs().amax(dim=1, keepdim=True) / MOST[rounding]
+    assert (off <= steps * 0.501).all()
+    assert (off >= steps * 0.2).any()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_a_row_is_the_same_bits_in_any_company(
+    operators: Int8Operators, inputs: int, outputs: int
+) -> None:
+    linear = operators.linear([noise(outputs, inputs, seed=1)], noise(outputs, seed=2))
+    x = noise(150, inputs)
+    together = linear(x)
+    for first, count in ((0, 1), (1, 2), (3, 3), (6, 31), (37, 100)):
+        assert torch.equal(linear(x[first : first + count]), together[first : first + count])
+
+
+def test_the_largest_sum_fits(operators: Int8Operators) -> None:
+    width = 2 * DEPTH
+    x, weight = torch.full((4, width), -3.0), torch.full((8, width), 2.0)
+    found = operators.linear([weight], None)(x)
+    torch.testing.assert_close(found, torch.full((4, 8), -6.0 * width))
+
+
+def test_rows_of_zeros_and_columns_of_zeros_give_zeros(operators: Int8Operators) -> None:
+    x, weight = noise(3, 50), noise(6, 50, seed=1)
+    x[1], weight[4] = 0, 0
+    found = operators.linear([weight], None)(x)
+    assert not found[1].any()
+    assert not found[:, 4].any()
+    assert found[0, :4].all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_none(operators: Int8Operators, value: float) -> None:
+    x = noise(4, 64)
+    x[2, 10] = value
+    found = operators.linear([noise(8, 64, seed=1)], None)(x)
+    assert not found[2].isfinite().any()
+    assert found[[0, 1, 3]].isfinite().all()
+
+
+def test_rows_may_lie_apart(operators: Int8Operators) -> None:
+    whole, weight = noise(9, 100), noise(12, 32, seed=1)
+    linear = operators.linear([weight], None)
+    assert torch.equal(linear(whole[:, 20:52]), linear(whole[:, 20:52].contiguous()))
+
+
+def test_linears_over_one_input_are_fused_row_below_row(operators: Int8Operators) -> None:
+    x, parts = noise(6, 32), [noise(rows, 32, seed=rows) for rows in (8, 3, 20)]
+    alone = [operators.linear([part], None)(x) for part in parts]
+    assert torch.equal(operators.linear(parts, None)(x), torch.cat(alone, dim=1))

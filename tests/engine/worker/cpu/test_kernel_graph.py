@@ -1,0 +1,91 @@
+"""A tape gives what its calls give, on whatever lies at their addresses when it is played."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.int8 import Int8Operators
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+
+
+@pytest.fixture(scope="module")
+def team() -> NativeThreadPool:
+    return NativeThreadPool(2)
+
+
+@pytest.fixture(params=[NativeOperators, Int8Operators])
+def operators(request: pytest.FixtureRequest, team: NativeThreadPool) -> NativeOperators:
+    made: NativeOperators = request.param(team)
+    return made
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def an_mlp(operators: NativeOperators, hidden: int = 32, inner: int = 48):  # type: ignore[no-untyped-def]
+    norm = operators.rms_norm(noise(hidden, seed=1), 1e-6)
+    up = operators.linear([noise(2 * inner, hidden, seed=2)], None)
+    down = operators.linear([noise(hidden, inner, seed=3)], noise(hidden, seed=4))
+    activation = operators.activation("silu", is_gated=True)
+    return lambda x: down(activation(up(norm(x))), x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_a_played_tape_is_the_same_bits(
+    team: NativeThreadPool, operators: NativeOperators, rows: int
+) -> None:
+    mlp, x = an_mlp(operators), noise(rows, 32)
+    first, second = noise(rows, 32, seed=5), noise(rows, 32, seed=6)
+    expected = [mlp(mlp(start.clone())) for start in (first, second)]
+    x.copy_(first)
+    with team.recording() as tape:
+        mlp(mlp(x))
+    assert torch.equal(x, expected[0])
+    for start, wanted in ((second, expected[1]), (first, expected[0])):
+        x.copy_(start)
+        team.play(tape)
+        assert torch.equal(x, wanted)
+
+
+def test_tapes_of_many_sizes_share_one_memory(
+    team: NativeThreadPool, operators: NativeOperators
+) -> None:
+    mlp, tapes = an_mlp(operators), {}
+    for rows in (3, 50, 1, 200, 8):
+        x = noise(rows, 32, seed=rows)
+        with team.recording() as tape:
+            mlp(x)
+        tapes[rows] = (x, tape)
+    for rows, (x, tape) in tapes.items():
+        start = noise(rows, 32, seed=90 + rows)
+        x.copy_(start)
+        team.play(tape)
+        assert torch.equal(x, mlp(start))
+
+
+def test_results_are_new_unless_a_tape_is_recorded(
+    team: NativeThreadPool, operators: NativeOperators
+) -> None:
+    norm, x = operators.rms_norm(noise(32, seed=1), 1e-6), noise(4, 32)
+    first, second = norm(x), norm(2 * x + 1)
+    assert not torch.equal(first, second)
+    with team.recording():
+        first, second = norm(x), norm(2 * x + 1)
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_recording_that_fails_leaves_none_behind(
+    team: NativeThreadPool, operators: NativeOperators
+) -> None:
+    mlp, start = an_mlp(operators), noise(2, 32)
+
+    def fail() -> None:
+        with team.recording():
+            mlp(start.clone())
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
+    assert team.tape is None

@@ -1,0 +1,131 @@
+"""Native operators are torch's, to rounding; and a row's bits are its own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.torch_operators import TorchOperators
+
+PLAIN = TorchOperators()
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeOperators:
+    return NativeOperators(NativeThreadPool(2))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 65, 200])
+def test_linear(native: NativeOperators, rows: int, inputs: int, outputs: int) -> None:
+    x, weight, bias = noise(rows, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
+    for shift in (None, bias):
+        fast, plain = native.linear([weight], shift), PLAIN.linear([weight], shift)
+        torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-3)
+        start = noise(rows, outputs, seed=3)
+        added = fast(x, start.clone())
+        torch.testing.assert_close(added, plain(x, start.clone()), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_a_row_of_a_linear_is_the_same_bits_in_any_company(
+    native: NativeOperators, inputs: int, outputs: int
+) -> None:
+    linear = native.linear([noise(outputs, inputs, seed=1)], noise(outputs, seed=2))
+    x = noise(150, inputs)
+    together = linear(x)
+    for first, count in ((0, 1), (1, 2), (3, 3), (6, 31), (37, 100)):
+        assert torch.equal(linear(x[first : first + count]), together[first : first + count])
+
+
+def test_linear_reads_rows_that_lie_apart(native: NativeOperators) -> None:
+    whole, weight = noise(9, 100), noise(12, 32, seed=1)
+    torch.testing.assert_close(
+        native.linear([weight], None)(whole[:, 20:52]),
+        PLAIN.linear([weight], None)(whole[:, 20:52]),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_rms_norm(native: NativeOperators, rows: int) -> None:
+    weight, x = noise(40), noise(rows, 40, seed=1)
+    fast, plain = native.rms_norm(weight, 1e-5), PLAIN.rms_norm(weight, 1e-5)
+    torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("dim", [1, 20, 257])
+def test_layer_norm(native: NativeOperators, rows: int, dim: int) -> None:
+    weight, bias, x = noise(dim), noise(dim, seed=1), 3 * noise(rows, dim, seed=2) + 2
+    fast, plain = (each.layer_norm(weight, bias, 1e-5) for each in (native, PLAIN))
+    torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
+    x[-1, 0] = torch.inf
+    assert fast(x).isfinite().all(dim=1).tolist() == [True] * (rows - 1) + [False]
+
+
+def test_rms_norm_of_heads_in_place_leaves_the_others_alone(native: NativeOperators) -> None:
+    weight, fused = noise(20), noise(7, 6, 20, seed=1)
+    expected = fused.clone()
+    native.rms_norm(weight, 1e-5).apply_(fused[:, 1:4])
+    PLAIN.rms_norm(weight, 1e-5).apply_(expected[:, 1:4])
+    torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_new", "gelu_pytorch_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_activation(native: NativeOperators, name: str, is_gated: bool) -> None:
+    x = torch.cat([noise(30, 74) * 10, torch.linspace(-200, 200, 74)[None]])
+    torch.testing.assert_close(
+        native.activation(name, is_gated=is_gated)(x),
+        PLAIN.activation(name, is_gated=is_gated)(x),
+        rtol=2e-6,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_turn(native: NativeOperators, rows: int) -> None:
+    fused, cos, sin = noise(rows, 5, 24), noise(rows, 12, seed=1), noise(rows, 12, seed=2)
+    expected = fused.clone()
+    native.turn_(fused[:, :3], cos, sin)
+    PLAIN.turn_(expected[:, :3], cos, sin)
+    torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_number_stays_none(native: NativeOperators) -> None:
+    x = noise(4, 64)
+    x[2, 10] = float("nan")
+    one = torch.ones(64)
+    for result in (
+        native.linear([noise(8, 64)], None)(x),
+        native.rms_norm(one, 1e-5)(x),
+        native.activation("silu", is_gated=False)(x),
+        native.activation("silu", is_gated=True)(x),
+    ):
+        assert result[2].isnan().any()
+        assert result[[0, 1, 3]].isfinite().all()
+    assert native.largest(x).values.isfinite().tolist() == [True, True, False, True]
+
+
+def test_linears_over_one_input_are_fused_row_below_row(native: NativeOperators) -> None:
+    x, parts = noise(6, 32), [noise(rows, 32, seed=rows) for rows in (8, 3, 20)]
+    expected = torch.cat([x @ part.T for part in parts], dim=1)
+    for operators in (native, PLAIN):
+        torch.testing.assert_close(operators.linear(parts, None)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_linear_keeps_its_weights_when_others_are_made(native: NativeOperators) -> None:
+    x, many = noise(2, 700), [noise(500, 700, seed=seed) for seed in range(60)]
+    linears = [native.linear([weight.T.contiguous().T], None) for weight in many]
+    for linear, weight in zip(linears, many, strict=True):
+        torch.testing.assert_close(linear(x), x @ weight.T, rtol=1e-4, atol=1e-3)

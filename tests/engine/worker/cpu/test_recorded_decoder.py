@@ -1,0 +1,66 @@
+"""Steps of decodes that are played give the bits of those that are computed call by call."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from engine.worker.cpu import recorded_decoder as recorded
+from engine.worker.cpu.recorded_decoder import RecordedDecoder
+from engine.worker.process.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import Driver, load_worker
+
+VOCAB = 97
+
+
+def recordings(worker: Worker) -> int:
+    model = worker._stage.model
+    return len(model._recordings) if isinstance(model, RecordedDecoder) else 0
+
+
+def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Tensor], int]:
+    """Prompts in pieces and decodes of up to 12 requests, together and apart."""
+    worker = load_worker(directory, attention="cpu", weights=weights, kv_slots=2048)
+    rng, driver, found = Random(3), Driver(worker), []
+    for turn in range(60):
+        some = rng.sample(range(12), rng.choice([1, 2, 3, 12]))
+        sizes = {request: rng.choice([1] * 12 + [9]) if turn > 2 else 1 for request in some}
+        pieces = [(r, [rng.randrange(VOCAB) for _ in range(size)]) for r, size in sizes.items()]
+        found.append(driver.logits(*sorted(pieces, key=lambda piece: len(piece[1]))).clone())
+    return found, recordings(worker)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("variant", ["llama_gelu", "qwen3", "gpt2"])
+def test_logits_are_the_same_bits_played_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, weights: str
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    played, count = logits_of_a_mixed_load(tmp_path, weights)
+    monkeypatch.setattr(recorded, "MOST_ROWS", 0)
+    plain, none = logits_of_a_mixed_load(tmp_path, weights)
+    assert count > 3
+    assert none == 0
+    for one, other in zip(played, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_old_recordings_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MOST_TAPES", 2)
+    make_checkpoint(tmp_path, "llama")
+    worker = load_worker(tmp_path, attention="cpu")
+    driver = Driver(worker)
+    for together in (1, 2, 3, 4, 3, 2, 1):
+        driver.logits(*((request, [5]) for request in range(together)))
+        assert recordings(worker) <= 2
+
+
+def test_what_torch_computes_is_not_recorded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"relu"'))
+    worker = load_worker(tmp_path, attention="cpu")
+    Driver(worker).logits((0, [5]))
+    assert not isinstance(worker._stage.model, RecordedDecoder)

@@ -1,0 +1,149 @@
+"""A worker of the GPU's kind on stand-ins: reference attention with graphs, late streams."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Protocol
+
+from torch import Tensor
+
+from adapters.attention.reference import ReferenceAttention
+from engine.errors import StepFailed, Unavailable, WorkerLost
+from engine.step import Step, StepResult, WorkerSettings
+from engine.worker.cuda.device import CudaDevice, NoTeam
+from engine.worker.launched import Launched
+from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import AttentionBackend, AttentionSpec, MakesAttention, RotaryAngles
+from engine.worker.process.worker import Worker
+from tests.engine.worker.cuda.standing import StandingGpu
+from tests.engine.worker.process.driving import settings_for
+
+
+class CapturableReference(ReferenceAttention):
+    """Holds to it that each run of the layers has a plan of its own, and graphs one of theirs."""
+
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: NoTeam) -> None:
+        super().__init__(spec, cache, team)
+        self._num_layers = len(cache.keys)
+        self._left = 0  # layers that may still run under the plan
+        self.planned: list[int] = []  # rows of each plan for a graph
+
+    def plan(self, layout: RaggedLayout) -> None:
+        assert self._left == 0, "planned twice, and not run"
+        self._left = self._num_layers
+        super().plan(layout)
+
+    def plan_captured(self, layout: RaggedLayout) -> None:
+        assert layout.is_decode_only
+        self.planned.append(layout.num_requests)
+        self._left = 0  # a capture records and does not run
+        self.plan(layout)
+
+    def baked(self, num_rows: int) -> tuple[int, ...]:
+        return (num_rows, self._num_layers)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+        assert self._left == self._num_layers - layer, "run without a plan"
+        self._left -= 1
+        return super().run(layer, q, k, v, turn)
+
+
+class StandInDevice(CudaDevice):
+    """A GPU of nothing but rules."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        gpu = StandingGpu(total_bytes=1 << 31)
+        super().__init__(replace(settings, dtype="float32"), gpu)
+        self.streams = gpu.of_it
+        self.made: list[CapturableReference] = []
+
+    def backend(
+        self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
+    ) -> AttentionBackend:
+        self.made.append(CapturableReference(spec, cache, NoTeam()))
+        return self.made[-1]
+
+
+class LaunchesSteps(Protocol):
+    """A worker whose steps are launched under some rules, or none."""
+
+    @property
+    def worker(self) -> Worker: ...
+
+    def launch(self, step: Step) -> Launched: ...
+
+
+@dataclass(frozen=True)
+class OnStandIns:
+    """A worker, and the device it believes in."""
+
+    worker: Worker
+    device: StandInDevice
+    heard: list[tuple[str, int, int]]
+
+    def launch(self, step: Step) -> Launched:
+        """Within the rules of a step."""
+        with self.device.streams.stepping():
+            return self.worker.launch(step)
+
+
+def on_stand_ins(model: object, **changes: object) -> OnStandIns:
+    """A worker loaded from a checkpoint; `changes` are fields of its settings."""
+    settings = replace(settings_for(model), **changes)  # type: ignore[arg-type]
+    device = StandInDevice(settings)
+    heard: list[tuple[str, int, int]] = []
+    worker = Worker.load(settings, lambda *news: heard.append(news), device)
+    return OnStandIns(worker, device, heard)
+
+
+@dataclass(eq=False)
+class LaunchingExecutor:
+    """A `StepExecutor` that launches a step when it is submitted and collects it some turns of the
+    loop later, in order, as the answering thread of a worker would."""
+
+    worker: LaunchesSteps
+    depth: int
+    random: Random
+    is_alive: bool = True
+    on_failure: Callable[[Step], None] = lambda step: None
+    _in_flight: deque["tuple[Launched | Exception, asyncio.Future[StepResult]]"] = field(
+        default_factory=deque
+    )
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """This worker is lost in a step or not at all."""
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        assert len(self._in_flight) < self.depth
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[StepResult] = loop.create_future()
+        try:
+            launched: Launched | Exception = self.worker.launch(step)
+        except WorkerLost:
+            raise
+        except Exception as error:
+            launched = StepFailed(str(error))
+        self._in_flight.append((launched, answer))
+        self._after(self.random.randrange(4), self._collect)
+        return answer
+
+    async def restart(self) -> None:
+        raise Unavailable("a worker in this process is not started again")
+
+    def _after(self, turns: int, then: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(then if turns == 0 else lambda: self._after(turns - 1, then))
+
+    def _collect(self) -> None:
+        launched, answer = self._in_flight.popleft()
+        if answer.cancelled():
+            return
+        try:
+            if isinstance(launched, Exception):
+                raise launched
+            answer.set_result(launched.collect().result)
+        except Exception as error:  # the doorway of a worker without a process
+            answer.set_exception(error)

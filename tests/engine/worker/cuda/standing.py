@@ -1,0 +1,110 @@
+"""A GPU that stands in for one: its tensors lie on the CPU, or nowhere; tests say what it uses."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+
+from engine.worker.model.data_plane import HIDDEN_TAG, Group
+from tests.engine.worker.cuda.standin import StandInStreams
+
+CPU = torch.device("cpu")
+
+
+class StandingMark:
+    """All work of the CPU is done when it is given."""
+
+    def __init__(self, waits: list[int], number: int) -> None:
+        self._waits, self._number = waits, number
+
+    def wait(self) -> None:
+        self._waits.append(self._number)
+
+
+@dataclass
+class StandingGpu:
+    """A `Gpu` of `total_bytes`, of which others use `used`; a test says what a step takes."""
+
+    place: torch.device = CPU
+    model: str = "Standing GPU"
+    capability: tuple[int, int] = (9, 0)
+    total_bytes: int = 1 << 30
+    used: int = 100 << 20
+    peak: int = 0
+    pinned_bytes: int = 0
+    num_marks: int = 0
+    waits: list[int] = field(default_factory=list)
+    of_it: StandInStreams = field(default_factory=StandInStreams)
+
+    def used_bytes(self) -> int:
+        return self.used
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak = 0
+
+    def give_back(self) -> None:
+        """Nothing is kept."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.pinned_bytes += num_bytes
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.place)
+
+    def carrier(self, dtype: torch.dtype) -> "StandingCarrier":
+        return StandingCarrier(dtype)
+
+    def streams(self) -> StandInStreams:
+        return self.of_it
+
+    def mark(self) -> StandingMark:
+        self.num_marks += 1
+        return StandingMark(self.waits, self.num_marks - 1)
+
+    @contextmanager
+    def step(self, num_bytes: int) -> Iterator[None]:
+        """Inside, a step takes so much."""
+        yield
+        self.peak = max(self.peak, num_bytes)
+
+
+@dataclass
+class StandingCarrier:
+    """Carries as NCCL does: what arrives must not be read before it was settled."""
+
+    dtype: torch.dtype
+    has_own_groups: bool = True
+    num_groups: int = 0
+    num_settled: int = 0
+
+    def group(self, store: Store, rank: int, size: int) -> Group:
+        self.num_groups += 1
+        return cast(Group, ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+
+    def receive(
+        self, group: Group, header: Work, sizes: tuple[int, int], peer: int
+    ) -> tuple[Tensor, Callable[[], None]]:
+        hidden = torch.full(sizes, torch.nan, dtype=self.dtype)
+        arriving = torch.empty(sizes, dtype=self.dtype)
+        header.wait()
+        work = group.recv([arriving], peer, HIDDEN_TAG)
+
+        def settle() -> None:
+            work.wait()
+            hidden.copy_(arriving)
+            self.num_settled += 1
+
+        return hidden, settle

@@ -1,0 +1,247 @@
+"""A worker as it stands on a GPU, with tensors on the CPU, or nowhere, in place of the GPU's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.attention.reference import ReferenceAttention
+from engine.errors import RefusedToStart
+from engine.step import (
+    Draw,
+    RequestId,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    WorkerSettings,
+)
+from engine.worker.cuda.device import CudaDevice, warm_up
+from engine.worker.cuda.memory import GRAPHS_BYTES, measure
+from engine.worker.cuda.model.weight_staging import OnDevice, Staging
+from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
+from engine.worker.model.shard import Shard
+from engine.worker.model.stage import Stage
+from engine.worker.ports import AttentionSpec, ModelShape
+from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.cuda.standing import StandingGpu
+from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
+
+MIB = 1 << 20
+SHAPE = ModelShape(3, 4, 2, 8, 32, 48, 1, 97, 256)
+FAMILIES = ("llama", "qwen3", "gpt2", "mistral_window")
+DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
+
+
+def nothing(*_: object) -> None:
+    """Hears progress."""
+
+
+def on_gpu(settings: WorkerSettings, gpu: StandingGpu) -> Worker:
+    return Worker.load(settings, nothing, CudaDevice(settings, gpu))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_worker_computes_in_the_dtype_of_the_device(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    make_checkpoint(tmp_path, family)
+    worker = on_gpu(replace(settings_for(tmp_path), dtype=dtype), StandingGpu(total_bytes=1 << 31))
+    report = worker.report
+    assert (report.dtype, report.weights, report.attention) == (dtype, dtype, "reference")
+    assert report.device == "cpu (Standing GPU)"
+    pieces = [(0, range(1, 20)), (1, (5,)), (0, (7,))]
+    exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
+    for piece in pieces:
+        logits, found = exact.logits(piece), rounded.logits(piece)
+        assert found.dtype is torch.float32
+        allowed = DTYPES[dtype] * float(logits.std())
+        torch.testing.assert_close(found, logits, rtol=0, atol=allowed)
+
+
+def test_kv_takes_what_the_utilization_leaves() -> None:
+    gpu = StandingGpu(total_bytes=10_000 * MIB, used=3_000 * MIB)
+    with_step = gpu.step(500 * MIB)
+
+    def rehearse() -> None:
+        with with_step:
+            pass
+
+    budget = measure(gpu, 0.9, rehearse)
+    assert budget.step == 500 * MIB
+    assert budget.left == 5_500 * MIB - GRAPHS_BYTES
+
+
+def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> None:
+    gpu = StandingGpu(total_bytes=1_000 * MIB, used=850 * MIB)
+    with pytest.raises(RefusedToStart) as refused:
+        measure(gpu, 0.9, nothing)
+    line = str(refused.value)
+    for part in (
+        "no memory is left for KV on cpu (Standing GPU)",
+        "0.9 of 1,000 MiB",
+        "weights and context 850 MiB",
+        "graphs 512 MiB",
+        "--gpu-memory-utilization",
+    ):
+        assert part in line
+
+
+def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path: Path) -> None:
+    gpu = StandingGpu()
+    device = CudaDevice(settings_for(tmp_path), gpu)
+    cache = device.allocate(SHAPE, 5)
+    assert (cache.num_blocks, cache.num_spare) == (5, 1)
+    for tensor in (*cache.keys, *cache.values):
+        assert (tensor.shape, tensor.dtype) == ((6, 4, 2, 8), torch.bfloat16)
+        assert tensor.is_contiguous()
+    device.mover(cache, SHAPE, 3)
+    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE) == 3 * 2 * 3 * 4 * 2 * 8 * 2
+    device.mover(cache, SHAPE, 0)
+    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dtype": "int4"}, "dtype 'int4' is not supported on cuda; known: bfloat16, float16, "),
+        ({"attention": "cpu"}, "attention 'cpu' does not run on cuda"),
+        ({"weights": "int4"}, "weights 'int4' is not supported on cuda"),
+    ],
+)
+def test_settings_that_no_gpu_serves_are_refused(
+    settings: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    asked = replace(settings_for(tmp_path), **settings)  # type: ignore[arg-type]
+    with pytest.raises(RefusedToStart, match=says):
+        CudaDevice(asked, StandingGpu())
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "says"),
+    [
+        ((8, 9), "bfloat16", "weights 'fp8' needs a GPU of compute capability 9.0 .Hopper. or "),
+        ((9, 0), "float16", "weights 'fp8' needs dtype bfloat16, not float16"),
+    ],
+)
+def test_8_bit_floats_are_refused_where_no_tensor_core_multiplies_them(
+    capability: tuple[int, int], dtype: str, says: str
+) -> None:
+    settings = WorkerSettings(model="", dtype=dtype, weights="fp8")
+    with pytest.raises(RefusedToStart, match=says):
+        CudaDevice(settings, StandingGpu(capability=capability))
+
+
+@pytest.mark.parametrize(("weights", "allowed"), [("int8", 0.1), ("fp8", 0.3)])
+def test_the_whole_worker_computes_with_8_bit_weights(
+    tmp_path: Path, weights: str, allowed: float
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    settings = replace(settings_for(tmp_path), weights=weights)
+    worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
+    assert (worker.report.dtype, worker.report.weights) == ("bfloat16", weights)
+    exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
+    piece = (0, range(1, 30))
+    logits, found = exact.logits(piece), rounded.logits(piece)
+    assert not torch.equal(logits, found)
+    assert float((found - logits).norm() / logits.norm()) < allowed
+
+
+def test_kernels_are_run_once_with_progress_and_what_cannot_be_compiled_is_named() -> None:
+    heard: list[tuple[str, int, int]] = []
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("ninja exited with 1\nand much more")
+
+    warm_up({"norms": lambda: ran.append("norms")}, lambda *news: heard.append(news))
+    assert (ran, heard) == (["norms"], [("kernels", 0, 1), ("kernels", 1, 1)])
+    with pytest.raises(RefusedToStart) as refused:
+        warm_up({"norms": nothing, "silu": fail}, nothing)
+    says = "kernels for silu cannot be compiled or run: ninja exited with 1"
+    assert str(refused.value) == says
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(tmp_path: Path) -> None:
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    device = CudaDevice(settings_for(tmp_path), StandingGpu())
+    with pytest.raises(
+        RefusedToStart, match=r"the largest step does not fit on cpu .*--max-batch-"
+    ):
+        device.room(too_large)
+
+
+def test_the_largest_step_is_rehearsed_with_all_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    run = Stage.read
+
+    def watched(stage: Stage, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        seen.append((layout.num_tokens, len(layout.sampled_rows)))
+        return run(stage, layout, hidden)
+
+    monkeypatch.setattr(Stage, "read", watched)
+    make_checkpoint(tmp_path, "llama")
+    settings = replace(settings_for(tmp_path), max_batch_size=5, max_batch_tokens=60)
+    on_gpu(settings, StandingGpu(total_bytes=1 << 31))
+    assert seen[:2] == [(60, 5), (60, 5)]  # once to compile, once to measure; then the warm-up
+
+
+def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> None:
+    """The meta device has no values: tensors of the CPU do not mix with it, and none is read."""
+    make_checkpoint(tmp_path, "qwen3")
+    nowhere = StandingGpu(place=torch.device("meta"))
+    settings = settings_for(tmp_path)
+    device = CudaDevice(settings, nowhere)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    shape = checkpoint.family.shape
+    weights = checkpoint.open_weights(device.dtype, nothing)
+    operators = device.operators()
+    model = checkpoint.family.build(device.source(weights), Shard.whole(shape), operators)
+    spec = AttentionSpec(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, None, torch.bfloat16
+    )
+    attention = device.backend(ReferenceAttention, spec, device.allocate(shape, 8))
+    entry = StepEntry(RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), Draw(GREEDY))
+    layout = build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 256, 8, 4))
+    stage = Stage(model, attention, device.place)
+    with torch.inference_mode():
+        logits = stage.logits(layout)
+        assert logits is not None
+        pending = device.sampler(97, operators).begin(logits, [Draw(Sampling(top_p=0.5))], [3])
+    assert pending.ids.device.type == "meta"
+
+
+def test_weights_go_through_pinned_memory_piece_by_piece() -> None:
+    gpu = StandingGpu()
+    staging = Staging(gpu, piece_bytes=64)
+    assert gpu.pinned_bytes == 128
+    whole = torch.arange(100, dtype=torch.float32).view(20, 5)
+    assert torch.equal(staging.bring(whole), whole)
+    assert gpu.waits == [0, 1, 2, 3, 4, 5, 6]  # a buffer is written when its last copy has left
+    part = whole[:, 1:3]
+    assert torch.equal(staging.bring(part), part)
+    assert staging.bring(part).is_contiguous()
+    halves = torch.arange(70).bfloat16()
+    assert torch.equal(staging.bring(halves), halves)
+    assert len(staging.bring(torch.empty(0))) == 0
+
+
+def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama_tied")
+    checkpoint = Checkpoint.open(str(tmp_path))
+    source = OnDevice(checkpoint.open_weights(torch.bfloat16, nothing), StandingGpu())
+    name, shape = "model.embed_tokens.weight", checkpoint.family.shape
+    rows = range(shape.vocab_size)
+    embedding = source.take(name, shape.vocab_size, shape.hidden_size, rows=rows)
+    head = source.take_matrix(name, shape.vocab_size, shape.hidden_size, rows=rows)
+    assert head is embedding

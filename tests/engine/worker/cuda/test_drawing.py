@@ -1,0 +1,147 @@
+"""Draws of many rows at once against the plain filters, row by row."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.step import Sampling
+from engine.worker.cuda.sampling import sampling_kernels as drawing
+from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
+from engine.worker.sampling import filters
+from engine.worker.sampling.filters import Floats
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.05, 5),
+    min_p=st.just(0.0) | st.floats(0, 1),
+    top_k=st.just(0) | st.integers(1, 3000),
+    top_p=st.just(1.0) | st.floats(0, 1),
+)
+
+
+def rows_of(seed: int, rows: int, vocab: int, *, ties: bool) -> Floats:
+    noise = 3 * np.random.default_rng(seed).standard_normal((rows, vocab))
+    return (noise.round() if ties else noise).astype(np.float32)
+
+
+def wishes(some: Sequence[Sampling], points: Sequence[float], vocab: int) -> SamplingTensors:
+    return SamplingTensors.of(some, points, vocab, torch.from_numpy)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    asked=st.lists(samplings, min_size=1, max_size=6),
+    vocab=st.integers(1, 2000),
+    seed=st.integers(0, 9999),
+    ties=st.booleans(),
+)
+def test_the_same_ids_are_kept_with_the_same_weights(
+    asked: list[Sampling], vocab: int, seed: int, ties: bool
+) -> None:
+    logits = rows_of(seed, len(asked), vocab, ties=ties)
+    found = drawing.probabilities(
+        torch.from_numpy(logits), wishes(asked, [0.0] * len(asked), vocab)
+    )
+    assert found.shape[1] % drawing.RUN == 0
+    assert not found[:, vocab:].any()
+    for row, sampling in enumerate(asked):
+        exact = filters.probabilities(logits[row], sampling)
+        ours = found[row, :vocab].numpy()
+        border = _distance(
+            filters.probabilities(logits[row], replace(sampling, top_p=1.0)), sampling
+        )
+        if border > 1e-9:  # else a rounding decides who is the last
+            np.testing.assert_array_equal(ours > 0, exact > 0)
+            np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-38)
+
+
+def _distance(weights: Floats, sampling: Sampling) -> float:
+    """How near a sum of the largest weights comes to top-p, where roundings would decide."""
+    if sampling.top_p in (0, 1):
+        return 1.0
+    sums = np.cumsum(np.sort(weights.astype(np.float64))[::-1])
+    return float(np.abs(sums / sums[-1] - sampling.top_p).min())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    points=st.lists(
+        st.floats(0, 1, exclude_max=True) | st.just(1 - 2.0**-53), min_size=1, max_size=8
+    ),
+    vocab=st.integers(1, 3000),
+    seed=st.integers(0, 9999),
+    share=st.floats(0.001, 1),
+)
+def test_the_same_point_is_the_same_id(
+    points: list[float], vocab: int, seed: int, share: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    weights = rng.random((len(points), vocab), dtype=np.float32)
+    weights *= rng.random(weights.shape) < share
+    weights[:, rng.integers(vocab)] = 1
+    wide = np.zeros((len(points), vocab + -vocab % drawing.RUN), dtype=np.float32)
+    wide[:, :vocab] = weights
+    found = drawing.pick(torch.from_numpy(wide), torch.tensor(points, dtype=torch.float64))
+    for row, point in enumerate(points):
+        cumulative = np.cumsum(weights[row], dtype=np.float64)
+        token = int(found[row])
+        assert weights[row, token] > 0
+        if np.abs(cumulative / cumulative[-1] - point).min() > 1e-12:
+            assert token == filters.pick(weights[row], point)
+
+
+def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
+    count, asked = 4000, Sampling(temperature=0.8, top_k=20, top_p=0.9)
+    logits = rows_of(1, 1, 700, ties=False)
+    points = ((np.arange(count) + 0.5) / count).tolist()
+    some = torch.from_numpy(logits).expand(count, -1)
+    ids = drawing.sample(some, wishes([asked] * count, points, 700)).numpy()
+    exact = filters.probabilities(logits[0], asked).astype(np.float64)
+    found = np.bincount(ids, minlength=700) / count
+    np.testing.assert_allclose(found, exact / exact.sum(), atol=2 / count)
+
+
+def test_batch_mates_do_not_change_a_rows_token() -> None:
+    asked = [
+        Sampling(top_p=0.9),
+        Sampling(top_k=5),
+        Sampling(temperature=0.3),
+        Sampling(top_k=1500),
+    ]
+    logits = torch.from_numpy(rows_of(3, 4, 2000, ties=True))
+    points = [0.1, 0.5, 0.9, 0.999]
+    together = drawing.sample(logits, wishes(asked, points, 2000))
+    for row in range(4):
+        alone = drawing.sample(
+            logits[row : row + 1], wishes(asked[row : row + 1], points[row : row + 1], 2000)
+        )
+        assert alone.tolist() == [int(together[row])]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
+    value: float,
+) -> None:
+    logits = torch.from_numpy(rows_of(4, 3, 600, ties=False))
+    asked = [Sampling(top_p=0.9, top_k=7, min_p=0.01)] * 3
+    before = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
+    logits[1] = value
+    after = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
+    assert after[[0, 2]].tolist() == before[[0, 2]].tolist()
+    assert 0 <= int(after[1]) < 600
+
+
+def test_nothing_of_a_draw_is_read_by_the_host() -> None:
+    """On the meta device there are no values: whoever reads one fails."""
+    nowhere = torch.device("meta")
+    for asked in (Sampling(top_p=0.9, top_k=7, min_p=0.1), Sampling(top_k=2000), Sampling()):
+        there = SamplingTensors.of(
+            [asked] * 3, [0.5] * 3, 3000, lambda a: torch.from_numpy(a).to(nowhere)
+        )
+        ids = drawing.sample(torch.empty(3, 3000, device=nowhere), there)
+        assert (ids.shape, ids.dtype, ids.device.type) == ((3,), torch.int64, "meta")

@@ -1,0 +1,142 @@
+"""Linears of all formats, with torch's own products on the CPU, against plain ones."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.cuda.model.gemm import FP8, INT8_ROWS, Products, TorchProducts
+from engine.worker.cuda.model.linears import (
+    CudaFp8Linear,
+    CudaInt8Linear,
+    FloatLinear,
+    fp8_linear,
+    int8_linear,
+    rounded_rows,
+    stacked,
+)
+from engine.worker.ports import Linear
+from engine.worker.weights.int8_weight import Int8Weight, Weight, quantize
+
+Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype, Products], Linear]
+FORMATS: dict[str, tuple[Make, float]] = {  # with the largest error, relative to the spread
+    "int8": (int8_linear, 0.03),
+    "fp8": (fp8_linear, 0.12),
+}
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    y = x.double() @ torch.cat([weight.double() for weight in weights]).T
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_rounded_stays_near(name: str, rows: int, with_bias: bool) -> None:
+    make, allowed = FORMATS[name]
+    x, weights = noise(rows, 64), [noise(48, 64, seed=1), noise(32, 64, seed=2)]
+    bias = noise(80, seed=3) if with_bias else None
+    linear = make(weights, bias, torch.bfloat16, TorchProducts())
+    wanted = exact(x, weights, bias)
+    found = linear(x)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (rows, 80))
+    spread = float(exact(noise(500, 64, seed=4), weights, None).std())
+    torch.testing.assert_close(found.double(), wanted, rtol=0.01, atol=allowed * spread * 3)
+    start = noise(rows, 80, seed=5)
+    into = start.clone()
+    added = linear(x, into)
+    assert added.data_ptr() == into.data_ptr()
+    torch.testing.assert_close(
+        added.double(), start.double() + found.double(), rtol=0.02, atol=0.02 * spread
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_rounded_by_itself(name: str) -> None:
+    linear = FORMATS[name][0]([noise(32, 64)], None, torch.bfloat16, TorchProducts())
+    x = noise(40, 64, seed=1)
+    x[3] *= 1000
+    together = linear(x)
+    for first, count in ((0, 1), (3, 1), (4, 17), (20, 20)):
+        assert torch.equal(linear(x[first : first + count]), together[first : first + count])
+
+
+def test_int8_is_what_its_integers_say() -> None:
+    class Watched(TorchProducts):
+        """Torch's products as they are on a GPU: not of fewer rows than this."""
+
+        def int8(self, x: Tensor, weight: Tensor) -> Tensor:
+            assert len(x) >= INT8_ROWS
+            assert x.dtype == weight.dtype == torch.int8
+            return super().int8(x, weight)
+
+    weight, x = quantize(noise(16, 24, dtype=torch.float32)), noise(3, 24, dtype=torch.float32)
+    linear = int8_linear([weight], None, torch.float32, Watched())
+    assert isinstance(linear, CudaInt8Linear)
+    assert torch.equal(linear.weight.values, weight.values)
+    steps, scales = rounded_rows(x, 127)
+    wanted = (steps.round() @ weight.values.float().T) * scales * weight.scales
+    assert torch.equal(linear(x), wanted)
+
+
+def test_sizes_that_tensor_cores_do_not_take_are_expanded() -> None:
+    x, weight = noise(4, 20), noise(6, 20, seed=1)
+    for make, allowed in FORMATS.values():
+        linear = make([weight], None, torch.bfloat16, TorchProducts())
+        assert isinstance(linear, FloatLinear)
+        wanted = exact(x, [weight], None)
+        atol = allowed * float(wanted.std()) * 3
+        torch.testing.assert_close(linear(x).double(), wanted, rtol=0.01, atol=atol)
+
+
+def test_fp8_weights_use_the_whole_range_of_their_numbers() -> None:
+    weight = noise(32, 64) * 1e-4
+    linear = fp8_linear([weight], None, torch.bfloat16, TorchProducts())
+    assert isinstance(linear, CudaFp8Linear)
+    assert linear.values.dtype is FP8
+    assert linear.values.float().abs().amax(dim=1).eq(448).all()
+    expanded = linear.values.float() * linear.scales
+    # e4m3 has three bits behind the leading one: half a step is a sixteenth
+    torch.testing.assert_close(expanded, weight.float(), rtol=1 / 16 + 1e-3, atol=1e-7)
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    for make, _ in FORMATS.values():
+        linear = make([torch.zeros(16, 32).bfloat16()], None, torch.bfloat16, TorchProducts())
+        assert not linear(noise(2, 32)).any()
+        assert not linear(torch.zeros(2, 32).bfloat16()).any()
+
+
+def test_rounded_weights_are_expanded_exactly_for_floats() -> None:
+    weight = quantize(noise(5000, 8, dtype=torch.float32))
+    assert torch.equal(stacked([weight], torch.float32), weight.dequantize())
+    both = stacked([weight, noise(3, 8)], torch.bfloat16)
+    assert (both.dtype, both.shape) == (torch.bfloat16, (5003, 8))
+    assert torch.equal(both[:5000], weight.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounded_weights_are_taken_by_all_formats(name: str) -> None:
+    make, allowed = FORMATS[name]
+    weight, x = quantize(noise(32, 64, dtype=torch.float32)), noise(20, 64)
+    assert isinstance(weight, Int8Weight)
+    found = make([weight], None, torch.bfloat16, TorchProducts())(x).double()
+    wanted = exact(x, [weight.dequantize()], None)
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=allowed * float(wanted.std()) * 3)
+
+
+def test_a_float_linear_adds_in_place() -> None:
+    x, weight, bias, start = noise(3, 8), noise(4, 8, seed=1), noise(4, seed=2), noise(3, 4, seed=3)
+    for shift in (None, bias):
+        into = start.clone()
+        linear = FloatLinear(weight, shift)
+        found = linear(x, into)
+        assert found.data_ptr() == into.data_ptr()
+        wanted = start.double() + exact(x, [weight], shift)
+        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)

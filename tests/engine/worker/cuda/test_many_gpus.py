@@ -1,0 +1,71 @@
+"""Workers on several stand-ins of GPUs: what arrives is settled before it is read."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from engine.errors import RefusedToStart
+from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.nccl import NcclCarrier
+from engine.worker.process.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.cuda.standing import StandingCarrier, StandingGpu
+from tests.engine.worker.process.driving import Driver, load_worker, settings_for
+from tests.engine.worker.process.fleet import Fleet, placements
+
+
+class Watched(StandingGpu):
+    """A GPU whose carrier is known."""
+
+    def carrier(self, dtype: torch.dtype) -> StandingCarrier:
+        self.carried = super().carrier(dtype)
+        return self.carried
+
+
+@contextmanager
+def gpus(model: Path, stages: int, ranks: int) -> Iterator[tuple[Fleet, list[Watched]]]:
+    """A worker on each of so many GPUs, in float32 so that sums can be compared."""
+    devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
+    with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
+        places = placements(stages, ranks, rendezvous, listener.fileno())
+
+        def load(index: int) -> Worker:
+            settings = replace(settings_for(model), dtype="float32", placement=places[index])
+            device = CudaDevice(settings, devices[index])
+            return Worker.load(settings, lambda what, done, total: None, device)
+
+        workers = list(threads.map(load, range(len(devices))))
+        yield Fleet(workers, threads, ranks), devices
+
+
+@pytest.mark.parametrize(("stages", "ranks", "groups"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
+def test_shards_on_gpus_compute_what_one_computes(
+    tmp_path: Path, stages: int, ranks: int, groups: int
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    alone = Driver(load_worker(tmp_path), seed=1)
+    with gpus(tmp_path, stages, ranks) as (workers, devices):
+        together = Driver(workers, seed=1)
+        for piece in ((0, range(1, 12)), (1, (4, 5)), (0, (3,))):
+            wanted, found = alone.logits(piece), together.logits(piece)
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        assert all(device.carried.num_groups == groups for device in devices)
+        later = devices[ranks:]
+        assert all(device.carried.num_settled > 3 for device in later)
+        assert all(device.carried.num_settled == 0 for device in devices[:ranks])
+
+
+def test_without_nccl_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(RefusedToStart, match="several workers on GPUs need NCCL, which torch "):
+        NcclCarrier.open(torch.device("cuda", 0), torch.bfloat16)

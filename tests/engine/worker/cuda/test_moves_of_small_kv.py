@@ -1,0 +1,29 @@
+"""Blocks of 8-bit floats, which few kernels of torch move, go to the host and come back."""
+
+from array import array
+
+import pytest
+import torch
+
+from engine.step import BlockMove, Direction
+from engine.worker.cuda.step.kv_mover import DeviceMover
+from engine.worker.model.kv_tensors import KVTensors, as_bytes
+from tests.engine.worker.cuda.standin import StandInStreams
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_blocks_come_back_as_they_went(dtype: torch.dtype) -> None:
+    whole = torch.randn((3, 2, 5, 4, 2, 8)).to(dtype)  # layers, keys and values, blocks
+    cache = KVTensors(tuple(whole[:, 0]), tuple(whole[:, 1]), 1)
+    streams = StandInStreams()
+    mover = DeviceMover(streams, cache, streams.pinned((2, 3, 2, 4, 2, 8), dtype))
+    before = whole.clone()
+    pairs = array("i", (3, 0)).tobytes(), array("i", (0, 1)).tobytes()
+    for direction in (Direction.OUT, Direction.IN):
+        with mover.moving((BlockMove(direction, *pairs, is_awaited=True),)):
+            pass
+        if direction is Direction.OUT:
+            as_bytes(whole).zero_()
+    for block in (0, 3):
+        assert torch.equal(as_bytes(whole)[:, :, block], as_bytes(before)[:, :, block])
+    assert not as_bytes(whole)[:, :, 1].any()

@@ -1,0 +1,165 @@
+"""A worker that goes on from its own tokens says what it says when it is told each of them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import RequestSpec
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import HELD_TOKEN, Draw, Fault, RequestId, Sampling, Step, StepEntry, StepId
+from engine.transport.inline import InlineExecutor
+from engine.worker.model.last_tokens import STAND_IN, LastTokens
+from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.process.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import GREEDY, load_worker
+
+VOCAB = 97
+LIMITS = LayoutLimits(VOCAB, 64, 16, 4)
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+SAMPLINGS = (
+    GREEDY,
+    SEEDED,
+    replace(SEEDED, presence_penalty=1.5),
+    replace(GREEDY, frequency_penalty=0.7),
+    replace(GREEDY, repetition_penalty=1.3),
+    replace(SEEDED, repetition_penalty=0.8, min_p=0.02, top_k=20),
+)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    directory: Path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(directory, "llama")
+    return load_worker(directory, attention="cpu", kv_slots=1024)
+
+
+def texts(
+    worker: Worker, asks: Sequence[RequestSpec], lookahead: int, num_blocks: int
+) -> list[list[int]]:
+    """What the worker says to each, all of them asking at once."""
+
+    async def main() -> list[list[int]]:
+        settings = SchedulerSettings(max_model_len=60, max_batch_size=8, max_batch_tokens=16)
+        scheduler = IterationScheduler(settings, KVLedger(num_blocks, 4), FirstComeFirstServed())
+        executor = InlineExecutor(worker, depth=1 + lookahead)
+        clock = asyncio.get_running_loop().time
+        engine = Engine(scheduler, executor, clock, lookahead=lookahead)
+        running = asyncio.create_task(engine.run())
+
+        async def one(ask: RequestSpec) -> list[int]:
+            tokens: list[int] = []
+            with engine.stream(ask) as stream:
+                while stream.request.finish is None:
+                    tokens += (await stream.next()).tokens
+            return tokens
+
+        said = await asyncio.gather(*(one(ask) for ask in asks))
+        await asyncio.sleep(1)  # for the last of the surplus
+        assert not scheduler.pool
+        running.cancel()
+        scheduler.ledger.check()
+        assert scheduler.ledger.num_held == 0
+        return said
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("num_blocks", [256, 40])
+def test_lookahead_changes_no_text(worker: Worker, num_blocks: int) -> None:
+    """Greedy, seeded, penalised, ended by tokens that come early or are banned; also preempted."""
+    asks = [
+        RequestSpec(
+            tuple(range(1 + at, 4 + 3 * at)),
+            max_tokens=30,
+            sampling=sampling,
+            end_ids=frozenset(range(0, VOCAB, 16)),
+            min_tokens=min_tokens,
+        )
+        for at, sampling in enumerate(SAMPLINGS)
+        for min_tokens in (0, 12)
+    ]
+    without = texts(worker, asks, 0, num_blocks)
+    assert texts(worker, asks, 1, num_blocks) == without
+    assert {len(said) for said in without} > {30}, "all of them ran to the limit"
+
+
+def entry(number: int, token: int, draw: Draw | None = None) -> StepEntry:
+    return StepEntry(RequestId(number), 3, (token,), bytes(4), draw or Draw(GREEDY))
+
+
+def complete(held: LastTokens, *entries: StepEntry) -> tuple[list[int], tuple[StepEntry, ...]]:
+    """Token ids of the layout, and the entries, with what is held."""
+    step = Step(StepId(9), entries)
+    held.open(step)
+    layout = build_layout(step, LIMITS)
+    step = held.complete(step, layout)
+    return layout.token_ids.tolist(), step.entries
+
+
+def run(held: LastTokens, tokens: Sequence[int], *entries: StepEntry) -> None:
+    """A step that samples `tokens`; none: it fails."""
+    step = Step(StepId(8), entries)
+    held.open(step)
+    held.keep(step, tokens, ())
+
+
+def test_tokens_are_filled_in_where_they_are_held_back() -> None:
+    held = LastTokens(num_steps=1)
+    run(held, [70, 71], entry(0, 1), entry(1, 2))
+    ids, entries = complete(held, entry(1, HELD_TOKEN), entry(5, 9), entry(0, HELD_TOKEN))
+    assert ids == [71, 9, 70]
+    assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
+
+
+def test_the_output_is_completed_for_those_who_read_it() -> None:
+    held = LastTokens(num_steps=1)
+    run(held, [70, 71], entry(0, 1), entry(1, 2))
+    reads = Draw(Sampling(presence_penalty=1.0), output=(5,))
+    _, entries = complete(held, entry(0, HELD_TOKEN, reads), entry(1, HELD_TOKEN))
+    assert [each.draw.output for each in entries if each.draw] == [(5, 70), ()]
+
+
+def test_of_a_step_that_failed_a_stand_in_is_held() -> None:
+    held = LastTokens(num_steps=1)
+    run(held, (), entry(0, 1))
+    assert complete(held, entry(0, HELD_TOKEN))[0] == [STAND_IN]
+
+
+def test_of_a_row_that_failed_a_stand_in_is_held() -> None:
+    held = LastTokens(num_steps=1)
+    step = Step(StepId(0), (entry(0, 1), entry(1, 1)))
+    held.open(step)
+    held.keep(step, [999, 71], [Fault(0, "it failed")])
+    assert complete(held, entry(0, HELD_TOKEN), entry(1, HELD_TOKEN))[0] == [STAND_IN, 71]
+
+
+def test_tokens_are_held_for_as_many_steps_as_are_asked_for() -> None:
+    held = LastTokens(num_steps=2)
+    run(held, [70], entry(0, 1))
+    run(held, [71], entry(1, 1))
+    assert complete(held, entry(0, HELD_TOKEN))[0] == [70]
+    with pytest.raises(ValueError, match="request 0: no token of it is held"):
+        complete(LastTokens(1), entry(0, HELD_TOKEN))
+
+
+def test_a_worker_that_fails_a_step_runs_the_one_planned_on_top(worker: Worker) -> None:
+    bad = Draw(replace(GREEDY, logit_bias=((VOCAB + 5, 1.0),)))
+    blocks = bytes(4)
+    first = StepEntry(RequestId(0), 0, (1,) * 3, blocks, bad)
+    mate = StepEntry(RequestId(1), 0, (1, 2, 3), b"\1\0\0\0", Draw(GREEDY))
+    alone = worker.run(Step(StepId(0), (mate,))).tokens
+    try:
+        faults = worker.run(Step(StepId(1), (first,))).faults
+    except ValueError:
+        faults = (Fault(0, "all of it"),)
+    assert faults
+    ahead = StepEntry(RequestId(0), 3, (HELD_TOKEN,), blocks, Draw(GREEDY))
+    assert worker.run(Step(StepId(2), (ahead, mate))).tokens[1:] == alone

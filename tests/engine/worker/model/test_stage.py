@@ -1,0 +1,88 @@
+"""A model cut into stages: each holds its share, and together they are the whole."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.attention.reference import ReferenceAttention
+from adapters.models import FAMILIES
+from adapters.models.checkpoint import read_config
+from engine.step import RequestId, Step, StepEntry, StepId
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv_tensors import allocate
+from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
+from engine.worker.model.shard import Shard
+from engine.worker.model.stage import Stage
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import AttentionSpec, ModelFamily
+from engine.worker.weights.checkpoint_files import SafetensorsFiles
+from engine.worker.weights.source import Weights
+from tests.checkpoints import make_checkpoint
+
+LAYERS = 3
+
+
+def open_family(config: Mapping[str, object]) -> ModelFamily:
+    names = config["architectures"]
+    assert isinstance(names, list)
+    module, name = FAMILIES[names[0]].split(":")
+    family: ModelFamily = getattr(import_module(module), name)(config)
+    return family
+
+
+def make_stage(directory: Path, span: range) -> tuple[Stage, Weights]:
+    family = open_family(read_config(directory))
+    shape = family.shape
+    weights = Weights(SafetensorsFiles(directory), torch.float32, lambda *_: None)
+    cache = allocate(shape, len(span), 16, 4, torch.float32)
+    spec = AttentionSpec(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.window
+    )
+    model = family.build(weights, Shard(shape, span), TorchOperators())
+    return Stage(model, ReferenceAttention(spec, cache, NativeThreadPool(1))), weights
+
+
+def layout(num_tokens: int) -> RaggedLayout:
+    blocks = b"".join(i.to_bytes(4, "little") for i in range(8))
+    entry = StepEntry(RequestId(0), 0, tuple(range(5, 5 + num_tokens)), blocks, None)
+    return build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 128, 16, 4))
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama_tied", "qwen3", "gpt2", "gpt2_untied"])
+@pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2)])
+def test_stages_hand_on_what_the_whole_computes(
+    tmp_path: Path, variant: str, cuts: tuple[int, ...]
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    step = layout(11)
+    whole, _ = make_stage(tmp_path, range(LAYERS))
+    bounds = (0, *cuts, LAYERS)
+    hidden: Tensor | None = None
+    with torch.inference_mode():
+        expected = whole.run(step)
+        for start, stop in pairwise(bounds):
+            stage, _ = make_stage(tmp_path, range(start, stop))
+            hidden = stage.run(step, hidden)
+    assert hidden is not None
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-6)
+
+
+def test_a_stage_takes_only_its_share_of_the_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    _, whole = make_stage(tmp_path, range(LAYERS))
+    shares = [make_stage(tmp_path, range(i, i + 1))[1] for i in range(LAYERS)]
+    assert sum(share.num_taken for share in shares) == whole.num_taken
+
+
+def test_logits_come_for_the_sampled_rows_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    stage, _ = make_stage(tmp_path, range(LAYERS))
+    with torch.inference_mode():
+        logits = stage.logits(layout(11))
+    assert logits is not None
+    assert logits.shape == (0, 97)

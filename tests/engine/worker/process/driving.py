@@ -1,0 +1,127 @@
+"""Drives a `Worker` by hand: blocks from a shuffled pool, requests as plain token lists."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from engine.step import (
+    Draw,
+    RequestId,
+    Sampling,
+    Step,
+    StepEntry,
+    StepId,
+    StepResult,
+    WorkerReport,
+    WorkerSettings,
+)
+from engine.worker.process.worker import Worker
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class RunsSteps(Protocol):
+    """A worker, or several that act as one."""
+
+    @property
+    def report(self) -> WorkerReport: ...
+
+    def run(self, step: Step) -> StepResult: ...
+
+    def logits(self, step: Step) -> Tensor | None: ...
+
+
+def settings_for(
+    model: object,
+    attention: str = "reference",
+    *,
+    weights: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 4,
+    kv_slots: int = 512,
+) -> WorkerSettings:
+    """A small cache, one thread."""
+    return WorkerSettings(
+        model=str(model),
+        attention=attention,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        kv_slots=kv_slots,
+        threads=1,
+    )
+
+
+def load_worker(
+    model: object,
+    *,
+    attention: str = "reference",
+    weights: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 4,
+    kv_slots: int = 512,
+) -> Worker:
+    """A worker over a checkpoint directory with a small cache."""
+    settings = settings_for(
+        model,
+        attention,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        kv_slots=kv_slots,
+    )
+    return Worker.load(settings, lambda what, done, total: None)
+
+
+@dataclass
+class Driver:
+    """Owns the block tables of the requests that it runs on a worker."""
+
+    worker: RunsSteps
+    seed: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.worker.report.num_blocks))
+        Random(self.seed).shuffle(self.free)
+
+    def entry(self, request: int, tokens: Sequence[int], draw: Draw | None) -> StepEntry:
+        """The next tokens of a request; takes blocks as needed."""
+        start = self.lengths.get(request, 0)
+        self.lengths[request] = start + len(tokens)
+        table = self.blocks.setdefault(request, [])
+        while len(table) * self.worker.report.block_size < self.lengths[request]:
+            table.append(self.free.pop())
+        return StepEntry(
+            RequestId(request), start, tuple(tokens), np.array(table, "<i4").tobytes(), draw
+        )
+
+    def logits(self, *pieces: tuple[int, Sequence[int]]) -> Tensor:
+        """One step over (request, tokens) pieces; logits after each piece's last token."""
+        draw = Draw(GREEDY)
+        entries = tuple(self.entry(request, tokens, draw) for request, tokens in pieces)
+        logits = self.worker.logits(Step(StepId(0), entries))
+        assert logits is not None, "a worker that holds the head"
+        return logits
+
+    def tokens(self, *pieces: tuple[int, Sequence[int], Sampling]) -> tuple[int, ...]:
+        """One step over (request, tokens, sampling) pieces; the token drawn for each."""
+        entries = tuple(
+            self.entry(request, tokens, Draw(sampling)) for request, tokens, sampling in pieces
+        )
+        return self.worker.run(Step(StepId(0), entries)).tokens
+
+    def generate(self, request: int, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy tokens, one request alone."""
+        out: list[int] = []
+        feed = list(prompt)
+        for _ in range(count):
+            (token,) = self.tokens((request, feed, GREEDY))
+            out.append(token)
+            feed = [token]
+        return out

@@ -1,0 +1,162 @@
+"""Which device a worker gets, and what it says when that one cannot be had."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.errors import RefusedToStart
+from engine.step import Placement, WorkerSettings
+from engine.worker.cpu import device as cpu
+from engine.worker.cuda import requirements as lacking
+from engine.worker.cuda.device import gpu_index
+from engine.worker.device import open_device
+
+SETTINGS = WorkerSettings(model="")
+
+
+def no_driver() -> bool:
+    return False
+
+
+def a_driver() -> bool:
+    return True
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """torch has CUDA and sees a GPU; FlashInfer and nvcc are there."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(lacking, "_has_driver", a_driver)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(lacking, "nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    return monkeypatch
+
+
+def refusal(settings: WorkerSettings) -> str:
+    with pytest.raises(RefusedToStart) as refused:
+        open_device(settings)
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    opened = open_device(replace(SETTINGS, device=device, threads=1))
+    assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
+
+
+def test_a_form_of_kv_that_the_cpu_does_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = replace(SETTINGS, device="cpu", threads=1)
+    known = "known: float32, float16, bfloat16, int8"
+    assert refusal(replace(asked, kv_dtype="fp8")) == (
+        f"kv_dtype 'fp8' is not supported on cpu; {known}"
+    )
+    monkeypatch.setattr(cpu, "has_half", lambda: False)
+    assert refusal(replace(asked, kv_dtype="float16")) == "kv_dtype 'float16' needs a CPU with F16C"
+    assert open_device(replace(asked, kv_dtype="int8")).kv_dtype is torch.int8
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])
+def test_a_device_that_nobody_knows_is_refused(device: str) -> None:
+    says = f"device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"
+    assert refusal(replace(SETTINGS, device=device)) == says
+
+
+def test_what_is_missing_for_a_gpu_is_named(with_gpu: pytest.MonkeyPatch) -> None:
+    asked = replace(SETTINGS, device="cuda")
+    with_gpu.setattr(lacking, "nvcc", lambda: None)
+    with_gpu.setattr(lacking, "has_cached_kernels", lambda: False)
+    assert "there is no nvcc: install the CUDA toolkit" in refusal(asked)
+    with_gpu.setattr("importlib.util.find_spec", lambda name: None)
+    assert "flashinfer is not installed (pip install 'podway[cuda]')" in refusal(asked)
+    with_gpu.setattr("torch.cuda.device_count", lambda: 0)
+    with_gpu.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "there is a driver, but no GPU (CUDA_VISIBLE_DEVICES='7')" in refusal(asked)
+    with_gpu.setattr(lacking, "_has_driver", no_driver)
+    assert "there is no NVIDIA driver: libcuda.so.1" in refusal(asked)
+    with_gpu.setattr("torch.version.cuda", None)
+    line = refusal(asked)
+    assert line.startswith("device 'cuda' cannot be used: torch ")
+    assert "is built without CUDA" in line
+
+
+def test_plain_torch_on_a_gpu_wants_no_flashinfer(with_gpu: pytest.MonkeyPatch) -> None:
+    with_gpu.setattr("importlib.util.find_spec", lambda name: None)
+    assert lacking.missing(wants_kernels=False) == ""
+    assert "flashinfer" in lacking.missing(wants_kernels=True)
+
+
+def test_kernels_that_were_compiled_before_need_no_nvcc(
+    with_gpu: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    base = tmp_path_factory.mktemp("kernels")
+    with_gpu.setattr(lacking, "nvcc", lambda: None)
+    with_gpu.setenv("FLASHINFER_WORKSPACE_BASE", str(base))
+    with_gpu.setattr("importlib.util.find_spec", lambda name: Spec)
+    assert "no nvcc" in lacking.missing(wants_kernels=True)
+    compiled = base / ".cache/flashinfer/0.7.2/90a/cached_ops/page/page.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert lacking.missing(wants_kernels=True) == ""
+
+
+class Spec:
+    """A package that is nowhere on disk."""
+
+    submodule_search_locations: tuple[str, ...] = ()
+
+
+def test_auto_falls_back_to_the_cpu_and_says_why(
+    with_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_gpu.setattr("importlib.util.find_spec", lambda name: None)
+    assert open_device(replace(SETTINGS, threads=1)).name == "cpu"
+    assert caplog.messages == [
+        "there is a GPU, but the CPU is used: flashinfer is not installed "
+        "(pip install 'podway[cuda]')"
+    ]
+
+
+def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
+    places = [Placement(rank=n, num_ranks=4, num_neighbours=2, neighbour=n % 2) for n in range(4)]
+    assert [gpu_index("auto", place, 2) for place in places] == [0, 1, 0, 1]
+    assert [gpu_index("cuda:1", place, 3) for place in places] == [1, 2, 1, 2]
+    with pytest.raises(RefusedToStart, match="2 workers of this machine need a GPU each, but 1 "):
+        gpu_index("cuda", places[0], 1)
+    with pytest.raises(RefusedToStart, match="need a GPU each from cuda:1 on, but 2 are visible"):
+        gpu_index("cuda:1", places[0], 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dtype": "bfloat16"}, "dtype 'bfloat16' is not supported on cpu; known: float32"),
+        ({"weights": "fp8"}, "weights 'fp8' is not supported on cpu; known: auto, float32, int8"),
+        ({"attention": "flashinfer"}, "attention 'flashinfer' does not run on cpu"),
+        ({"attention": "reference", "weights": "int8"}, "weights='int8' needs another attention"),
+    ],
+)
+def test_what_the_cpu_does_not_do_is_refused(settings: dict[str, str], says: str) -> None:
+    assert refusal(replace(SETTINGS, device="cpu", **settings)).startswith(says)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("available", "neighbours", "usual"),
+    [(100 << 30, 1, 4 << 30), (4 << 30, 1, 1 << 30), (100 << 30, 4, 1 << 30)],
+)
+def test_on_the_cpu_kv_usually_takes_4_gib_or_a_quarter_of_what_there_is(
+    available: int, neighbours: int, usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "available_bytes", lambda: available)
+    placement = Placement(num_neighbours=neighbours)
+    device = open_device(replace(SETTINGS, device="cpu", threads=1, placement=placement))
+    room = device.room(lambda: pytest.fail("the CPU does not rehearse"))
+    assert (room.most, room.usual) == (available, usual)
+    assert room.left_on_host(usual) == available - usual

@@ -1,0 +1,105 @@
+"""The engine over many workers, short of room: answers are those of each request alone.
+
+Prompts in pieces beside decodes, clients that leave, preemption by swapping and by computing anew,
+each with several iterations in flight.
+"""
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.events import NullObserver
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.priority import LowestPriorityFirst
+from engine.request import Request, RequestSpec
+from engine.step import BlockMove, Sampling
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import Driver, load_worker
+from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
+
+COUNT = 10
+
+
+class Told(NullObserver):
+    """Counts what the room was short of."""
+
+    def __init__(self) -> None:
+        self.num_swaps = self.num_recomputed = self.num_mixed = 0
+
+    def planned(self, iteration: Iteration, now: float) -> None:
+        lengths = [len(entry.tokens) for entry in iteration.step.entries]
+        self.num_mixed += min(lengths, default=1) == 1 < max(lengths, default=1)
+
+    def preempted(self, request: Request, now: float) -> None:
+        self.num_recomputed += 1
+
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
+        self.num_swaps += 1
+
+
+def an_ask(number: int) -> RequestSpec:
+    prompt = Random(number).choices(range(97), k=3 + 5 * number % 31)
+    return RequestSpec(
+        tuple(prompt), 12 + 3 * number % 17, Sampling(temperature=0.0), priority=COUNT - number
+    )
+
+
+async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
+    """The answer, or what there was of it when `until` tokens had come."""
+    tokens: list[int] = []
+    with engine.stream(ask) as stream:
+        while len(tokens) < until:
+            chunk = await stream.next()
+            tokens += chunk.tokens
+            if chunk.finish is not None:
+                break
+    return tokens
+
+
+async def serve(workers: Fleet, lookahead: int, told: Told) -> list[list[int]]:
+    """All requests one after the other in time, more urgent ones later; every third leaves."""
+    report = workers.report
+    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
+    bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
+    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told)
+    executor = FleetExecutor(workers, lookahead)
+    engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
+    running = asyncio.create_task(engine.run())
+    answers = await asyncio.gather(
+        *(read(engine, an_ask(number), 4 if number % 3 == 0 else 99) for number in range(COUNT))
+    )
+    await engine.drain(30)
+    running.cancel()
+    executor.close()
+    ledger.check()
+    assert ledger.num_held == 0
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "lookahead", "host_kv_bytes"),
+    [(2, 1, 1, 1 << 16), (1, 2, 1, 0), (2, 2, 0, 1 << 16)],
+)
+async def test_answers_are_those_of_each_request_alone(
+    tmp_path: Path, stages: int, ranks: int, lookahead: int, host_kv_bytes: int
+) -> None:
+    alone = Driver(load_worker(make_checkpoint(tmp_path)))
+    expected = [
+        alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
+        for number in range(COUNT)
+    ]
+    told = Told()
+    with fleet(
+        tmp_path, stages, ranks, kv_slots=80, lookahead=lookahead, host_kv_bytes=host_kv_bytes
+    ) as workers:
+        answers = await serve(workers, lookahead, told)
+    for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
+        assert answer == whole[: len(answer)]
+        assert len(answer) == len(whole) or number % 3 == 0
+    assert told.num_mixed
+    assert told.num_swaps if host_kv_bytes else told.num_recomputed

@@ -1,0 +1,152 @@
+"""The doorway of a worker, spoken to over a socket pair, in this process where that is enough."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.errors import WorkerLost
+from engine.step import StepId, StepResult, WorkerSettings
+from engine.transport.wire import (
+    FrameReader,
+    FromWorker,
+    Goodbye,
+    LoadRefused,
+    LoadWorker,
+    Progress,
+    RunStep,
+    StepFailure,
+    StepRan,
+    ToWorker,
+    WireError,
+    WorkerLoaded,
+    frame,
+    read_from_worker,
+)
+from engine.worker.process import entry
+from engine.worker.process.results import MAX_LINE_LEN, one_line
+from tests.engine.transport.workers import REPORT, Command
+from tests.fakes import a_step
+
+ECHO = "tests.engine.transport.workers:EchoWorker"
+LOAD = LoadWorker(WorkerSettings(model="echo"))
+LOADING = [Progress("weights", 0, 2), Progress("weights", 2, 2), WorkerLoaded(REPORT)]
+
+
+@dataclass
+class Line:
+    """Both ends of a conversation; the worker's end blocks."""
+
+    ours: socket.socket
+    theirs: socket.socket
+    frames: FrameReader = field(default_factory=FrameReader)
+
+    def send(self, *messages: ToWorker) -> None:
+        for message in messages:
+            self.ours.sendall(frame(message))
+
+    def serve(self) -> int:
+        return entry.serve(entry.Parent(self.theirs), ECHO)
+
+    def received(self) -> list[FromWorker]:
+        """All that the worker has sent up to now."""
+        payloads = self.frames.feed(self.ours.recv(1 << 20))
+        return [read_from_worker(payload) for payload in payloads]
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Line(ours, theirs)
+    gc.unfreeze()  # a worker freezes what it has loaded
+
+
+def test_a_conversation_is_progress_then_the_report_then_answers_in_order(line: Line) -> None:
+    line.send(
+        LOAD, RunStep(a_step(1, 10)), RunStep(a_step(2, Command.RAISE)), RunStep(a_step(3, 30, 40))
+    )
+    line.send(Goodbye())
+    assert line.serve() == 0
+    assert line.received() == [
+        *LOADING,
+        StepRan(StepResult(StepId(1), (11,), 0.0)),
+        StepFailure(StepId(2), "ValueError: a step that raises"),
+        StepRan(StepResult(StepId(3), (31, 41), 0.0)),
+    ]
+
+
+@pytest.mark.parametrize("before", [[], [LOAD], [LOAD, RunStep(a_step(1, 10))]])
+def test_a_parent_that_hangs_up_ends_the_conversation(line: Line, before: list[ToWorker]) -> None:
+    line.send(*before)
+    line.ours.shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        line.serve()
+
+
+def test_a_parent_that_left_ends_the_loading(line: Line) -> None:
+    line.send(LOAD)
+    line.ours.close()
+    with pytest.raises(ConnectionError):
+        line.serve()
+
+
+def test_the_settings_come_first(line: Line) -> None:
+    line.send(RunStep(a_step(1, 10)))
+    with pytest.raises(WireError, match="RunStep came before the settings"):
+        line.serve()
+
+
+def test_what_a_refusal_says_is_one_line_and_not_too_long(line: Line) -> None:
+    line.send(LoadWorker(WorkerSettings(model="refuse")))
+    assert line.serve() == 1
+    assert line.received()[-1] == LoadRefused("layers: no such thing")
+    assert len(one_line("x " * 1000)) == MAX_LINE_LEN
+
+
+def test_a_worker_whose_device_is_gone_does_not_answer(line: Line) -> None:
+    line.send(LOAD, RunStep(a_step(1, Command.LOSE)), RunStep(a_step(2, 20)))
+    with pytest.raises(WorkerLost, match="beyond use"):
+        line.serve()
+    assert line.received() == LOADING
+
+
+def process_of(theirs: socket.socket, parent: int) -> subprocess.Popen[bytes]:
+    """A worker process at that end, told that `parent` is its parent."""
+    fd = theirs.fileno()
+    arguments = ["--socket", str(fd), "--parent", str(parent), ECHO]
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.worker.process.entry", *arguments], pass_fds=(fd,)
+    )
+
+
+def test_the_process_exits_with_0_when_its_parent_hangs_up(line: Line) -> None:
+    line.ours.shutdown(socket.SHUT_WR)
+    with process_of(line.theirs, os.getpid()) as process:
+        assert process.wait(60) == 0
+
+
+def test_the_process_exits_with_1_when_it_does_not_understand(line: Line) -> None:
+    line.send(Goodbye())
+    with process_of(line.theirs, os.getpid()) as process:
+        assert process.wait(60) == 1
+
+
+def test_the_process_does_not_stay_with_a_parent_that_is_not_its_own(line: Line) -> None:
+    """As when the parent dies before the child can ask to be told."""
+    with process_of(line.theirs, os.getpid() + 1) as process:
+        assert process.wait(60) == 0
+
+
+def test_the_process_obeys_sigterm_while_it_loads(line: Line) -> None:
+    line.send(LoadWorker(WorkerSettings(model="hang")))
+    with process_of(line.theirs, os.getpid()) as process:
+        assert line.received() == LOADING[:1]
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM

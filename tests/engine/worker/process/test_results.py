@@ -1,0 +1,139 @@
+"""Late steps are answered in order by a thread of their own, while others are launched."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.errors import StepFailed, WorkerLost
+from engine.step import StepId, StepResult, StepTimes
+from engine.transport.wire import (
+    FrameReader,
+    FromWorker,
+    StepFailure,
+    StepRan,
+    TraceEvents,
+    read_from_worker,
+)
+from engine.worker.launched import Collected, Done
+from engine.worker.process.results import Failure, ResultSender, StepOrder
+from tests.fakes import a_step
+
+TIMES = StepTimes(None, 1.0, 2.0)
+PATIENCE = 60.0
+
+
+def collected(number: int) -> Collected:
+    return Collected(StepResult(StepId(number), (number,), 0.5), TIMES)
+
+
+@dataclass
+class Late:
+    """A step that comes back when it is let, with a result or an error."""
+
+    outcome: Collected | Exception
+    returns: threading.Event = field(default_factory=threading.Event)
+    is_late: bool = True
+
+    def collect(self) -> Collected:
+        assert self.returns.wait(PATIENCE)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass
+class Wire:
+    """Hears what is sent, and in which thread; lets somebody wait for it."""
+
+    heard: list[FromWorker] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    news: threading.Condition = field(default_factory=threading.Condition)
+    ends: list[Exception] = field(default_factory=list)
+
+    def send(self, data: bytearray) -> None:
+        with self.news:
+            self.heard += map(read_from_worker, FrameReader().feed(data))
+            self.threads.add(threading.current_thread().name)
+            self.news.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.heard) >= count, PATIENCE)
+
+
+def answers_to(wire: Wire, *, answers: bool = True, traces: bool = False) -> ResultSender:
+    return ResultSender(wire.send, wire.ends.append, answers=answers, traces=traces)
+
+
+def order(number: int) -> StepOrder:
+    return StepOrder(a_step(number, 1), 0.25)
+
+
+def test_a_worker_that_computes_while_it_launches_is_answered_for_at_once() -> None:
+    wire = Wire()
+    answers = answers_to(wire, traces=True)
+    answers.put(order(1), Done(collected(1)))
+    answers.put(order(2), Failure("it failed", TIMES))
+    assert wire.heard == [
+        StepRan(collected(1).result),
+        TraceEvents(StepId(1), 0.25, TIMES),
+        StepFailure(StepId(2), "it failed"),
+        TraceEvents(StepId(2), 0.25, TIMES),
+    ]
+    assert wire.threads == {threading.current_thread().name}
+    answers.finish()
+
+
+def test_late_steps_are_answered_in_order_while_others_are_launched() -> None:
+    wire, first, third = Wire(), Late(collected(1)), Late(collected(3))
+    answers = answers_to(wire)
+    answers.put(order(1), first)
+    answers.put(order(2), Failure("not launched", TIMES))
+    answers.put(order(3), third)
+    assert wire.heard == []
+    first.returns.set()
+    wire.wait_for(2)
+    third.returns.set()
+    answers.finish()
+    assert wire.heard == [
+        StepRan(collected(1).result),
+        StepFailure(StepId(2), "not launched"),
+        StepRan(collected(3).result),
+    ]
+    assert wire.threads == {"podway-answers"}
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(StepFailed("the stage before"), "the stage before"), (ValueError("odd"), "ValueError: odd")],
+)
+def test_a_step_that_fails_on_the_way_answers_for_itself(error: Exception, line: str) -> None:
+    wire, first, second = Wire(), Late(error), Late(collected(2))
+    answers = answers_to(wire)
+    for number, late in enumerate((first, second), 1):
+        late.returns.set()
+        answers.put(order(number), late)
+    answers.finish()
+    assert wire.heard == [StepFailure(StepId(1), line), StepRan(collected(2).result)]
+
+
+def test_a_device_that_is_lost_on_the_way_ends_it_all_and_nothing_is_sent_after() -> None:
+    wire = Wire()
+    answers = answers_to(wire, traces=True)
+    lost = Late(WorkerLost("the device is gone"))
+    answers.put(order(1), lost)
+    answers.put(order(2), Done(collected(2)))
+    lost.returns.set()
+    with pytest.raises(WorkerLost, match="the device is gone"):
+        answers.finish()
+    assert wire.heard == []
+    assert [str(error) for error in wire.ends] == ["the device is gone"]
+
+
+def test_one_who_does_not_answer_still_traces() -> None:
+    wire = Wire()
+    answers = answers_to(wire, answers=False, traces=True)
+    answers.put(order(1), Done(collected(1)))
+    answers.finish()
+    assert wire.heard == [TraceEvents(StepId(1), 0.25, TIMES)]

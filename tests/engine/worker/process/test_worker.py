@@ -1,0 +1,236 @@
+"""A worker from load to tokens: its report, what batch mates change (nothing), failures."""
+
+import struct
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import RefusedToStart
+from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.worker.cpu.int8 import FASTEST
+from engine.worker.process.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "mistral_window"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(directory, str(request.param))
+    return load_worker(directory, attention="cpu", kv_slots=4096)
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def sampling_of(request: int) -> Sampling:
+    return Sampling(temperature=0.9, top_p=0.95, seed=request) if request % 2 else GREEDY
+
+
+def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[int]:
+    driver, out, feed = Driver(worker, seed=request), [], prompt
+    for _ in range(count):
+        (token,) = driver.tokens((request, feed, sampling_of(request)))
+        out.append(token)
+        feed = [token]
+    return out
+
+
+def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Worker) -> None:
+    rng = Random(5)
+    prompts = {request: text(rng.randrange(1, 50), request) for request in range(64)}
+    wanted = {request: rng.randrange(1, 12) for request in prompts}
+    arrives = {request: rng.randrange(0, 9) for request in prompts}
+    driver, left = Driver(worker, seed=99), {r: list(p) for r, p in prompts.items()}
+    out: dict[int, list[int]] = {request: [] for request in prompts}
+    for turn in range(60):
+        entries = []
+        for request, rest in left.items():
+            if arrives[request] > turn or len(out[request]) >= wanted[request]:
+                continue
+            size = len(rest) if len(rest) == 1 else rng.randrange(1, len(rest) + 1)
+            draw = Draw(sampling_of(request)) if size == len(rest) else None
+            entries.append((request, driver.entry(request, rest[:size], draw)))
+            left[request] = rest[size:]
+        if not entries:
+            break
+        entries.sort(key=lambda pair: len(pair[1].tokens))
+        result = worker.run(Step(StepId(turn), tuple(entry for _, entry in entries)))
+        tokens = iter(result.tokens)
+        for request, entry in entries:
+            if entry.draw is not None:
+                out[request].append(next(tokens))
+                left[request] = out[request][-1:]
+    assert {request: len(tokens) for request, tokens in out.items()} == wanted
+    for request, prompt in prompts.items():
+        assert out[request] == alone(worker, request, prompt, wanted[request])
+
+
+def test_logits_are_the_same_bits_however_the_tokens_are_cut(worker: Worker) -> None:
+    tokens, mates = text(60, 1), [text(40, seed) for seed in (2, 3, 4)]
+    (whole,) = Driver(worker).logits((0, tokens))
+    cut = Driver(worker, seed=1)
+    for start, end in ((0, 13), (13, 14), (14, 47), (47, 59)):
+        cut.logits(
+            (0, tokens[start:end]),
+            *[(i, mate[start // 2 :][:5]) for i, mate in enumerate(mates, start + 1)],
+        )
+    beside = cut.logits((90, mates[0]), (0, tokens[59:]), (91, mates[1]))
+    if worker.report.architecture == "GPT2LMHeadModel":  # its norms and gelu are torch's
+        torch.testing.assert_close(beside[1], whole, rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(beside[1], whole)
+
+
+def test_the_report_states_the_facts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", eos_token_id=[2, 5])
+    heard: list[tuple[str, int, int]] = []
+    settings = WorkerSettings(
+        model=str(tmp_path), block_size=8, kv_slots=84, max_model_len=100, threads=2
+    )
+    report = Worker.load(settings, lambda *news: heard.append(news)).report
+    assert report.architecture == "LlamaForCausalLM"
+    assert (report.dtype, report.device, report.attention) == ("float32", "cpu", "cpu")
+    assert (report.vocab_size, report.max_model_len) == (97, 100)
+    assert report.eos_token_ids == (2, 5)
+    assert (report.num_blocks, report.block_size, report.threads) == (10, 8, 2)
+    assert report.bytes_per_block == 2 * 3 * 8 * 2 * 8 * 4
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
+    assert report.num_parameters == 2 * 97 * 32 + 32 + 3 * layer
+    assert heard[-1] == ("weights", 30, 30)
+
+
+def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
+    untied = load_worker(make_checkpoint(tmp_path / "untied", "llama")).report
+    tied = load_worker(make_checkpoint(tmp_path / "tied", "llama_tied")).report
+    assert untied.num_parameters - tied.num_parameters == 97 * 32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    exact, rounded = (
+        load_worker(tmp_path, attention="cpu", weights=weights) for weights in ("float32", "int8")
+    )
+    assert exact.report.weights == "float32"
+    assert rounded.report.weights == f"int8 ({FASTEST.name})"
+    logits, found = (Driver(each, seed=1).logits((0, text(40, 1))) for each in (exact, rounded))
+    assert not torch.equal(logits, found)
+    spread = logits.std()
+    torch.testing.assert_close(found, logits, rtol=0, atol=float(spread) / 10)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
+    tmp_path: Path, dtype: str
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    exact = load_worker(model, attention="cpu")
+    small = load_worker(model, attention="cpu", kv_dtype=dtype)
+    plain = load_worker(model, kv_dtype=dtype)
+    assert small.report.kv_dtype == dtype
+    assert small.report.bytes_per_block * 2 <= exact.report.bytes_per_block
+    test_logits_are_the_same_bits_however_the_tokens_are_cut(small)
+    logits, found, oracle = (
+        Driver(each, seed=1).logits((0, text(60, 1))) for each in (exact, small, plain)
+    )
+    spread = float(logits.std())
+    torch.testing.assert_close(found, logits, rtol=0, atol=spread / 10)
+    torch.testing.assert_close(found, oracle, rtol=0, atol=spread / 20)
+    assert not torch.equal(found, logits)
+
+
+def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(
+        RefusedToStart, match="weights 'int4' is not supported on cpu; known: auto, "
+    ):
+        load_worker(tmp_path, weights="int4")
+    with pytest.raises(RefusedToStart, match="weights='int8' needs another attention"):
+        load_worker(tmp_path, attention="reference", weights="int8")
+
+
+def test_a_piece_of_a_prompt_yields_no_token(worker: Worker) -> None:
+    driver = Driver(worker)
+    piece = driver.entry(0, [1, 2, 3], None)
+    result = worker.run(Step(StepId(41), (driver.entry(1, [5], Draw(GREEDY)), piece)))
+    assert (result.step_id, len(result.tokens)) == (StepId(41), 1)
+    assert worker.run(Step(StepId(42), (driver.entry(2, [1, 2], None),))).tokens == ()
+    assert result.seconds > 0
+
+
+def test_a_wrong_step_fails_and_the_next_one_runs(worker: Worker) -> None:
+    expected = Driver(worker).generate(0, [1, 2, 3], 4)
+    outside = StepEntry(RequestId(0), 0, (1,), struct.pack("<i", 1 << 20), Draw(GREEDY))
+    for entry in (outside, StepEntry(RequestId(0), 0, (VOCAB,), bytes(4), Draw(GREEDY))):
+        with pytest.raises(ValueError, match="out of range"):
+            worker.run(Step(StepId(0), (entry,)))
+    assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
+
+
+@pytest.mark.parametrize("attention", ["cpu", "reference"])
+def test_a_weight_that_is_no_number_fails_the_requests_that_meet_it(
+    tmp_path: Path, attention: str
+) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    expected = Driver(load_worker(tmp_path, attention=attention)).generate(0, [1, 2, 3], 4)
+    absent = next(token for token in range(4, VOCAB) if token not in expected)
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][absent, 4] = float("nan")
+    save_file(tensors, path)
+    worker = load_worker(tmp_path, attention=attention)
+    driver = Driver(worker)
+    bad = driver.entry(0, [1, absent, 3], Draw(GREEDY))
+    good = driver.entry(1, [1, 2, 3], Draw(GREEDY))
+    result = worker.run(Step(StepId(0), (bad, good)))
+    assert [fault.entry for fault in result.faults] == [0]
+    assert result.tokens[1] == expected[0]
+    assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
+
+
+def test_weights_that_are_no_numbers_are_refused_at_start(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(RefusedToStart, match="NaN or infinite logits"):
+        load_worker(tmp_path, attention="cpu")
+
+
+def test_a_new_worker_goes_on_where_another_stopped(worker: Worker) -> None:
+    """Recompute after a loss: prompt and output as one prompt give the same next tokens."""
+    sampling = Sampling(temperature=1.0, seed=11)
+    driver, out, feed = Driver(worker), [], text(20, 8)
+    for _ in range(10):
+        (token,) = driver.tokens((0, feed, sampling))
+        out.append(token)
+        feed = [token]
+    again = Driver(worker, seed=4)
+    assert again.tokens((0, text(20, 8) + out[:6], sampling)) == (out[6],)
+    assert again.tokens((0, [out[6]], sampling)) == (out[7],)
+
+
+def test_threads_do_not_change_the_bits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen2")
+    logits = []
+    for threads in (1, 3):
+        settings = WorkerSettings(model=str(tmp_path), kv_slots=256, threads=threads)
+        worker = Worker.load(settings, lambda *_: None)
+        logits.append(Driver(worker).logits((0, text(50, 1)), (1, text(7, 2))))
+    assert torch.equal(*logits)
+
+
+def test_the_context_ends_where_it_was_set(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    settings = WorkerSettings(model=str(tmp_path), max_model_len=20, kv_slots=64)
+    worker = Worker.load(settings, lambda *_: None)
+    Driver(worker).logits((0, text(20, 0)))
+    with pytest.raises(ValueError, match="positions"):
+        Driver(worker).logits((0, text(21, 0)))

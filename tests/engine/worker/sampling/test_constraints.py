@@ -1,0 +1,197 @@
+"""Places in grammars: kept, made again when missing, never waited for by batch mates."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from engine.grammar import GrammarError, Mask
+from engine.step import Draw, Grammar, GrammarKind, RequestId, Sampling, Step, StepEntry, StepId
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.sampling.constraints import MAX_PLACES, Constraints
+from engine.worker.sampling.sampler import Masks, RowFault, Sampler, constrain
+
+GREEDY = Sampling(temperature=0.0)
+VOCAB = 16
+
+
+class Count:
+    """Allows the ids from 0 to the number of tokens seen; fails at `bad` tokens, ends at 5."""
+
+    def __init__(self, owner: "Counting", seen: tuple[int, ...] = ()) -> None:
+        self.owner = owner
+        self.seen = seen
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        self.owner.num_fed += len(tokens)
+        self.seen += tuple(tokens)
+        if 13 in self.seen:
+            raise GrammarError("unlucky")
+
+    def mask(self) -> Mask:
+        bits = np.packbits(np.arange(VOCAB) <= len(self.seen), bitorder="little").tobytes()
+        return Mask(bits, accepts=len(self.seen) >= 5)
+
+    def copy(self) -> "Count":
+        return Count(self.owner, self.seen)
+
+
+class Counting:
+    """A compiler whose grammars count; text "slow" waits for the gate, "bad" is none."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.compiled: list[str] = []
+        self.num_opened = 0
+        self.num_fed = 0
+
+    def open(self) -> "Counting":
+        self.num_opened += 1
+        return self
+
+    def compile(self, grammar: Grammar) -> Count:
+        if grammar.text == "slow":
+            self.gate.wait()
+        self.compiled.append(grammar.text)
+        if grammar.text == "bad":
+            raise GrammarError("no such thing")
+        return Count(self)
+
+
+def an_entry(
+    request: int, text: str | None, output: tuple[int, ...] = (), *, may_be_late: bool = True
+) -> StepEntry:
+    grammar = None if text is None else Grammar(GrammarKind.REGEX, text)
+    draw = Draw(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
+    return StepEntry(RequestId(request), 0, (1,), bytes(4), draw)
+
+
+def masks_of(constraints: Constraints, *entries: StepEntry) -> Masks:
+    return constraints.collect(constraints.begin(Step(StepId(0), entries)))
+
+
+def sizes(masks: Masks) -> dict[int, int]:
+    """How many ids each row allows."""
+    return {row: sum(map(int.bit_count, mask.bits)) for row, mask in masks.allowed.items()}
+
+
+def test_each_row_has_the_mask_of_its_own_output() -> None:
+    constraints = Constraints(Counting().open)
+    entries = an_entry(0, "a"), an_entry(1, None), an_entry(2, "a", (3, 4)), an_entry(3, "b", (1,))
+    found = masks_of(constraints, *entries)
+    assert sizes(found) == {0: 1, 2: 3, 3: 2}
+    assert not found.faults
+    assert not found.late
+
+
+def test_a_place_is_kept_and_a_grammar_compiled_once() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    for length in range(6):
+        output = tuple(range(length))
+        assert sizes(masks_of(constraints, an_entry(0, "a", output))) == {0: length + 1}
+    assert (compiler.num_opened, compiler.compiled, compiler.num_fed) == (1, ["a"], 5)
+
+
+def test_a_place_for_another_output_or_grammar_is_made_again() -> None:
+    constraints = Constraints(Counting().open)
+    for text, output in (("a", (1, 2, 3)), ("a", (1, 4)), ("b", (1, 4, 5)), ("b", ())):
+        assert sizes(masks_of(constraints, an_entry(0, text, output))) == {0: len(output) + 1}
+
+
+def test_places_are_bounded_and_who_lost_one_gets_it_again() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    for request in range(MAX_PLACES + 1):
+        masks_of(constraints, an_entry(request, "a", (1, 2)))
+    fed = compiler.num_fed
+    assert sizes(masks_of(constraints, an_entry(0, "a", (1, 2, 3)))) == {0: 4}
+    assert compiler.num_fed == fed + 3
+    assert sizes(masks_of(constraints, an_entry(MAX_PLACES, "a", (1, 2, 3)))) == {0: 4}
+    assert compiler.num_fed == fed + 4
+
+
+def test_a_grammar_in_the_making_makes_its_request_late_and_nobody_else() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    masks_of(constraints, an_entry(1, "a"))
+    found = masks_of(constraints, an_entry(0, "slow"), an_entry(1, "a", (1,)), an_entry(2, None))
+    assert (sizes(found), found.late) == ({1: 2}, frozenset({0}))
+    compiler.gate.set()
+    found = masks_of(constraints, an_entry(0, "slow", may_be_late=False))
+    assert (sizes(found), found.late) == ({0: 1}, frozenset())
+
+
+def test_who_may_not_be_late_is_waited_for() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    wanted = constraints.begin(Step(StepId(0), (an_entry(0, "slow", may_be_late=False),)))
+    threading.Timer(0.15, compiler.gate.set).start()
+    assert sizes(constraints.collect(wanted)) == {0: 1}
+
+
+def test_what_is_wrong_with_a_grammar_or_an_output_is_a_fault_of_its_row() -> None:
+    constraints = Constraints(Counting().open)
+    entries = an_entry(0, "bad"), an_entry(1, "a", (13,)), an_entry(2, "a")
+    for _ in range(2):
+        found = masks_of(constraints, *entries)
+        assert {row: str(fault) for row, fault in found.faults.items()} == {
+            0: "its grammar: no such thing",
+            1: "its grammar: unlucky",
+        }
+        assert all(fault.is_asked_for for fault in found.faults.values())
+        assert sizes(found) == {2: 1}
+
+
+def mask(*ids: int, accepts: bool = False) -> Mask:
+    bits = np.packbits(np.isin(np.arange(VOCAB), ids), bitorder="little").tobytes()
+    return Mask(bits, accepts)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "draw", "left"),
+    [
+        (mask(1, 2), Draw(GREEDY, ends=(9,)), {1, 2}),
+        (mask(1, 2, accepts=True), Draw(GREEDY, ends=(9,)), {1, 2, 9}),
+        (mask(1, 9), Draw(GREEDY, ends=(8, 9)), {1, 9}),
+        (mask(1, 2, accepts=True), Draw(GREEDY, ends=(9,), banned=(9,)), {1, 2}),
+        (mask(accepts=True), Draw(GREEDY, ends=(8, 9), banned=(8, 9)), {8, 9}),
+        (mask(accepts=True), Draw(GREEDY, ends=(8, 9), banned=(9,)), {8}),
+        (mask(9, accepts=True), Draw(GREEDY, ends=(9,), banned=(9,)), {9}),
+    ],
+)
+def test_end_tokens_come_when_the_grammar_accepts(
+    allowed: Mask, draw: Draw, left: set[int]
+) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "x")
+    found = set()
+    for token in range(VOCAB):
+        bias = ((token, 50.0),)
+        wish = draw._replace(sampling=Sampling(temperature=0.0, logit_bias=bias), grammar=grammar)
+        sampler = Sampler(VOCAB, TorchOperators())
+        drawn = sampler.draw(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
+        assert not drawn.faults
+        found.add(drawn.tokens[0])
+    assert found == left
+
+
+def test_a_dead_end_is_a_fault() -> None:
+    with pytest.raises(RowFault, match="allows no token"):
+        constrain(np.zeros(VOCAB, dtype=np.float32), mask(), Draw(GREEDY, ends=(9,)))
+
+
+def test_rows_that_are_late_draw_nothing_and_change_nobody() -> None:
+    sampler = Sampler(VOCAB, TorchOperators())
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    grammar = Grammar(GrammarKind.REGEX, "x")
+    draws = [
+        Draw(Sampling(seed=1)),
+        Draw(Sampling(seed=2), grammar=grammar),
+        Draw(Sampling(seed=3)),
+    ]
+    alone = sampler.draw(logits[[0, 2]], [draws[0], draws[2]], [4, 4])
+    drawn = sampler.draw(logits.clone(), draws, [4] * 3, Masks(late=frozenset({1})))
+    assert drawn.tokens[::2] == alone.tokens
+    assert not drawn.faults

@@ -1,0 +1,60 @@
+"""Log-probabilities as the sampler tells them: of what the model said, to who asks."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.step import Draw, Sampling
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import Operators
+from engine.worker.sampling.filters import Floats
+from engine.worker.sampling.sampler import Sampler
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def operators(request: pytest.FixtureRequest) -> Operators:
+    return TorchOperators() if request.param == "torch" else NativeOperators(NativeThreadPool(2))
+
+
+def noise(vocab: int, seed: int = 0) -> Floats:
+    return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
+
+
+def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: Operators) -> None:
+    logits = torch.from_numpy(np.stack([noise(300, seed) for seed in range(4)]))
+    expected = logits.log_softmax(-1)
+    samplings = [
+        GREEDY,
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(logit_bias=((7, 99.0),)),
+        Sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=5.0),
+    ]
+    draws = [
+        Draw(sampling, banned=(int(logits[0].argmax()),), prompt=(1, 2), output=(3,), logprobs=row)
+        for row, sampling in enumerate(samplings)
+    ]
+    tokens, logprobs, _ = Sampler(300, operators).draw(logits, draws, [0] * 4)
+    assert tokens[2] == 7
+    for row, (token, told) in enumerate(zip(tokens, logprobs, strict=True)):
+        assert told is not None
+        assert told.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        assert told.rank == 1 + int((expected[row] > expected[row, token]).sum())
+        best = expected[row].topk(row)
+        assert [id for id, _ in told.top] == best.indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_only_who_asks_is_told_log_probabilities(operators: Operators) -> None:
+    sampler, logits = Sampler(9, operators), torch.rand(3, 9)
+    assert sampler.draw(logits, [Draw(GREEDY)] * 3, [0] * 3).logprobs == ()
+    draws = [Draw(GREEDY), Draw(GREEDY, logprobs=0), Draw(GREEDY, logprobs=50)]
+    first, second, third = sampler.draw(logits, draws, [0] * 3).logprobs
+    assert first is None
+    assert second is not None
+    assert second.top == ()
+    assert third is not None
+    assert sorted(token for token, _ in third.top) == list(range(9))

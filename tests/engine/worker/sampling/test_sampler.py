@@ -1,0 +1,375 @@
+"""Each processor against its formula, the draws against the exact distribution."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from engine.step import Draw, Sampling
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import Operators
+from engine.worker.sampling.filters import Floats, pick, probabilities
+from engine.worker.sampling.logits_processors import process
+from engine.worker.sampling.sampler import Sampler, uniform
+
+Doubles = NDArray[np.float64]
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def operators(request: pytest.FixtureRequest) -> Operators:
+    return TorchOperators() if request.param == "torch" else NativeOperators(NativeThreadPool(2))
+
+
+def noise(vocab: int, seed: int = 0) -> Floats:
+    return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
+
+
+def processed(logits: Floats, draw: Draw) -> Floats:
+    out = logits.copy()
+    process(out[None], [0], [draw])
+    return out
+
+
+def softmax(logits: Floats, temperature: float = 1.0) -> Doubles:
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    out: Doubles = weights / weights.sum()
+    return out
+
+
+def nucleus(probs: Doubles, top_p: float) -> Doubles:
+    """Largest first, lowest id first, until what came before reaches top_p."""
+    out, mass = np.zeros_like(probs), 0.0
+    for i in sorted(range(len(probs)), key=lambda i: (-probs[i], i)):
+        if mass >= top_p and mass > 0:
+            break
+        out[i] = probs[i]
+        mass += probs[i]
+    out /= out.sum()
+    return out
+
+
+def normal(weights: Doubles | Floats) -> Doubles:
+    out: Doubles = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+    return out
+
+
+def test_logit_bias_is_added() -> None:
+    draw = Draw(Sampling(logit_bias=((3, 2.5), (5, -100.0))))
+    expected = noise(8)
+    expected[3] += 2.5
+    expected[5] -= 100
+    np.testing.assert_allclose(processed(noise(8), draw), expected)
+
+
+def test_banned_ids_cannot_be_drawn_even_when_biased_up() -> None:
+    draw = Draw(Sampling(logit_bias=((3, 100.0),)), banned=(3, 1))
+    found = processed(noise(8), draw)
+    assert found[3] == found[1] == -np.inf
+    assert np.isfinite(np.delete(found, [1, 3])).all()
+
+
+def test_repetition_penalty_shrinks_what_prompt_or_output_hold() -> None:
+    logits = np.array([2.0, -2.0, 1.0, 4.0], dtype=np.float32)
+    draw = Draw(Sampling(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
+    assert processed(logits, draw).tolist() == [1.0, -4.0, 1.0, 4.0]
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = np.zeros(4, dtype=np.float32)
+    draw = Draw(
+        Sampling(presence_penalty=0.5, frequency_penalty=0.25), prompt=(0,), output=(1, 2, 1, 1)
+    )
+    assert processed(logits, draw).tolist() == [0.0, -1.25, -0.75, 0.0]
+
+
+def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
+    logits = np.array([-1.0, 0.0], dtype=np.float32)
+    sampling = Sampling(logit_bias=((0, 3.0),), repetition_penalty=2.0, presence_penalty=0.5)
+    assert processed(logits, Draw(sampling, output=(0,))).tolist() == [0.5, 0.0]
+
+
+def test_rows_are_processed_together_as_each_alone() -> None:
+    rng, vocab = Random(2), 60
+    rows = [noise(vocab, seed) for seed in range(40)]
+    draws = [
+        Draw(
+            Sampling(
+                logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(bias)),
+                repetition_penalty=rng.choice([1.0, 1.0, 0.6, 1.7]),
+                presence_penalty=rng.choice([0.0, 0.0, 1.2]),
+                frequency_penalty=rng.choice([0.0, 0.0, -0.3]),
+            ),
+            banned=tuple(rng.sample(range(vocab), rng.randrange(3))),
+            prompt=tuple(rng.randrange(vocab) for _ in range(rng.randrange(30))),
+            output=tuple(rng.randrange(vocab) for _ in range(rng.randrange(30))),
+        )
+        for bias in [0, 0, 1, 5] * 10
+    ]
+    together = np.stack(rows)
+    places = [row for row in range(40) if row % 7]
+    process(together, places, [draws[row] for row in places])
+    for row in range(40):
+        alone = processed(rows[row], draws[row]) if row % 7 else rows[row]
+        np.testing.assert_array_equal(together[row], alone)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
+def test_temperature_divides_the_logits(temperature: float) -> None:
+    found = normal(probabilities(noise(300), Sampling(temperature=temperature)))
+    np.testing.assert_allclose(found, softmax(noise(300), temperature), rtol=1e-4, atol=1e-12)
+
+
+def test_min_p_is_measured_by_the_largest() -> None:
+    expected = softmax(noise(300))
+    expected[expected < 0.1 * expected.max()] = 0
+    found = normal(probabilities(noise(300), Sampling(min_p=0.1)))
+    np.testing.assert_allclose(found, normal(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 17, 299, 300, 5000])
+def test_top_k_keeps_the_k_largest(top_k: int) -> None:
+    found = probabilities(noise(300), Sampling(top_k=top_k))
+    kept = set(np.flatnonzero(found).tolist())
+    assert kept == set(np.argsort(-noise(300))[:top_k].tolist())
+
+
+@given(
+    logits=hnp.arrays(np.float32, st.integers(1, 400), elements=st.integers(-30, 30)),
+    top_p=st.floats(0.0, 0.999),
+    divisor=st.sampled_from([1.0, 3.7]),
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(
+    logits: Floats, top_p: float, divisor: float
+) -> None:
+    scaled = logits / np.float32(divisor)
+    found = probabilities(scaled, Sampling(top_p=top_p))
+    exact = softmax(scaled)
+    order = np.lexsort((np.arange(len(exact)), -exact))
+    before = np.cumsum(exact[order]) - exact[order]
+    for i, mass in zip(order[1:], before[1:], strict=True):
+        if abs(mass - top_p) > 1e-5:  # rounding may decide nearer than this
+            assert (found[i] > 0) == (mass < top_p)
+    assert found[order[0]] > 0
+
+
+def test_filters_follow_one_another_on_what_is_left() -> None:
+    sampling = Sampling(temperature=0.8, min_p=0.01, top_k=20, top_p=0.7)
+    probs = softmax(noise(300), 0.8)
+    probs[probs < 0.01 * probs.max()] = 0
+    probs[np.argsort(-probs)[20:]] = 0
+    expected = nucleus(normal(probs), 0.7)
+    np.testing.assert_allclose(
+        normal(probabilities(noise(300), sampling)), expected, rtol=1e-4, atol=1e-12
+    )
+
+
+def test_top_p_near_zero_is_greedy() -> None:
+    for top_p in (0.0, 1e-9):
+        found = probabilities(noise(300), Sampling(top_p=top_p))
+        assert np.flatnonzero(found).tolist() == [int(noise(300).argmax())]
+
+
+def test_uniforms_are_uniform_over_positions_and_over_seeds() -> None:
+    for points in (
+        [uniform(7, position) for position in range(20000)],
+        [uniform(seed, 3) for seed in range(20000)],
+        [uniform(-(2**70) + seed, seed) for seed in range(20000)],
+    ):
+        counts, _ = np.histogram(points, bins=100, range=(0, 1))
+        assert chi_square(counts, np.full(100, 0.01)) < 149  # p = 0.001 at 99 degrees
+
+
+def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
+    points = np.array([[uniform(s, p) for p in range(200)] for s in range(200)])
+    for a, b in ((points[:-1], points[1:]), (points[:, :-1], points[:, 1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+    assert len(np.unique(points)) == points.size
+
+
+def chi_square(counts: Doubles, probs: Doubles) -> float:
+    expected = probs * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_pick_walks_the_cumulative_distribution() -> None:
+    weights = np.array([0, 1, 0, 2, 1, 0], dtype=np.float32)
+    points = (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)
+    assert [pick(weights, point) for point in points] == [1, 1, 3, 3, 4, 4]
+
+
+@given(st.integers(1, 5000), st.floats(0, 1, exclude_max=True), st.integers(0, 50))
+def test_pick_is_exact_over_many_runs(vocab: int, point: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = (rng.integers(0, 4, vocab) + (np.arange(vocab) == 0)).astype(np.float32)
+    exact = int(np.searchsorted(np.cumsum(weights, dtype=np.float64),
+                                point * weights.sum(dtype=np.float64), side="right"))  # fmt: skip
+    assert pick(weights, point) == exact
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.6, top_p=0.8),
+        Sampling(temperature=1.5, top_k=12, min_p=0.02),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(operators: Operators, sampling: Sampling) -> None:
+    logits, count = noise(40), 4000
+    probs = normal(probabilities(logits, sampling))
+    rows = torch.from_numpy(logits).repeat(count, 1)
+    draws = [Draw(replace(sampling, seed=seed)) for seed in range(count)]
+    tokens = Sampler(40, operators).draw(rows, draws, [5] * count).tokens
+    counts = np.bincount(tokens, minlength=40)
+    assert counts[probs == 0].sum() == 0
+    frequent = probs * count >= 5
+    bins = np.append(counts[frequent], counts[~frequent].sum())
+    shares = np.append(probs[frequent], probs[~frequent].sum())
+    bins, shares = bins[shares > 0], shares[shares > 0]
+    freedom = len(bins) - 1
+    assert chi_square(bins, shares) < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_batch_mates_and_batch_order_change_nothing(operators: Operators) -> None:
+    vocab, rng = 700, Random(3)
+    rows = [noise(vocab, seed) for seed in range(12)]
+    draws = [
+        Draw(
+            Sampling(
+                temperature=rng.choice([0.0, 0.5, 1.0]),
+                top_p=rng.choice([0.5, 1.0]),
+                top_k=rng.choice([0, 30]),
+                min_p=rng.choice([0.0, 0.01]),
+                presence_penalty=rng.choice([0.0, 1.0]),
+                seed=seed,
+            ),
+            output=(1, 2, seed),
+        )
+        for seed in range(12)
+    ]
+    positions = [rng.randrange(100) for _ in range(12)]
+    sampler = Sampler(vocab, operators)
+    alone = [
+        sampler.draw(torch.from_numpy(rows[i].copy())[None], [draws[i]], [positions[i]]).tokens[0]
+        for i in range(12)
+    ]
+    order = list(range(12))
+    rng.shuffle(order)
+    together, _, faults = sampler.draw(
+        torch.from_numpy(np.stack([rows[i] for i in order])),
+        [draws[i] for i in order],
+        [positions[i] for i in order],
+    )
+    assert not faults
+    assert list(together) == [alone[i] for i in order]
+
+
+GRID = 500
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    logits=hnp.arrays(np.float32, st.integers(1, 900), elements=st.integers(-40, 40)),
+    divisor=st.sampled_from([1.0, 3.7, 11.3]),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.3, 1.0, 1.7]),
+        top_k=st.sampled_from([0, 1, 3, 40]),
+        top_p=st.sampled_from([1.0, 0.0, 0.5, 0.93]),
+        min_p=st.sampled_from([0.0, 0.07]),
+    ),
+)
+def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
+    operators: Operators, logits: Floats, divisor: float, sampling: Sampling
+) -> None:
+    scaled = logits / np.float32(divisor)
+    points = [(i + 0.5) / GRID for i in range(GRID)]
+    found = operators.draw(torch.from_numpy(scaled)[None], [0] * GRID, [sampling] * GRID, points)
+    counts = np.bincount(found, minlength=len(logits))
+    expected = GRID * normal(probabilities(scaled, sampling))
+    assert np.abs(np.cumsum(counts) - np.cumsum(expected)).max() < 1.01
+    assert counts[expected == 0].sum() == 0
+
+
+def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
+    rows = torch.from_numpy(np.stack([noise(50257, seed) for seed in range(8)]))
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.8, top_p=0.95),
+        Sampling(top_k=50, top_p=0.9),
+        Sampling(temperature=1.3, min_p=0.03),
+    ] * 2
+    points = [uniform(seed, 0) for seed in range(8)]
+    expected = [pick(probabilities(rows[i].numpy(), samplings[i]), points[i]) for i in range(8)]
+    assert operators.draw(rows, list(range(8)), samplings, points) == expected
+    assert operators.largest(rows).ids.tolist() == rows.argmax(-1).tolist()
+
+
+def test_a_row_without_any_id_left_fails_alone(operators: Operators) -> None:
+    draws = [Draw(GREEDY), Draw(GREEDY, banned=(0, 1, 2)), Draw(Sampling(), banned=(0, 1, 2))]
+    drawn = Sampler(3, operators).draw(torch.eye(3), draws, [0, 0, 0])
+    assert drawn.tokens[0] == 0
+    assert [(row, fault.is_asked_for) for row, fault in drawn.faults] == [(1, True), (2, True)]
+    assert "banned" in str(drawn.faults[0][1])
+
+
+def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, [77, 4100]] = 9.0
+    assert Sampler(5000, operators).draw(logits, [Draw(GREEDY)] * 2, [0, 0]).tokens == (77, 0)
+
+
+def test_greedy_heeds_bans_bias_and_penalties(operators: Operators) -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
+    draws = [
+        Draw(GREEDY, banned=(0,)),
+        Draw(Sampling(temperature=0.0, logit_bias=((3, 10.0),))),
+        Draw(Sampling(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
+        Draw(Sampling(temperature=1e-6)),
+    ]
+    assert Sampler(4, operators).draw(logits, draws, [0] * 4).tokens == (1, 3, 1, 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(presence_penalty=1.0)])
+def test_logits_that_are_no_numbers_fail_their_row_only(
+    operators: Operators, bad: float, sampling: Sampling
+) -> None:
+    logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
+    draws = [Draw(sampling, output=(1,), logprobs=2)] * 3
+    whole = Sampler(50, operators).draw(logits.clone(), draws, [0] * 3)
+    logits[1, 20] = bad
+    drawn = Sampler(50, operators).draw(logits, draws, [0] * 3)
+    ((row, fault),) = drawn.faults
+    assert (row, fault.is_asked_for) == (1, False)
+    assert "NaN or infinite" in str(fault)
+    assert (drawn.tokens[::2], drawn.logprobs[::2]) == (whole.tokens[::2], whole.logprobs[::2])
+
+
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (Draw(GREEDY, banned=(50,)), "banned"),
+        (Draw(Sampling(logit_bias=((-1, 1.0),))), "logit_bias"),
+        (Draw(Sampling(repetition_penalty=1.1), prompt=(50,)), "prompt"),
+        (Draw(Sampling(presence_penalty=1.1), output=(50,)), "output"),
+    ],
+)
+def test_ids_outside_the_vocabulary_fail_their_row_only(draw: Draw, named: str) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = 1.0
+    drawn = Sampler(50, TorchOperators()).draw(logits, [draw, Draw(GREEDY)], [0, 0])
+    ((row, fault),) = drawn.faults
+    assert (row, fault.is_asked_for, drawn.tokens[1]) == (0, True, 7)
+    assert named in str(fault)

@@ -1,0 +1,58 @@
+"""What a worker has read of its checkpoint's file leaves its memory, and nothing else does."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from engine.worker.weights.mappings import SMAPS, drop_pages
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import Driver, load_worker
+
+SIZE = 1 << 20
+
+pytestmark = pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells")
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file in this process's memory."""
+    total, is_ours = 0, False
+    for line in SMAPS.read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if "-" in words[0] and not words[0].endswith(":"):
+            is_ours = len(words) > 5 and words[5] == str(path)
+        elif words[0] == "Rss:" and is_ours:
+            total += 1024 * int(words[1])
+    return total
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_written: bool) -> None:
+    path, other = tmp_path / "a file", tmp_path / "other"
+    for each in (path, other):
+        each.write_bytes(b"x" * SIZE)
+    maps = []
+    for each in (path, other):
+        with each.open("rb") as file:
+            maps.append(mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_COPY))
+        assert sum(maps[-1][::4096]) > 0
+    if is_written:
+        maps[0][5] = 1
+    drop_pages([path])
+    assert resident(path) == (SIZE if is_written else 0)
+    assert resident(other) == SIZE
+    assert maps[0][0] == ord("x")
+    assert maps[0][5] == (1 if is_written else ord("x"))
+    for mapped in maps:
+        mapped.close()
+
+
+def test_a_loaded_worker_holds_few_pages_of_its_file_and_says_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    worker = load_worker(tmp_path, attention="cpu")
+    said = Driver(worker).generate(0, [1, 2, 3], 5)
+    drop_pages([path])
+    assert resident(path) == 0
+    assert Driver(worker).generate(0, [1, 2, 3], 5) == said
+    assert resident(path) > 0

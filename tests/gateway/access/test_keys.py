@@ -1,0 +1,160 @@
+"""API keys: where they come from, who shows which, and files that are wrong."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RefusedToStart
+from gateway.access.keys import Allowance, Keys
+from gateway.errors import InvalidApiKey
+
+FILE = """
+[alice]
+key = "sk-alice"
+requests_per_minute = 60
+weight = 2
+priority = 5
+
+[bob]
+key = ["sk-bob-old", "sk-bob-new"]
+"""
+
+
+def in_file(directory: Path, text: str) -> Path:
+    path = directory / "keys.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_keys_everybody_may_come_in() -> None:
+    keys = Keys()
+    assert keys.is_open
+    assert keys.key_of(None).name == ""
+    assert keys.key_of("Bearer whatever").name == ""
+
+
+@pytest.mark.parametrize(
+    ("authorization", "x_api_key"),
+    [
+        ("Bearer k1", None),
+        ("bearer  k1 ", None),
+        (None, "k1"),
+        ("Bearer wrong", "k1"),
+        ("Basic abc", "k1"),
+        ("Basic OmsxIA==", "k1"),
+        ("Basic bWU6azE=", None),
+    ],
+)
+def test_a_key_may_be_shown_in_either_header(
+    authorization: str | None, x_api_key: str | None
+) -> None:
+    assert Keys(["one=k1", "two=k2"]).key_of(authorization, x_api_key).name == "one"
+
+
+@pytest.mark.parametrize(
+    ("authorization", "x_api_key", "says"),
+    [
+        (None, None, "didn't provide"),
+        ("", "", "didn't provide"),
+        ("Bearer ", None, "didn't provide"),
+        ("Basic k1", None, "didn't provide"),
+        ("Bearer k", None, "Incorrect"),
+        ("Bearer k1k1", None, "Incorrect"),
+        ("Bearer k\xe4", "\udcff", "Incorrect"),
+        (None, "K1", "Incorrect"),
+    ],
+)
+def test_whoever_shows_none_of_the_keys_is_refused(
+    authorization: str | None, x_api_key: str | None, says: str
+) -> None:
+    with pytest.raises(InvalidApiKey, match=says):
+        Keys(["k1"]).key_of(authorization, x_api_key)
+
+
+def test_a_key_without_a_name_is_called_after_its_digest() -> None:
+    digest = hashlib.sha256(b"k1").hexdigest()
+    assert Keys(["k1"]).key_of("Bearer k1").name == digest[:16]
+
+
+@pytest.mark.parametrize("key", ["YWJjZA==", "abc=", "=abc", "a b=c"])
+def test_a_key_may_look_almost_like_a_name(key: str) -> None:
+    assert len(Keys([key]).key_of(f"Bearer {key}").name) == 16
+
+
+def test_a_file_gives_names_limits_and_several_keys_for_one_name(tmp_path: Path) -> None:
+    default = Allowance(requests_per_minute=3, tokens_per_minute=4, max_concurrent=5)
+    keys = Keys(["more=k"], in_file(tmp_path, FILE), default)
+    assert keys.key_of("Bearer sk-alice").allowance == Allowance(60, 4, 5, 2.0, 5)
+    assert keys.key_of("Bearer sk-bob-old") is keys.key_of("Bearer sk-bob-new")
+    assert keys.key_of("Bearer sk-bob-old").allowance == default
+    assert keys.key_of("Bearer k").name == "more"
+
+
+def test_a_file_may_hold_digests_instead_of_keys(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys = Keys(file=in_file(tmp_path, f'[carol]\nkey_sha256 = "{digest}"'))
+    assert keys.key_of("Bearer secret").name == "carol"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no keys"),
+        ("[a", "not TOML"),
+        ("[a]", "needs a key"),
+        ('[a]\nkey = ""', "needs a key"),
+        ('[a]\nkey = ["x", ""]', "needs a key"),
+        ("[a]\nkey = 1", "Expected `str | array`"),
+        ('[a]\nkey = "x"\nrate = 1', "unknown field `rate`"),
+        ('[a]\nkey = "x"\nweight = 0', "0.001"),
+        ('[a]\nkey = "x"\nmax_concurrent = -1', ">= 0"),
+        ('[a]\nkey_sha256 = "abc"', "is not hex"),
+        ('[a]\nkey = "x"\n[b]\nkey = "x"', "'b' is there twice"),
+        ('[a]\nkey = ["x", "x"]', "'a' is there twice"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(RefusedToStart, match=says) as refused:
+        Keys(file=in_file(tmp_path, text))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedToStart, match="No such file"):
+        Keys(file=tmp_path / "none.toml")
+
+
+def test_a_name_may_stand_only_once() -> None:
+    with pytest.raises(RefusedToStart, match="two API keys have the name 'a'"):
+        Keys(["a=1", "a=2"])
+
+
+def test_the_file_is_read_again_when_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = in_file(tmp_path, FILE)
+    keys = Keys(["k"], path)
+    path.write_text('[dora]\nkey = "sk-dora"')
+    with caplog.at_level(logging.INFO):
+        keys.reload()
+    assert caplog.messages == ["keys=2"]
+    assert keys.key_of("Bearer sk-dora").name == "dora"
+    assert keys.key_of("Bearer k")
+    with pytest.raises(InvalidApiKey):
+        keys.key_of("Bearer sk-alice")
+
+
+def test_a_file_that_became_wrong_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = in_file(tmp_path, FILE)
+    keys = Keys(file=path)
+    path.write_text("")
+    keys.reload()
+    path.unlink()
+    keys.reload()
+    assert len(caplog.messages) == 2
+    assert all("the keys stay as they were" in line for line in caplog.messages)
+    assert keys.key_of("Bearer sk-alice").name == "alice"

@@ -1,0 +1,173 @@
+"""What a key may use in a minute and at once: the book alone, then through HTTP."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.access.keys import Allowance, Key
+from gateway.access.quotas import Quotas, duration
+from gateway.errors import RateLimited, TooManyAtOnce, TooManyRequests
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+BEARER = {"authorization": "Bearer k"}
+
+
+def key(**limits: int) -> Key:
+    return Key("k", (), Allowance(**limits))
+
+
+def test_requests_come_back_steadily_and_never_beyond_the_limit() -> None:
+    quotas, three = Quotas(), key(requests_per_minute=3)
+    for left in (2, 1, 0):
+        assert quotas.enter(three, 0.0)["x-ratelimit-remaining-requests"] == str(left)
+    with pytest.raises(TooManyRequests) as refused:
+        quotas.enter(three, 5.0)
+    assert refused.value.retry_after == pytest.approx(15.0)
+    assert refused.value.headers["x-ratelimit-reset-requests"] == "55s"
+    quotas.enter(three, 20.0)
+    for _ in range(3):
+        quotas.enter(three, 10_000.0)
+    with pytest.raises(TooManyRequests):
+        quotas.enter(three, 10_000.0)
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    quotas, one = Quotas(), key(requests_per_minute=1)
+    quotas.enter(one, 0.0)
+    for now in (10.0, 20.0, 59.0):
+        with pytest.raises(TooManyRequests):
+            quotas.enter(one, now)
+    quotas.enter(one, 60.0)
+
+
+def test_at_once_counts_those_that_have_not_left() -> None:
+    quotas, two = Quotas(), key(max_concurrent=2)
+    assert quotas.enter(two, 0.0) == {}
+    quotas.enter(two, 0.0)
+    with pytest.raises(TooManyAtOnce):
+        quotas.enter(two, 0.0)
+    quotas.leave(two)
+    quotas.enter(two, 0.0)
+
+
+def test_a_limit_that_changes_counts_from_the_next_request_on() -> None:
+    quotas = Quotas()
+    quotas.enter(key(requests_per_minute=1), 0.0)
+    with pytest.raises(TooManyRequests):
+        quotas.enter(key(requests_per_minute=1), 0.0)
+    quotas.enter(key(), 0.0)
+    quotas.enter(key(requests_per_minute=60), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0ms"), (0.0171, "18ms"), (1, "1s"), (1.5, "1.5s"), (360, "6m0s"), (90.25, "1m30.25s")],
+)
+def test_durations_are_spelled_as_openai_does(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_the_third_request_of_a_minute_is_a_429_that_says_when_to_come_back() -> None:
+    async def scene(rig: Rig) -> None:
+        for left in (1, 0):
+            async with rig.client.post(CHAT, chat(stream=True), BEARER) as exchange:
+                await exchange.read()
+            assert exchange.status == 200
+            assert exchange.headers["x-ratelimit-limit-requests"] == "2"
+            assert exchange.headers["x-ratelimit-remaining-requests"] == str(left)
+        async with rig.client.post(CHAT, chat(stream=True), BEARER) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 429
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert exchange.headers["x-should-retry"] == "true"
+        assert exchange.headers["retry-after"] == "27"
+        milliseconds = int(exchange.headers["retry-after-ms"])
+        assert 26_000 < milliseconds <= 27_000
+        async with rig.client.get("/v1/models", BEARER) as exchange:
+            assert await exchange.start() == 200
+        await asyncio.sleep(milliseconds / 1000)
+        async with rig.client.post(CHAT, chat(), BEARER) as exchange:
+            assert await exchange.start() == 200
+
+    play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
+
+
+def test_tokens_are_paid_as_they_are_known_and_a_debt_is_waited_for() -> None:
+    """A prompt of 2 and an answer of 7 tokens; 6 a minute is one in ten seconds."""
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(), BEARER) as exchange:
+            await exchange.json()
+        assert exchange.headers["x-ratelimit-remaining-tokens"] == "6"
+        async with rig.client.post(TEXT, text(), BEARER) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 429
+        assert error["type"] == "tokens"
+        assert exchange.headers["x-ratelimit-remaining-tokens"] == "0"
+        await asyncio.sleep(int(exchange.headers["retry-after-ms"]) / 1000)
+        async with rig.client.post(TEXT, text(), BEARER) as exchange:
+            assert await exchange.start() == 200
+
+    play(scene, Setting(keys=("k",), allowance=Allowance(tokens_per_minute=6)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_makes_room_for_the_next(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=stream), BEARER):
+            await asyncio.sleep(2 * STEP)
+            async with rig.client.post(CHAT, chat(), BEARER) as second:
+                assert (await second.json())["error"]["code"] == "rate_limit_exceeded"
+            assert second.headers["retry-after"] == "1"
+            async with rig.client.post("/v1/requests/none/cancel", {}, BEARER) as cancel:
+                assert await cancel.start() == 404, "what saves work is not refused"
+        async with rig.client.post(CHAT, chat(), BEARER) as third:
+            assert await third.start() == 200
+
+    play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
+
+
+def test_what_was_refused_as_wrong_makes_room_too() -> None:
+    async def scene(rig: Rig) -> None:
+        for _ in range(3):
+            async with rig.client.post(CHAT, b"{", BEARER) as exchange:
+                assert await exchange.start() == 400
+
+    play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
+
+
+def test_an_open_server_shares_its_limits_among_all() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as exchange:
+            await exchange.json()
+        async with rig.client.post(CHAT, chat()) as exchange:
+            assert await exchange.start() == 429
+
+    play(scene, Setting(allowance=Allowance(requests_per_minute=1)))
+
+
+def test_keys_have_their_own_limits_weights_and_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        '[a]\nkey = "ka"\nrequests_per_minute = 1\nweight = 3\n[b]\nkey = "kb"\npriority = 2'
+    )
+
+    async def scene(rig: Rig) -> None:
+        for shown, expected in (("ka", 200), ("ka", 429), ("kb", 200), ("kb", 200)):
+            async with rig.client.post(CHAT, chat(), {"x-api-key": shown}) as exchange:
+                await exchange.json()
+            assert exchange.status == expected
+        for fields in ({"priority": 1}, {"service_tier": "priority"}):
+            async with rig.client.post(CHAT, chat(**fields), {"x-api-key": "kb"}) as exchange:
+                assert (await exchange.json())["error"]["param"] == "priority"
+
+    ended = play(scene, Setting(key_file=path)).ended
+    asks = [(r.ask.tenant, r.ask.weight, r.ask.priority) for r in ended]
+    assert asks == [("a", 3.0, 0), ("b", 1.0, 2), ("b", 1.0, 2)]
+
+
+def test_no_limit_leaves_no_trace() -> None:
+    quotas = Quotas()
+    assert quotas.enter(key(), 0.0) == {}
+    assert issubclass(TooManyAtOnce, RateLimited)

@@ -1,0 +1,127 @@
+"""Batches over keys and restarts: whose they are, and that each line is answered once."""
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.request import Abort
+from gateway.access.keys import Allowance
+from tests.gateway.forms import (
+    batch_of,
+    chat_lines,
+    ended,
+    lines_of,
+    started,
+    uploaded,
+)
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+def test_another_key_sees_nothing_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(1), key("a"))
+        for method, path in [("GET", ""), ("POST", "/cancel")]:
+            path = f"/v1/batches/{batch_id}{path}"
+            async with rig.client.send(method, path, headers=key("b")) as exchange:
+                error = (await exchange.json())["error"]
+            assert (exchange.status, error["code"]) == (404, "batch_not_found")
+        async with rig.client.get("/v1/batches", key("b")) as exchange:
+            assert (await exchange.json())["data"] == []
+        file_id = await uploaded(rig, chat_lines(1), key("a"))
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        async with rig.client.post("/v1/batches", body, key("b")) as exchange:
+            assert await exchange.start() == 400
+        await asyncio.sleep(10 * STEP)
+
+    play(scene, Setting(keys=("a", "b")))
+
+
+def test_lines_do_not_count_against_the_limits_of_their_key() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(30), key("a"))
+        await asyncio.sleep(20)
+        async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
+            assert (await exchange.json())["status"] == "completed"
+        async with rig.client.post(CHAT, chat(), key("a")) as exchange:
+            assert await exchange.start() == 200
+        assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
+
+    play(scene, Setting(keys=("a",), allowance=Allowance(tokens_per_minute=40)))
+
+
+def test_a_line_can_be_cancelled_by_its_request_id() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(2))
+        await asyncio.sleep(3 * STEP)
+        async with rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"") as exchange:
+            assert await exchange.start() == 200
+        told = await ended(rig, batch_id)
+        (error,) = await lines_of(rig, told["error_file_id"])
+        assert error["custom_id"] == "line-1"
+        assert error["response"]["request_id"] == f"{batch_id}_2"
+        assert error["response"]["body"]["error"]["code"] == "request_cancelled"
+
+    rig = play(scene)
+    assert rig.ended[0].abort is Abort.EXPLICIT
+
+
+@pytest.mark.parametrize("moments", [(0.0,), (0.5,), (2.1, 2.1), (1.0, 0.0, 3.0, 0.1)])
+def test_a_batch_survives_restarts_and_answers_each_line_once(
+    tmp_path: Path, moments: tuple[float, ...]
+) -> None:
+    setting = Setting(store=tmp_path / "store.sqlite", max_batch_size=3)
+    ids: list[str] = []
+    answered: list[int] = []
+
+    async def begin(rig: Rig) -> None:
+        ids.append(await started(rig, chat_lines(30)))
+        await asyncio.sleep(moments[0])
+        answered.append((await batch_of(rig, ids[0]))["request_counts"]["completed"])
+
+    async def go_on(rig: Rig, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        counts = (await batch_of(rig, ids[0]))["request_counts"]
+        assert counts["completed"] >= answered[-1]
+        answered.append(counts["completed"])
+
+    async def end(rig: Rig) -> None:
+        told = await ended(rig, ids[0])
+        assert told["status"] == "completed"
+        assert told["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+        output = await lines_of(rig, told["output_file_id"])
+        assert [line["custom_id"] for line in output] == [f"line-{i}" for i in range(30)]
+
+    play(begin, setting)
+    for seconds in moments[1:]:
+        setting = replace(setting, seed=setting.seed + 1)
+        play(partial(go_on, seconds=seconds), setting)
+    assert answered[-1] < 30
+    rig = play(end, replace(setting, seed=99))
+    assert sum(request.outcome == "finished" for request in rig.ended) == 30 - answered[-1]
+
+
+def test_what_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
+    setting = Setting(store=tmp_path / "store.sqlite", max_batch_size=1)
+    ids: list[str] = []
+
+    async def begin(rig: Rig) -> None:
+        ids.append(await started(rig, chat_lines(5)))
+        await asyncio.sleep(9 * STEP)
+        await rig.service.store.desk.batches.cancel(ids[0], "", rig.service.unix_now())
+
+    async def end(rig: Rig) -> None:
+        told = await ended(rig, ids[0])
+        assert told["status"] == "cancelled"
+        assert told["request_counts"]["completed"] == 1
+        assert len(await lines_of(rig, told["output_file_id"])) == 1
+
+    play(begin, setting)
+    rig = play(end, replace(setting, seed=99))
+    assert not rig.ended

@@ -1,0 +1,366 @@
+"""Batches: every line is answered once, behind the others, as its route would have answered it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.control.admission import Admission
+from gateway.batch.lines import LineLimits
+from gateway.store.batches import MAX_LIVE
+from tests.gateway.forms import (
+    a_line,
+    batch_of,
+    chat_lines,
+    ended,
+    lines_of,
+    started,
+    uploaded,
+)
+from tests.gateway.rig import CHAT, EPOCH, STEP, TEXT, Rig, Setting, chat, play, text
+
+LONG = "a long story " * 10
+DAY = 86_400
+
+
+async def create(rig: Rig, **fields: Any) -> Any:
+    async with rig.client.post("/v1/batches", fields) as exchange:
+        return exchange, await exchange.json()
+
+
+def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
+    content = b"\n\n".join(
+        [
+            a_line("good", chat()),
+            a_line("short", chat(max_tokens=2)),
+            a_line("wrong", chat(temperature=9)),
+            a_line("other", {**chat(), "model": "gpt-4o"}),
+            a_line("stream", chat(stream=True)),
+            a_line("many", chat(n=2)),
+        ]
+    )
+
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, content, metadata={"for": "me"})
+        told = await ended(rig, batch_id)
+        assert told["status"] == "completed"
+        assert told["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
+        assert told["metadata"] == {"for": "me"}
+        assert told["created_at"] <= told["in_progress_at"] <= told["finalizing_at"]
+        assert told["finalizing_at"] <= told["completed_at"] < told["expires_at"] == EPOCH + DAY
+        output = await lines_of(rig, told["output_file_id"])
+        assert [line["custom_id"] for line in output] == ["good", "short", "many"]
+        good, short, many = (line["response"] for line in output)
+        assert all(line["error"] is None for line in output)
+        assert good["status_code"] == 200
+        assert good["body"]["object"] == "chat.completion"
+        assert good["body"]["choices"][0]["message"]["content"] == "Hello!"
+        assert short["body"]["choices"][0]["finish_reason"] == "length"
+        assert len(many["body"]["choices"]) == 2
+        assert len({line["id"] for line in output}) == 3
+        usage = [answer["body"]["usage"] for answer in (good, short, many)]
+        assert told["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
+        assert told["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
+        errors = await lines_of(rig, told["error_file_id"])
+        assert [(e["custom_id"], e["response"]["status_code"]) for e in errors] == [
+            ("wrong", 400),
+            ("other", 404),
+            ("stream", 400),
+        ]
+        params = [e["response"]["body"]["error"]["param"] for e in errors]
+        assert params == ["temperature", "model", "stream"]
+        async with rig.client.get(f"/v1/files/{told['output_file_id']}") as exchange:
+            assert (await exchange.json())["purpose"] == "batch_output"
+
+    rig = play(scene)
+    assert all(request.ask.is_background for request in rig.ended)
+
+
+def test_a_batch_of_text_completions_runs_too() -> None:
+    async def scene(rig: Rig) -> None:
+        content = a_line("one", text(prompt=["ab", "cd"], max_tokens=3), url=TEXT)
+        batch_id = await started(rig, content, endpoint=TEXT)
+        told = await ended(rig, batch_id)
+        (line,) = await lines_of(rig, told["output_file_id"])
+        assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
+
+    play(scene)
+
+
+def test_an_answer_is_what_the_route_says_byte_for_byte() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(1, seed=1))
+        told = await ended(rig, batch_id)
+        (line,) = await lines_of(rig, told["output_file_id"])
+        async with rig.client.post(CHAT, chat(seed=1)) as exchange:
+            reply = await exchange.json()
+        fresh = {"id", "created", "usage"}  # the second has its prompt from the cache
+        answer = line["response"]["body"]
+        assert {k: answer[k] for k in answer.keys() - fresh} == {
+            k: reply[k] for k in reply.keys() - fresh
+        }
+
+    play(scene)
+
+
+def test_somebody_who_waits_goes_before_all_lines() -> None:
+    """A line that runs loses its seat for as long as the other needs it."""
+
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(20))
+        await asyncio.sleep(3.5 * STEP)
+        before = rig.service.clock()
+        async with rig.client.post(CHAT, chat(max_tokens=40)) as exchange:
+            await exchange.json()
+        assert rig.service.clock() - before <= 41 * STEP
+        assert (await batch_of(rig, batch_id))["request_counts"]["completed"] == 0
+        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 20
+
+    play(scene, Setting(texts=(LONG,), max_batch_size=1))
+
+
+def test_only_so_many_lines_are_in_the_engine() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(50))
+        most = 0
+        while (await batch_of(rig, batch_id))["status"] in ("validating", "in_progress"):
+            most = max(most, len(rig.engine.scheduler.pool))
+            await asyncio.sleep(STEP)
+        assert most == 4
+        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 50
+
+    play(scene, Setting(max_batch_size=4))
+
+
+def test_a_long_batch_does_not_hold_up_a_short_one() -> None:
+    async def scene(rig: Rig) -> None:
+        long = await started(rig, chat_lines(100))
+        await asyncio.sleep(STEP)
+        short = await started(rig, chat_lines(4))
+        await ended(rig, short)
+        assert (await batch_of(rig, long))["request_counts"]["completed"] < 30
+        await ended(rig, long)
+
+    play(scene, Setting(max_batch_size=4))
+
+
+def test_lines_that_find_the_queue_full_come_back() -> None:
+    """One runs, one waits for its memory, and no more may wait."""
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=30)) as first:
+            await asyncio.sleep(STEP / 2)
+            async with rig.client.post(CHAT, chat(max_tokens=30)) as second:
+                await asyncio.sleep(STEP)
+                batch_id = await started(rig, chat_lines(3, max_tokens=5))
+                assert await first.start() == await second.start() == 200
+                assert not any(request.ask.is_background for request in rig.ended)
+        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 3
+
+    reserve = Admission.RESERVE
+    play(scene, Setting(texts=(LONG,), num_blocks=40, admission=reserve, max_queue_requests=1))
+
+
+@pytest.mark.parametrize("after", [0.0, STEP, 10.5 * STEP])
+def test_a_cancelled_batch_keeps_what_is_answered(after: float) -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(20))
+        await asyncio.sleep(after)
+        async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
+            assert (await exchange.json())["status"] == "cancelling"
+        told = await ended(rig, batch_id, every=STEP)
+        assert told["status"] == "cancelled"
+        assert told["cancelling_at"] <= told["cancelled_at"]
+        done = told["request_counts"]["completed"]
+        assert done == (0 if after < 8 * STEP else 2)
+        if done:
+            assert len(await lines_of(rig, told["output_file_id"])) == done
+        else:
+            assert "output_file_id" not in told
+        async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
+            assert await exchange.json() == told
+        await asyncio.sleep(STEP)
+        assert not rig.engine.scheduler.pool
+
+    play(scene, Setting(max_batch_size=2))
+
+
+def test_a_batch_whose_time_is_over_says_which_lines_were_not_answered() -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(10))
+        told = await ended(rig, batch_id, every=3600.0)
+        assert told["status"] == "expired"
+        assert told["expired_at"] == told["expires_at"] == EPOCH + DAY
+        assert told["request_counts"] == {"total": 10, "completed": 2, "failed": 8}
+        errors = await lines_of(rig, told["error_file_id"])
+        assert [e["custom_id"] for e in errors] == [f"line-{i}" for i in range(2, 10)]
+        assert {e["error"]["code"] for e in errors} == {"batch_expired"}
+        assert {e["response"] for e in errors} == {None}
+        await asyncio.sleep(DAY / 20)  # the iteration in flight
+
+    play(scene, Setting(max_batch_size=1, step=DAY / 20))
+
+
+WRONG_LINES = {
+    "invalid_json_line": [
+        b"nonsense",
+        b"[]",
+        b'{"custom_id":"x","method":"POST","url":"/v1/chat/completions"}',
+        b'{"custom_id":7,"method":"POST","url":"/v1/chat/completions","body":{}}',
+        a_line("x", chat(), url="/v1/embeddings"),
+        a_line("x", chat(), method="GET"),
+        a_line("x", []),
+        b"\xff" + a_line("x", chat()),
+    ],
+    "duplicate_custom_id": [a_line("line-0", chat())],
+    "line_too_long": [a_line("x", chat(user="x" * 3000))],
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "line"), [(code, line) for code, lines in WRONG_LINES.items() for line in lines]
+)
+def test_a_file_with_a_wrong_line_fails_the_batch_and_says_where(code: str, line: bytes) -> None:
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(2) + b"\n" + line)
+        told = await ended(rig, batch_id)
+        assert (told["status"], told["failed_at"]) == ("failed", EPOCH)
+        (error,) = told["errors"]["data"]
+        assert (error["code"], error["line"]) == (code, 3)
+        assert error["message"]
+
+    rig = play(scene, Setting(lines=LineLimits(line_bytes=2000)))
+    assert not rig.ended
+
+
+@pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n\n", "empty_file")])
+def test_a_file_without_lines_fails_the_batch(content: bytes, code: str) -> None:
+    async def scene(rig: Rig) -> None:
+        told = await ended(rig, await started(rig, content))
+        assert [error["code"] for error in told["errors"]["data"]] == [code]
+
+    play(scene)
+
+
+def test_a_file_with_too_many_lines_fails_the_batch() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await ended(rig, await started(rig, chat_lines(30)))
+        (error,) = told["errors"]["data"]
+        assert (error["code"], error["line"]) == ("too_many_lines", 21)
+
+    play(scene, Setting(lines=LineLimits(num_lines=20)))
+
+
+def test_only_the_first_hundred_errors_are_told() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await ended(rig, await started(rig, b"x\n" * 1000))
+        assert len(told["errors"]["data"]) == 100
+
+    play(scene)
+
+
+def test_lines_may_lie_across_pieces_of_the_file() -> None:
+    async def scene(rig: Rig) -> None:
+        content = chat_lines(200, user="x" * 4000)
+        told = await ended(rig, await started(rig, content))
+        assert told["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+
+    play(scene, Setting(max_batch_size=64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"input_file_id": 7}, "input_file_id"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
+        (
+            {"output_expires_after": {"anchor": "then", "seconds": 3600}},
+            "output_expires_after.anchor",
+        ),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+            "output_expires_after.seconds",
+        ),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        good = {
+            "input_file_id": await uploaded(rig, chat_lines(1)),
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        exchange, told = await create(rig, **(good | fields))
+        assert (exchange.status, told["error"]["param"]) == (400, param)
+
+    play(scene)
+
+
+def test_batches_that_have_not_ended_are_bounded() -> None:
+    async def scene(rig: Rig) -> None:
+        file_id = await uploaded(rig, chat_lines(1))
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        for _ in range(MAX_LIVE):
+            exchange, _ = await create(rig, **body)
+            assert exchange.status == 200
+        exchange, told = await create(rig, **body)
+        assert (exchange.status, told["error"]["code"]) == (429, "batch_limit_exceeded")
+        await asyncio.sleep(3600)
+        exchange, told = await create(rig, **body)
+        assert exchange.status == 200
+        await ended(rig, told["id"])
+
+    play(scene, Setting(max_batch_size=2))
+
+
+def test_an_output_file_is_no_input() -> None:
+    async def scene(rig: Rig) -> None:
+        told = await ended(rig, await started(rig, chat_lines(1)))
+        exchange, answer = await create(
+            rig,
+            input_file_id=told["output_file_id"],
+            endpoint=CHAT,
+            completion_window="24h",
+        )
+        assert (exchange.status, answer["error"]["param"]) == (400, "input_file_id")
+
+    play(scene)
+
+
+def test_output_files_are_kept_as_long_as_the_batch_says() -> None:
+    async def scene(rig: Rig) -> None:
+        expiry = {"anchor": "created_at", "seconds": 7200}
+        told = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
+        async with rig.client.get(f"/v1/files/{told['output_file_id']}") as exchange:
+            file = await exchange.json()
+        assert file["expires_at"] - file["created_at"] == 7200
+
+    play(scene)
+
+
+def test_batches_are_listed_in_pages_the_newest_first() -> None:
+    async def listed(rig: Rig, query: str) -> Any:
+        async with rig.client.get(f"/v1/batches{query}") as exchange:
+            return await exchange.json()
+
+    async def scene(rig: Rig) -> None:
+        ids = [await started(rig, chat_lines(1)) for _ in range(5)]
+        page = await listed(rig, "?limit=2")
+        assert [b["id"] for b in page["data"]] == ids[:2:-1]
+        assert (page["last_id"], page["has_more"]) == (ids[3], True)
+        rest = await listed(rig, f"?after={ids[3]}")
+        assert [b["id"] for b in rest["data"]] == ids[2::-1]
+        assert not rest["has_more"]
+        for query, param in [("?limit=101", "limit"), ("?order=asc", "order")]:
+            assert (await listed(rig, query))["error"]["param"] == param
+        assert (await listed(rig, "?after=batch_none"))["error"]["param"] == "after"
+        for batch_id in ids:
+            await ended(rig, batch_id)
+
+    play(scene)

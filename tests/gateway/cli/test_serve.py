@@ -1,0 +1,179 @@
+"""`podway serve` as a process: how it starts, refuses and ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from engine.simulated.figures import SLO
+from engine.simulated.follow import Follower
+from engine.simulated.replay import read_recording
+from gateway.serve import command as cli
+from gateway.serve.settings import options
+from tests.certificates import make_certificate
+from tests.conftest import read_url, start_server
+
+
+def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in options()[1:]:
+        assert option.flag in shown
+    assert "(default 8000; PODWAY_PORT)" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "99999"], "podway: --port must be a whole number from 0 to 65535, not '99999'"),
+        (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
+        (["no/such/directory"], "podway: no/such/directory is"),
+        (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key need each other"),
+        (
+            ["--tls-cert", "c", "--tls-key", "k"],
+            "podway: cannot read c and k for TLS: No such file",
+        ),
+        (["--api-key-file", "none"], "podway: cannot read the key file none: No such file"),
+        (["--api-key", "a=1,a=2"], "podway: two API keys have the name 'a'"),
+        (["--prot", "1"], "podway serve: unrecognized arguments: --prot"),
+        (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused_in_one_line(
+    flags: list[str], says: str, tmp_path: Path
+) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "gateway", "serve", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith(says)
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = subprocess.run(
+            [sys.executable, "-m", "gateway", "serve", "--port", str(port)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+    assert refused.returncode == 1
+    assert str(port) in refused.stderr.splitlines()[-1]
+    assert "Traceback" not in refused.stderr
+
+
+async def test_ctrl_c_ends_the_server_with_130(tmp_path: Path) -> None:
+    with start_server(tmp_path) as server:
+        ready = f"{read_url(server)}/ready"
+        async with aiohttp.ClientSession() as session, session.get(ready) as response:
+            assert response.status == 200
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+        assert "Traceback" not in server.log.read_text()
+
+
+async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Path) -> None:
+    with start_server(tmp_path) as server:
+        url = read_url(server)
+        ask = {"model": "builtin", "prompt": "a", "max_tokens": 60, "stream": True}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=ask | {"ignore_eos": True}) as answer,
+        ):
+            first = await answer.content.readline()
+            server.send_signal(signal.SIGTERM)
+            rest = await answer.content.read()
+        assert first.startswith(b"data: ")
+        assert rest.strip().endswith(b"data: [DONE]")
+        assert server.wait(60) == 0
+
+
+def test_what_was_measured_at_one_start_is_known_at_the_next(tmp_path: Path) -> None:
+    origins = []
+    for _ in range(2):
+        with start_server(tmp_path) as server:
+            read_url(server)
+            assert server.stdout is not None
+            origins.append(next(line for line in server.stdout if line.startswith("  cost")))
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+    assert "measured in" in origins[0]
+    assert str(tmp_path / "cache" / "costs") in origins[1]
+
+
+async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "one")
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[old]\nkey = "k1"')
+    trust = ssl.create_default_context(cafile=certificate)
+    flags = ("--tls-cert", str(certificate), "--tls-key", str(key), "--api-key-file", str(keys))
+    with start_server(tmp_path, *flags) as server:
+        url = read_url(server)
+        assert url.startswith("https://")
+
+        async def status(shown: str) -> int:
+            headers = {"authorization": f"Bearer {shown}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.get(f"{url}/v1/models", ssl=trust) as response,
+            ):
+                return response.status
+
+        assert (await status("k1"), await status("k2")) == (200, 401)
+        for text, says in (('[new]\nkey = "k2"', "keys=1"), ("[new", "the keys stay as they were")):
+            keys.write_text(text)
+            server.send_signal(signal.SIGHUP)
+            while says not in server.log.read_text():  # noqa: ASYNC110 # of another process
+                await asyncio.sleep(0.02)
+            assert (await status("k1"), await status("k2")) == (401, 200)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+
+
+async def test_a_recorded_server_is_followed_event_by_event(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with start_server(tmp_path, "--record", str(path), "--max-batch-size", "2") as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(prompt: str, max_tokens: int) -> None:
+                body = {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+
+            async def leave() -> None:
+                body = {"model": "builtin", "prompt": "a", "max_tokens": 900, "stream": True}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    await answer.content.readline()
+
+            prompt = "the harbour " * 20
+            await asyncio.gather(*(ask(prompt, 5 + index) for index in range(5)), leave())
+            async with session.post(f"{url}/admin/policy", json={"policy": "mlfq"}) as switched:
+                assert switched.status == 200
+            await asyncio.gather(*(ask(prompt, 5 + index) for index in range(5)))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    recording = read_recording(path)
+    followed = Follower(recording).follow(SLO())
+    assert followed.difference is None
+    assert followed.figures is not None
+    assert followed.figures.num_arrived == 11
+    assert followed.figures.cached_tokens > 0
+    assert {row.switched for row in recording.rows} == {None, "mlfq"}
+    assert "harbour" not in path.read_text()

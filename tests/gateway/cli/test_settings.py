@@ -1,0 +1,221 @@
+"""The settings object: where values come from, and what is said of wrong ones."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.errors import RefusedToStart
+from gateway.serve.command import parser
+from gateway.serve.settings import BUILTIN_MODEL, Settings, load, options
+
+
+def refusal(**flags: str) -> str:
+    with pytest.raises(RefusedToStart) as refused:
+        load(flags)
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+def test_without_anything_said_the_builtin_model_is_served_on_this_machine_only() -> None:
+    settings = load({})
+    assert (settings.model, settings.host, settings.port) == (BUILTIN_MODEL, "127.0.0.1", 8000)
+    assert (settings.policy, settings.admission) == ("fcfs", "grow")
+
+
+def test_flags_win_over_environment_over_named_file_over_local_file_over_defaults(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare / "podway.toml").write_text(
+        "port = 1\nmax-batch-size = 1\nblock_size = 1\nlog_level = 'error'\nthreads = 3"
+    )
+    (bare / "named.toml").write_text("port = 2\nmax-batch-size = 2\nblock_size = 2")
+    monkeypatch.setenv("PODWAY_PORT", "3")
+    monkeypatch.setenv("PODWAY_MAX_BATCH_SIZE", "4")
+    settings = load({"config": "named.toml", "port": "5", "log_level": "warning"})
+    assert settings.port == 5
+    assert settings.max_batch_size == 4
+    assert settings.block_size == 2
+    assert settings.threads == 3
+    assert settings.log_level == "warning"
+    assert settings.max_batch_tokens == Settings.model_fields["max_batch_tokens"].default
+
+
+def test_the_file_may_be_named_in_the_environment(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare / "named.toml").write_text("port = 2")
+    monkeypatch.setenv("PODWAY_CONFIG", "named.toml")
+    assert load({}).port == 2
+
+
+def test_every_setting_can_be_said_by_flag_environment_and_file(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "model": "m",
+        "served_model_name": "n",
+        "dtype": "float32",
+        "weights": "int8",
+        "device": "cpu",
+        "gpu_memory_utilization": "0.5",
+        "attention": "cpu",
+        "threads": "2",
+        "max_model_len": "100",
+        "chat_template": "t.jinja",
+        "tool_dialect": "mistral",
+        "reasoning_dialect": "none",
+        "kv_cache_dtype": "int8",
+        "kv_slots": "64",
+        "block_size": "8",
+        "prefix_cache": "false",
+        "policy": "mlfq",
+        "admission": "reserve",
+        "max_batch_size": "4",
+        "max_batch_tokens": "32",
+        "max_queue_requests": "5",
+        "max_queue_tokens": "6",
+        "cuda_graphs": "false",
+        "lookahead": "1",
+        "thread_wait": "sleep",
+        "max_restarts": "7",
+        "host_kv_memory": "3MiB",
+        "swap": "reactive",
+        "max_step_seconds": "0.25",
+        "cost_model": "none",
+        "record": "record.jsonl",
+        "cache_dir": "cache",
+        "trace": "trace.json",
+        "launcher": "ray",
+        "ray_address": "10.0.0.1:6379",
+        "pipeline_stages": "2",
+        "tensor_ranks": "3",
+        "step_seconds": "2.5",
+        "host": "::1",
+        "port": "0",
+        "api_key": "a,b",
+        "api_key_file": "keys.toml",
+        "requests_per_minute": "60",
+        "tokens_per_minute": "1000",
+        "max_concurrent": "3",
+        "cors_origin": "https://a.example,https://b.example",
+        "tls_cert": "cert.pem",
+        "tls_key": "key.pem",
+        "max_connections": "99",
+        "body_seconds": "7.5",
+        "stall_seconds": "70",
+        "max_body_bytes": "2MiB",
+        "store": "memory",
+        "max_file_bytes": "3MiB",
+        "drain_seconds": "1.5",
+        "log_level": "debug",
+    }
+    assert said.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
+    by_flag = load(said)
+    (bare / "podway.toml").write_text("\n".join(f'{key} = "{said[key]}"' for key in said))
+    assert load({}) == by_flag
+    (bare / "podway.toml").unlink()
+    for key, value in said.items():
+        monkeypatch.setenv(f"PODWAY_{key.upper()}", value)
+    assert load({}) == by_flag
+    assert by_flag.api_key == ("a", "b")
+    assert by_flag.cors_origin == ("https://a.example", "https://b.example")
+    assert by_flag.max_body_bytes == 2 << 20
+    assert by_flag.chat_template == Path("t.jinja")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096)]
+)
+def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
+    assert load({"kv_memory": text}).kv_memory == size
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("port", "http", "--port must be a whole number from 0 to 65535, not 'http'"),
+        ("port", "65536", "--port must be a whole number from 0 to 65535, not '65536'"),
+        ("threads", "1.5", "--threads must be a whole number from 0 to 1024, not '1.5'"),
+        ("max_batch_size", "0", "--max-batch-size must be a whole number from 1 to 65536, not '0'"),
+        ("device", "tpu", "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        ("device", "cuda:x", "--device must be auto, cpu, cuda or cuda:N, not 'cuda:x'"),
+        (
+            "gpu_memory_utilization",
+            "1.5",
+            "--gpu-memory-utilization must be a number above 0, at most 1, not '1.5'",
+        ),
+        ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
+        ("lookahead", "2", "--lookahead must be one of auto, 0, 1, not '2'"),
+        ("thread_wait", "x", "--thread-wait must be one of spin, sleep, not 'x'"),
+        ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
+        (
+            "policy",
+            "lifo",
+            "--policy must be one of fcfs, mlfq, priority, fair, deadline, not 'lifo'",
+        ),
+        ("prefix_cache", "maybe", "--prefix-cache must be one of true, false, not 'maybe'"),
+        ("drain_seconds", "nan", "--drain-seconds must be a number, at least 0, not 'nan'"),
+        ("kv_memory", "2 cows", "--kv-memory must be a size such as 512MiB or 2GiB, not '2 cows'"),
+    ],
+)
+def test_a_wrong_value_names_the_flag_and_what_is_allowed(name: str, value: str, says: str) -> None:
+    assert refusal(**{name: value}) == says
+
+
+def test_a_wrong_value_from_elsewhere_says_where(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare / "podway.toml").write_text("block_size = 'big'")
+    line = "--block-size must be a whole number from 1 to 4096, not 'big' (from the settings file)"
+    assert refusal() == line
+    monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
+    assert refusal(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_on"), [([], True), (["--prefix-cache"], True), (["--no-prefix-cache"], False)]
+)
+def test_a_switch_takes_no_value(flags: list[str], is_on: bool) -> None:
+    said = vars(parser().parse_args(flags))
+    assert load({k: v for k, v in said.items() if v is not None}).prefix_cache is is_on
+
+
+def test_a_flag_wins_over_the_environment_for_a_switch_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PODWAY_PREFIX_CACHE", "false")
+    assert load({}).prefix_cache is False
+    assert load({"prefix_cache": True}).prefix_cache is True
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    assert refusal(launcher="ray", device="cuda").startswith("--launcher ray places workers on CPU")
+    assert refusal(kv_slots="64", kv_memory="1GiB").startswith("--kv-slots and --kv-memory exclude")
+    line = refusal(max_batch_size="64", max_batch_tokens="63")
+    assert line.startswith("--max-batch-tokens (63) must be at least --max-batch-size (64)")
+
+
+def test_a_file_that_cannot_be_used_is_named(bare: Path) -> None:
+    assert refusal(config="none.toml").endswith("none.toml: No such file or directory")
+    (bare / "bad.toml").write_text("port = ")
+    assert "bad.toml is not TOML" in refusal(config="bad.toml")
+    (bare / "latin.toml").write_bytes(b"host = '\xe9'")
+    assert refusal(config="latin.toml").endswith("latin.toml: it is not UTF-8 text")
+    (bare / "typo.toml").write_text("prot = 1")
+    assert refusal(config="typo.toml") == "unknown setting 'prot' in the settings file"
+
+
+def test_settings_do_not_change_and_do_not_show_keys() -> None:
+    settings = load({"api_key": "secret"})
+    with pytest.raises(ValidationError):
+        settings.port = 1  # type: ignore[misc]
+    assert "secret" not in repr(settings)
+
+
+def test_every_option_has_words_for_its_help() -> None:
+    for option in options():
+        assert option.description
+        assert option.metavar or option.choices
+        assert option.flag == "--" + option.name.replace("_", "-")

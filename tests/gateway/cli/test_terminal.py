@@ -1,0 +1,80 @@
+"""Banner, curl line and loading bars."""
+
+import io
+import json
+import shlex
+from dataclasses import replace
+
+from engine.step import WorkerReport
+from gateway.serve.settings import load
+from gateway.serve.terminal import LoadingBars, banner, curl_line, url_of
+
+REPORT = WorkerReport(
+    architecture="LlamaForCausalLM",
+    num_parameters=3_100_000,
+    dtype="float32",
+    device="cpu",
+    attention="cpu",
+    vocab_size=4096,
+    max_model_len=2048,
+    eos_token_ids=(0,),
+    num_blocks=1024,
+    block_size=16,
+    bytes_per_block=1 << 20,
+    threads=2,
+    kernels="AVX2",
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_banner_says_where_what_and_how_much() -> None:
+    text = banner("http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms a step; assumed")
+    for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
+                 "2 threads that spin, AVX2",
+                 "float32 on cpu", "fcfs", "admission grow"):  # fmt: skip
+        assert fact in text
+    small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), "2 ms")
+    assert "1,024 MiB of int8" in small
+    assert "MiB of" not in text
+
+
+def test_the_curl_line_can_be_copied() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "it's", with_key=False))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert (body["model"], body["stream"]) == ("it's", True)
+    assert "bearer" not in words
+    assert "$KEY" in curl_line("http://x", "m", with_key=True)
+
+
+def test_the_url_is_one_that_a_client_here_can_use() -> None:
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert url_of("0.0.0.0", 1) == "http://127.0.0.1:1"
+    assert url_of("::1", 1) == "http://[::1]:1"
+    assert url_of("::", 1) == "http://[::1]:1"
+
+
+def test_without_a_terminal_loading_is_two_plain_lines_a_label() -> None:
+    stream = io.StringIO()
+    with LoadingBars(stream) as progress:
+        for done in range(4):
+            progress("weights", done, 3)
+        progress("warm-up", 1, 1)
+    assert stream.getvalue() == "weights: 0 of 3\nweights: 3 of 3\nwarm-up: 1 of 1\n"
+
+
+def test_on_a_terminal_loading_is_a_bar_that_goes_away() -> None:
+    stream = Terminal()
+    with LoadingBars(stream) as progress:
+        progress("weights", 1, 2)
+        progress.stop()
+    assert "weights" in stream.getvalue()
+
+
+def test_the_banner_says_how_many_workers_compute() -> None:
+    shown = banner("u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), "c")
+    assert "2 stages × 3 ranks, each of 2 threads" in shown

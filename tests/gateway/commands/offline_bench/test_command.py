@@ -1,0 +1,115 @@
+"""`podway bench --offline` from its flags to its table, on the smallest shape."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RefusedToStart
+from gateway.commands.bench import command as bench
+from gateway.commands.offline_bench import command, machine
+from gateway.commands.offline_bench.roofline import Limit
+
+LIMITS = {"read": Limit(1e10, "a"), "float32": Limit(1e11, "b"), "int8": Limit(4e11, "c")}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def known(device: str, threads: int) -> Mapping[str, Limit]:
+        assert device == "cpu"
+        return LIMITS
+
+    monkeypatch.setattr(command, "measure_limits", known)
+
+
+@pytest.mark.usefixtures("_known_limits")
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_every_step_is_held_against_its_floor(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "run.json"
+    flags = ["--batch-sizes", "1,3", "--context", "140", "--prompt-lengths", "20,2x33"]
+    few = ["--seconds", "0.01", "--threads", "1", "--weights", weights]
+    few += ["--kv-cache-dtype", "int8" if weights == "int8" else "auto"]
+    code = bench.main(["--offline", "TINY", *flags, *few, "--json", str(figures)])
+    assert code == 0
+    written = json.loads(figures.read_bytes())
+    kinds = [(row["kind"], row["num_requests"], row["context"]) for row in written["rows"]]
+    assert kinds == [("decode", 1, 140), ("decode", 3, 140), ("prefill", 1, 20), ("prefill", 2, 33)]
+    for row in written["rows"]:
+        floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
+        assert row["fraction"] == pytest.approx(floor / row["worker_seconds"])
+        assert 0 < row["worker_seconds"] <= row["pace_seconds"]
+    assert written["worker"]["weights"].startswith(weights)
+    assert written["worker"]["kv_dtype"] == weights
+    assert written["worker"]["num_blocks"] == 3 * 9
+    shown = capsys.readouterr().out
+    assert "TINY: 4 M parameters" in shown
+    assert "10.0 GB/s read (a)" in shown
+    assert shown.count("decode") == 2
+
+
+def test_steps_may_be_in_flight_together_and_limits_known(tmp_path: Path) -> None:
+    figures, known = tmp_path / "run.json", tmp_path / "known.json"
+    limits = {name: limit._asdict() for name, limit in LIMITS.items()}
+    known.write_text(json.dumps({"limits": limits}))
+    flags = ["--batch-sizes", "2", "--context", "16", "--prompt-lengths", "8"]
+    few = ["--seconds", "0.01", "--threads", "1", "--in-flight", "2"]
+    few += ["--limits", str(known)]
+    assert bench.main(["--offline=TINY", *flags, *few, "--json", str(figures)]) == 0
+    written = json.loads(figures.read_bytes())
+    assert written["in_flight"] == 2
+    assert written["limits"] == limits
+    for row in written["rows"]:
+        floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
+        assert row["fraction"] == pytest.approx(floor / row["pace_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--offline", "Llama-9"], "no shape is named 'Llama-9'; known: Llama-3.1-8B, "),
+        (["--offline", "GPT-2", "--context", "1025"], "GPT-2 has 1024 positions, 1025 were asked"),
+        (["--offline", "TINY", "--batch-sizes", "1000000000"], "are available"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(flags: list[str], says: str) -> None:
+    with pytest.raises(RefusedToStart, match=says):
+        bench.main(flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--prompt-lengths", "8x"), ("--batch-sizes", "0"), ("--context", "-1")]
+)
+def test_wrong_numbers_are_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--offline", "TINY", flag, value])
+    assert ended.value.code == 1
+    assert flag in capsys.readouterr().err
+
+
+async def test_a_device_without_limits_is_refused() -> None:
+    with pytest.raises(RefusedToStart, match="the limits of nowhere could not be measured: "):
+        await machine.measure_limits("nowhere", 1)
+
+
+def test_limits_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedToStart, match=r"cannot read .*none.json: No such file"):
+        machine.read_limits(tmp_path / "none.json")
+    for text in ("{", "{}", '{"limits": {"read": 3}}'):
+        (tmp_path / "some.json").write_text(text)
+        with pytest.raises(RefusedToStart, match=r"some.json was not written by podway bench"):
+            machine.read_limits(tmp_path / "some.json")
+
+
+def test_the_best_of_two_measurements_counts() -> None:
+    one, other = {"read": Limit(1.0, "a")}, {"read": Limit(2.0, "b")}
+    assert machine.best_of(one, other) == {"read": Limit(2.0, "b")}

@@ -1,0 +1,98 @@
+"""Floors worked out by hand, and sizes beside the models' own counts."""
+
+import pytest
+
+from adapters.models.named_shapes import SHAPES
+from engine.errors import RefusedToStart
+from engine.step import WorkerReport
+from gateway.commands.offline_bench.roofline import (
+    Limit,
+    LowerBound,
+    WeightSizes,
+    Work,
+    lower_bound_of,
+)
+
+SMALL = WeightSizes(
+    num_layers=3,
+    kv_elements=10,
+    other_elements=100,
+    head_elements=1000,
+    attention_width=8,
+    kv_width=4,
+    max_positions=64,
+    window=None,
+)
+
+
+def report(weights: str = "float32") -> WorkerReport:
+    return WorkerReport(
+        architecture="X",
+        num_parameters=1,
+        dtype="float32",
+        device="cpu",
+        attention="cpu",
+        vocab_size=50,
+        max_model_len=64,
+        eos_token_ids=(),
+        num_blocks=9,
+        block_size=4,
+        bytes_per_block=4 * 96,
+        threads=1,
+        weights=weights,
+    )
+
+
+def test_matrices_are_those_that_the_checkpoints_have() -> None:
+    elements = {name: WeightSizes.of(config).elements for name, config in SHAPES.items()}
+    assert elements["Llama-3.1-8B"] == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert elements["Qwen2.5-0.5B"] == 494_032_768 - 49 * 896 - 24 * (896 + 2 * 128)
+    norms_and_biases = 25 * 2 * 768 + 12 * (3 + 1 + 4 + 1) * 768
+    assert elements["GPT-2"] == 124_439_808 - 1024 * 768 - norms_and_biases
+    assert elements["Qwen3-0.6B"] == 596_049_920 - 57 * 1024 - 28 * 2 * 128
+
+
+def test_a_decode_reads_all_matrices_and_the_context_of_each_request() -> None:
+    work = Work(num_requests=2, num_tokens=1, context=6)
+    limits = {"read": Limit(10.0, ""), "float32": Limit(100.0, "")}
+    found = lower_bound_of(SMALL, work, report(), limits)
+    kv = 2 * 6 * 96 + 2 * 96  # read and written
+    assert found.reading == pytest.approx((1330 * 4 + kv + 2 * 50 * 4) / 10)
+    pairs = 3 * 6
+    assert found.computing == pytest.approx((2 * 2 * 1330 + 4 * 8 * 2 * pairs) / 100)
+    assert found.bound == "read"
+    assert found.seconds == found.reading
+
+
+def test_a_prefill_leaves_out_of_the_last_layer_what_nobody_reads() -> None:
+    work = Work(num_requests=1, num_tokens=5, context=5)
+    assert SMALL.products(work) == 2 * (5 * (2 * 110 + 10) + 100 + 1000)
+    assert SMALL.attention(work) == 4 * 8 * (2 * 15 + 5)
+
+
+def test_eight_bits_are_a_quarter_to_read_and_have_a_rate_of_their_own() -> None:
+    work = Work(1, 1, 1)
+    limits = {"read": Limit(1e9, ""), "float32": Limit(100.0, ""), "int8": Limit(400.0, "")}
+    found = lower_bound_of(SMALL, work, report("int8 (14-bit activations)"), limits)
+    assert found.reading == pytest.approx((1330 + 96 + 96 + 200) / 1e9)
+    assert found.computing == pytest.approx(2 * 1330 / 400 + 4 * 8 * 3 / 100)
+    assert found.bound == "compute"
+
+
+def test_a_window_bounds_what_a_token_sees() -> None:
+    config = {**SHAPES["Mistral-7B"], "sliding_window": 4}
+    sizes = WeightSizes.of(config)
+    pairs = 1 + 2 + 3 + 4 + 4 + 4
+    expected = 4 * 4096 * (31 * pairs + 4)
+    assert sizes.attention(Work(1, 6, 6)) == expected
+    assert sizes.attention(Work(1, 1, 6)) == 4 * 4096 * 32 * 4
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(RefusedToStart, match="hidden_size is None, expected a positive integer"):
+        WeightSizes.of({"vocab_size": 3})
+
+
+def test_the_larger_of_the_two_is_the_floor() -> None:
+    assert LowerBound(1.0, 2.0).seconds == 2.0
+    assert LowerBound(1.0, 2.0).bound == "compute"

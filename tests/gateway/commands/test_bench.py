@@ -1,0 +1,93 @@
+"""`podway bench` from its flags to its files, against a peer."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.commands.bench import command as bench
+from gateway.commands.bench.report import read_report
+from tests.gateway.commands.conftest import Peer
+
+
+def test_a_closed_loop_writes_its_figures_and_a_plot(
+    peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, plot = tmp_path / "run.json", tmp_path / "run.png"
+    lengths = ["--prompt-tokens", "4..6", "--output-tokens", "2"]
+    results = ["--label", "seven", "--json", str(figures), "--plot", str(plot)]
+    flags = ["-c", "3", "-n", "7", *lengths, *results, "--extra", '{"top_k": 3}']
+    code = bench.main([peer.url, *flags])
+    report = read_report(figures)
+    assert code == 0
+    assert (report.num_ok, report.num_failed, report.label) == (7, 0, "seven")
+    assert report.setup["concurrency"] == 3
+    assert "seven" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    warm_up, *sent = peer.bodies
+    assert len(sent) == 7
+    assert all(len(body["prompt"]) in (4, 5, 6) and body["top_k"] == 3 for body in sent)
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in [warm_up, *sent])
+
+
+def test_an_open_loop_plays_a_trace_as_chat(peer: Peer, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("0,3,2\n10,4,5\n")
+    figures = tmp_path / "run.json"
+    flags = ["--trace", str(trace), "--time-scale", "1000", "--chat", "--respect-eos"]
+    assert bench.main([peer.url, *flags, "--warmup", "0", "--json", str(figures)]) == 0
+    assert read_report(figures).setup["trace"] == str(trace)
+    assert [body["max_tokens"] for body in peer.bodies] == [2, 5]
+    assert [len(body["messages"][0]["content"].split()) for body in peer.bodies] == [3, 4]
+    assert "ignore_eos" not in peer.bodies[0]
+
+
+def test_poisson_arrivals_are_sent(peer: Peer, tmp_path: Path) -> None:
+    figures = tmp_path / "run.json"
+    assert bench.main([peer.url, "--rate", "500", "-n", "5", "--json", str(figures)]) == 0
+    assert read_report(figures).num_ok == 5
+
+
+def test_runs_are_compared_without_a_server(
+    peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        bench.main([peer.url, "-n", "2", "--json", str(path), "--label", path.stem])
+    num_sent = len(peer.bodies)
+    capsys.readouterr()
+    plot = tmp_path / "both.png"
+    assert bench.main(["--compare", *map(str, paths), "--plot", str(plot)]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["a", "b"]
+    assert plot.exists()
+    assert len(peer.bodies) == num_sent
+
+
+def test_a_server_that_refuses_the_first_request_is_one_line(
+    peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.refuse = (401, "no such key")
+    assert bench.main([peer.url]) == 1
+    expected = "podway bench: the first request failed: HTTP 401: no such key\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_when_nothing_succeeds_the_exit_code_says_so(
+    peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.refuse = (503, "full")
+    assert bench.main([peer.url, "-n", "2", "--warmup", "0"]) == 1
+    assert "2 × HTTP 503: full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--rate", "0"], ["-n", "0"], ["--prompt-tokens", "9..1"], ["-c", "2", "--rate", "1"],
+     ["--extra", "[]"], ["--extra", "{"], ["--prompt", "3"], ["--timeout", "inf"]],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_line_and_exit_code_1(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(flags)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,192 @@
+"""The terminal chat, through a pipe and at a pseudo-terminal."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from gateway.commands.chat import command as chat
+from gateway.commands.chat.streamed_answer import StreamedAnswer
+from tests.gateway.commands.conftest import Peer
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, *argv: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code = chat.main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_lines_of_a_pipe_are_turns_with_history(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = talk(
+        monkeypatch, capsys, "Hi\n\nAgain\n", peer.url, "--system", "Be short.", "--seed", "5"
+    )
+    assert (code, out, err) == (0, "Hello!\nHello!\n", "")
+    assert peer.bodies[0]["model"] == "peer"
+    assert peer.bodies[0]["seed"] == 5
+    assert "temperature" not in peer.bodies[0]
+    assert [message["content"] for message in peer.bodies[1]["messages"]] == [
+        "Be short.",
+        "Hi",
+        "Hello!",
+        "Again",
+    ]
+
+
+def test_slash_commands_change_the_conversation(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "one\n/reset\n/system Rhyme.\n/what\ntwo\n/exit\nthree\n"
+    code, _, err = talk(monkeypatch, capsys, script, peer.url, "--model", "m")
+    assert code == 0
+    assert err == "unknown command /what; /help lists them\n"
+    assert len(peer.bodies) == 2
+    assert peer.bodies[1]["messages"] == [
+        {"role": "system", "content": "Rhyme."},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_the_key_is_sent_as_a_bearer_token(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-env")
+    talk(monkeypatch, capsys, "Hi\n", peer.url)
+    talk(monkeypatch, capsys, "Hi\n", peer.url, "--api-key", "from-flag")
+    sent = [headers["Authorization"] for headers in peer.headers]
+    assert sent == ["Bearer from-env", "Bearer from-flag"]
+
+
+def test_a_refusal_is_one_line_and_ends_a_pipe(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.refuse = (429, "slow down")
+    code, out, err = talk(monkeypatch, capsys, "Hi\nAgain\n", peer.url)
+    assert (code, out, err) == (1, "", "HTTP 429: slow down\n")
+    assert len(peer.bodies) == 1
+
+
+def test_an_error_in_the_stream_is_shown_after_the_text(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.error_event = "the worker is gone"
+    code, out, err = talk(monkeypatch, capsys, "Hi\n", peer.url)
+    assert (code, out, err) == (1, "Hello!", "\nthe worker is gone\n")
+
+
+def test_nobody_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = talk(monkeypatch, capsys, "Hi\n", "http://127.0.0.1:9")
+    assert (code, err) == (1, "cannot reach http://127.0.0.1:9: Connection refused\n")
+
+
+def test_an_answer_cannot_move_the_cursor(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.words = ["\x1b[2J", "a\tb\n", "\x07é 🐋"]
+    _, out, _ = talk(monkeypatch, capsys, "Hi\n", peer.url)
+    assert out == "[2Ja\tb\né 🐋\n"
+
+
+def test_reasoning_is_dim_on_a_terminal_and_left_out_of_a_pipe(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.deltas = [{"reasoning_content": "Hm"}, {"reasoning_content": "."}, {"content": "Yes."}]
+    _, out, _ = talk(monkeypatch, capsys, "Well?\nSure?\n", peer.url)
+    assert out == "Yes.\nYes.\n"
+    assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+    answer = StreamedAnswer(is_tty=True)
+    events = [orjson.dumps({"choices": [{"delta": delta}]}) for delta in peer.deltas]
+    shown = "".join(map(answer.feed, events)) + answer.finish()
+    assert shown == "\x1b[2mHm.\x1b[0m\n\nYes."
+
+
+def test_reasoning_that_is_cut_leaves_the_screen_bright() -> None:
+    answer = StreamedAnswer(is_tty=True)
+    shown = answer.feed(b'{"choices": [{"delta": {"reasoning": "Hm"}}]}')
+    assert shown + answer.finish() == "\x1b[2mHm\x1b[0m"
+
+
+def test_a_tool_call_is_a_line_and_the_next_line_is_its_result(
+    peer: Peer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (tmp_path / "tools.json").write_bytes(orjson.dumps(tools))
+    peer.deltas = [
+        {"content": "Let me see."},
+        {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "2", "function": {"name": "g", "arguments": "{}"}}]},
+    ]
+    path = str(tmp_path / "tools.json")
+    code, out, _ = talk(monkeypatch, capsys, "Hi\nfour\nfive\n", peer.url, "--tools", path)
+    shown = 'Let me see.\n→ f {"a": 1}\n→ g {}\n'
+    assert (code, out) == (0, shown * 2)
+    assert len(peer.bodies) == 2
+    assert peer.bodies[0]["tools"] == tools
+    _, called, first, second = peer.bodies[1]["messages"]
+    arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
+    assert arguments == ['{"a": 1}', "{}"]
+    assert first == {"role": "tool", "tool_call_id": "1", "content": "four"}
+    assert second == {"role": "tool", "tool_call_id": "2", "content": "five"}
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', None])
+def test_tools_that_cannot_be_read_are_one_line(
+    text: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tools.json"
+    if text is not None:
+        path.write_text(text)
+    assert chat.main(["--tools", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer) -> None:
+    peer.hold = True
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "gateway", "chat", peer.url]
+    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    try:
+        read_until(master, rb"/exit.*> ")
+        os.write(master, b"Hi\n")
+        read_until(master, rb"Hello!")
+        child.send_signal(signal.SIGINT)
+        read_until(master, rb"\[stopped\].*> ")
+        assert peer.left.wait(10), "the stream was not closed"
+        peer.hold = False
+        os.write(master, b"Again\n")
+        read_until(master, rb"Hello!\r\n.*> ")
+        os.write(master, b"\x04")
+        assert child.wait(10) == 0
+        assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "Hello!"}
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+
+
+def read_until(terminal: int, pattern: bytes) -> None:
+    """Read what the program shows until it matches; raises if the program ends or hangs."""
+    shown = b""
+    while not re.search(pattern, shown, re.DOTALL):
+        assert select.select([terminal], [], [], 30)[0], f"waited for {pattern!r}, saw {shown!r}"
+        shown += os.read(terminal, 1024)

@@ -1,0 +1,136 @@
+"""`podway simulate`: flags to figures, files written, and refusals in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.commands.simulate.command import main
+from gateway.commands.simulate.setups import read_cost
+
+AZURE = Path(__file__).parents[2] / "data" / "azure_2023_conv_first_1000.csv.gz"
+GOLDEN = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
+SMALL = ["-n", "20", "--device", "a100-40gb", "--model", "gpt3-13b"]
+
+
+def simulated(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, object]]]:
+    path = tmp_path / "figures.json"
+    assert main([*flags, "--json", str(path)]) == 0
+    written: dict[str, list[dict[str, object]]] = json.loads(path.read_text())
+    return written
+
+
+def test_every_policy_is_played_at_every_load(tmp_path: Path) -> None:
+    plot = tmp_path / "load.png"
+    flags = ["--policy", "fcfs", "srpt", "--admission", "grow", "request", "--rate", "1", "4"]
+    runs = simulated(tmp_path, *SMALL, *flags, "--plot", str(plot))["runs"]
+    assert [run["label"] for run in runs[::2]] == [
+        "fcfs grow",
+        "fcfs request",
+        "srpt grow",
+        "srpt request",
+    ]
+    assert [run["offered"] for run in runs[:2]] == pytest.approx([1.0, 4.0])
+    assert all(run["num_finished"] == 20 for run in runs)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_is_cut_and_played_at_its_own_pace(tmp_path: Path) -> None:
+    plot = tmp_path / "time.png"
+    flags = ["--trace", str(AZURE), "--from", "2", "--to", "9", "--plot", str(plot)]
+    (run,) = simulated(tmp_path, *flags)["runs"]
+    assert 0 < int(str(run["num_finished"])) < 200
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "gamma", "steady"])
+def test_synthetic_loads_come_as_asked(tmp_path: Path, arrivals: str) -> None:
+    flags = ["--arrivals", arrivals, "--lengths", "skewed", "--rate", "3"]
+    (run,) = simulated(tmp_path, *SMALL, *flags)["runs"]
+    assert run["num_finished"] == 20
+
+
+def test_capacity_is_planned_within_the_slo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--capacity", "--slo", "norm=0.1", "--share", "0.95", "--rate", "2"]
+    written = simulated(tmp_path, *SMALL, *flags)
+    capacity: object = written["capacity"]
+    assert isinstance(capacity, dict)
+    (rate,) = capacity.values()
+    assert isinstance(rate, float)
+    assert rate > 0.5
+    assert "with 95% within the SLO" in capsys.readouterr().out
+
+
+def test_a_measured_cost_and_a_described_machine_are_read(tmp_path: Path) -> None:
+    cost, device = tmp_path / "cost.json", tmp_path / "device.json"
+    cost.write_text('{"curve": [[0, 0.5], [100, 0.5]], "per_slot": 0, "per_pair": 0}')
+    assert read_cost(cost).compute(7, 3) == 0.5
+    device.write_text(
+        '{"name": "x", "flops": 1e14, "bandwidth": 1e12, "memory": 8e10, "link": 1, "network": 1}'
+    )
+    flags = ["-n", "2", "--rate", "0.001", "--cost", str(cost), "--kv-slots", "4096"]
+    (run,) = simulated(tmp_path, *flags)["runs"]
+    assert run["spreads"]["ttft"]["p50"] == 0.5  # type: ignore[index]
+    assert simulated(tmp_path, "-n", "5", "--device", str(device))["runs"][0]["num_finished"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["--device", "abacus"], "--device is a .json file or one of"),
+        (["--device", "l4", "--model", "gpt3-175b"], "does not fit on 1 × l4"),
+        (["--capacity"], "--capacity needs an --slo"),
+        (["--max-batch-tokens", "8"], "--max-batch-tokens must be at least"),
+        (["--quantum-ratio", "1"], "--quantum-ratio must be above 1"),
+        (["-n", "1", "--rate", "2"], "more than one moment"),
+        (["--cost", "nowhere.json"], "nowhere.json"),
+        (["--replay", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--replay", str(AZURE)], "is not a recording"),
+        (["--replay", str(GOLDEN), "--trace", str(AZURE)], "exclude each other"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 1
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--slo", "speed=1"], ["--policy", "magic"], ["--share", "2"]])
+def test_a_flag_that_makes_no_sense_ends_with_a_line(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 1
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_recording_is_played_again_under_its_own_and_other_policies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--replay", str(GOLDEN), "--slo", "ttft=9"]
+    own = simulated(tmp_path, *flags)["runs"]
+    assert [run["label"] for run in own] == ["recorded", "fcfs grow"]
+    assert "the schedule is reproduced:" in capsys.readouterr().out
+    other = ["--policy", "mlfq", "srpt", "--admission", "reserve", "--max-batch-size", "2"]
+    runs = simulated(tmp_path, *flags, *other)["runs"]
+    assert [run["label"] for run in runs] == ["recorded", "mlfq reserve", "srpt reserve"]
+    assert runs[0] == own[0]
+    assert len({run["num_arrived"] for run in runs}) == 1
+
+
+def test_a_recording_that_comes_out_differently_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.jsonl"
+    lines = GOLDEN.read_text().splitlines()
+    path.write_text("\n".join([*lines[:30], *lines[31:]]))
+    runs = simulated(tmp_path, "--replay", str(path))["runs"]
+    assert [run["label"] for run in runs] == ["fcfs grow"]
+    assert "the schedule differs after" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""The client leaves: whenever and however, its slots come back and others do not notice."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from engine.control.admission import Admission
+from engine.request import Abort, State
+from gateway.service import Pace
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+LONG = "a long story " * 10
+STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
+MOMENTS = pytest.mark.parametrize("after", [0.0, STEP / 2, STEP, 2.5 * STEP, 7.1 * STEP])
+
+
+@STREAMED_OR_NOT
+@MOMENTS
+def test_who_hangs_up_is_cancelled_at_once(stream: bool, after: float) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+            await asyncio.sleep(after)
+            exchange.leave()
+            await exchange.ended()
+            left_at = rig.service.clock()
+            assert left_at == after
+        await asyncio.sleep(STEP)
+        assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert all(tally in (0, 1) for tally in rig.metrics.aborts.values())
+    assert rig.metrics.cancel_to_free.sum <= 1
+
+
+@STREAMED_OR_NOT
+def test_every_choice_of_a_response_is_cancelled(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt=["ab", "cd"], n=2, stream=stream, max_tokens=100)
+        async with rig.client.post(TEXT, body):
+            await asyncio.sleep(3.5 * STEP)
+            assert rig.engine.scheduler.pool.count(State.RUNNING) == 4
+        await asyncio.sleep(STEP)
+
+    rig = play(scene, Setting(texts=(LONG,)))
+    assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE] * 4
+
+
+@STREAMED_OR_NOT
+def test_who_leaves_while_queued_never_runs(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+            await asyncio.sleep(1.5 * STEP)
+            async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)):
+                await asyncio.sleep(STEP)
+                assert rig.engine.scheduler.pool.count(State.WAITING) == 1
+            assert rig.engine.scheduler.pool.count(State.WAITING) == 0
+            reply = await first.json()
+            assert reply["choices"][0]["message"]["content"] == LONG[:20]
+
+    rig = play(scene, Setting(texts=(LONG,), num_blocks=30, admission=Admission.RESERVE))
+    assert rig.ended[0].admitted_at is None
+
+
+@STREAMED_OR_NOT
+def test_who_leaves_while_the_prompt_is_tokenised_never_arrives(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        started, left = asyncio.Event(), asyncio.Event()
+
+        async def slowly(*_: object) -> Any:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                left.set()
+                raise
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gateway.web.routes.chat.chat_prompt", slowly)
+            async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+                await started.wait()
+                exchange.leave()
+                await exchange.ended()
+        assert left.is_set()
+
+    rig = play(scene)
+    assert rig.ended == []
+
+
+def test_who_leaves_in_the_middle_of_the_body_is_forgotten() -> None:
+    async def scene(rig: Rig) -> None:
+        headers = {"content-type": "application/json"}
+        async with rig.client.send("POST", CHAT, [b'{"model":'], headers) as exchange:
+            exchange.leave()
+            await exchange.ended()
+
+    play(scene)
+
+
+def test_leaving_while_a_write_is_stuck_ends_the_request() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            await exchange.start()
+            exchange.pause()
+            await asyncio.sleep(5 * STEP)
+            exchange.leave()
+            await exchange.ended()
+
+    (request,) = play(scene, Setting(texts=(LONG,))).ended
+    assert request.abort is Abort.CLIENT_GONE
+
+
+def test_a_slow_reader_gets_merged_tokens_and_nobody_waits_for_it() -> None:
+    async def scene(rig: Rig) -> None:
+        async with (
+            rig.client.post(CHAT, chat(stream=True)) as slow,
+            rig.client.post(CHAT, chat(stream=True)) as fast,
+        ):
+            await slow.start()
+            slow.pause()
+            times = [rig.service.clock() async for _ in fast.chunks()]
+            assert times == [STEP * n for n in range(1, len(LONG) + 2)]
+            slow.resume()
+            writes = [chunk async for chunk in slow.chunks()]
+        said = "".join(content_of(write) for write in writes)
+        assert said == LONG
+        assert len(writes) < 5
+
+    play(scene, Setting(texts=(LONG,)))
+
+
+def content_of(write: bytes) -> str:
+    pieces = []
+    for frame in write.split(b"\n\n"):
+        if frame.startswith(b"data: {"):
+            (choice,) = orjson.loads(frame.removeprefix(b"data: "))["choices"]
+            pieces.append(choice["delta"].get("content", ""))
+    return "".join(pieces)
+
+
+def test_a_reader_that_never_reads_again_is_given_up() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            await exchange.start()
+            exchange.pause()
+            await exchange.ended()
+            assert rig.service.clock() == 1 + 3 * 2
+
+    rig = play(scene, Setting(texts=(LONG,), pace=Pace(hold=1, ping=2, stall=5)))
+    assert rig.ended[0].abort is Abort.SLOW_CLIENT
+
+
+def test_a_silent_stream_is_kept_alive_with_comments() -> None:
+    async def scene(rig: Rig) -> None:
+        async with (
+            rig.client.post(CHAT, chat(max_tokens=20)) as first,
+            rig.client.post(CHAT, chat(stream=True, max_tokens=2)) as second,
+        ):
+            writes = [(rig.service.clock(), chunk) async for chunk in second.chunks()]
+            await first.json()
+        assert writes[:2] == [(3.0, b": ping\n\n"), (5.0, b": ping\n\n")]
+        assert writes[-1][1].endswith(b"[DONE]\n\n")
+
+    pace = Pace(hold=1, ping=2, stall=60)
+    play(scene, Setting(texts=(LONG,), num_blocks=28, admission=Admission.RESERVE, pace=pace))

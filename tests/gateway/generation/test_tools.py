@@ -1,0 +1,251 @@
+"""Tools, formats and reasoning over HTTP: what is asked of the model, and what is told of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from adapters.dialects.choosing import choose_dialect
+from engine.step import GrammarKind
+from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, play
+from tests.gateway.serve.assembling import assembled
+
+F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+G = {"type": "function", "function": {"name": "g", "description": "Goes."}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [F]}}
+HERMES = choose_dialect("", "hermes", "think")
+
+
+def hermes(*texts: str) -> Setting:
+    return Setting(texts=texts or ("Hello!",), dialect=HERMES)
+
+
+async def reply_to(rig: Rig, **fields: Any) -> Any:
+    """The whole reply, after the stream of the same request was found to say the same."""
+    async with rig.client.post(CHAT, chat(**fields)) as exchange:
+        reply = await exchange.json()
+    assert exchange.status == 200, reply
+    async with rig.client.post(CHAT, chat(stream=True, **fields)) as exchange:
+        *chunks, _ = [event async for event in exchange.events()]
+    for choice in reply["choices"]:
+        streamed = assembled(chunks, choice["index"])
+        message = {**choice["message"]}
+        del message["annotations"]
+        for calls in (message.get("tool_calls"), streamed["message"].get("tool_calls")):
+            for call in calls or ():
+                assert call.pop("id").startswith("call_")
+        assert streamed["message"] == message
+        assert streamed["finish_reason"] == choice["finish_reason"]
+    return reply
+
+
+def told_grammar(rig: Rig) -> Any:
+    grammar = rig.ended[0].ask.grammar
+    assert grammar is not None
+    return grammar.kind, json.loads(grammar.text) if grammar.text else None
+
+
+def test_a_call_is_told_as_one_and_the_template_sees_the_tools() -> None:
+    async def scene(rig: Rig) -> None:
+        reply = await reply_to(rig, tools=[F, G])
+        (choice,) = reply["choices"]
+        assert choice["message"]["content"] == "Let me see."
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        assert choice["finish_reason"] == "tool_calls"
+        assert rig.ended[0].ask.grammar is None
+        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:f,g\n")
+
+    play(scene, hermes("Let me see.\n" + CALL))
+
+
+def test_without_tools_or_where_none_may_be_called_text_is_content() -> None:
+    async def scene(rig: Rig) -> None:
+        for fields in ({}, {"tools": [F], "tool_choice": "none"}):
+            (choice,) = (await reply_to(rig, **fields))["choices"]
+            assert choice["message"]["content"] == CALL
+            assert choice["finish_reason"] == "stop"
+        assert not any(bytes(ended.ask.prompt).startswith(b"tools:") for ended in rig.ended)
+
+    play(scene, hermes(CALL))
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tools": [F, G], "tool_choice": "required"}, ["f", "g"]),
+        ({"tools": [F, G], "tool_choice": {"type": "function", "function": {"name": "f"}}}, ["f"]),
+        ({"tools": [F, G], "tool_choice": ALLOWED}, ["f"]),
+        ({"functions": [F["function"]], "function_call": {"name": "f"}}, ["f"]),
+    ],
+)
+def test_a_call_that_must_come_is_held_to_the_tools(
+    fields: dict[str, Any], names: list[str]
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(**fields)) as exchange:
+            message = (await exchange.json())["choices"][0]["message"]
+        assert message["content"] is None
+        kind, tags = told_grammar(rig)
+        assert kind is GrammarKind.TAGS
+        assert [begin["begin"].split('"')[3] for begin in tags["structures"]] == names
+        assert (tags["at_least"], tags["has_text"]) == (1, False)
+        is_one = "functions" in fields or fields["tool_choice"] not in ("required", ALLOWED)
+        assert tags["at_most"] == (1 if is_one else None)
+
+    play(scene, hermes(CALL))
+
+
+def test_allowed_tools_are_all_that_the_model_sees() -> None:
+    async def scene(rig: Rig) -> None:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
+        await reply_to(rig, tools=[F, G], tool_choice=choice)
+        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:g\n")
+
+    play(scene, hermes())
+
+
+def test_a_strict_tool_is_held_where_it_is_called() -> None:
+    strict = {"type": "function", "function": {**F["function"], "strict": True}}  # type: ignore[dict-item]
+
+    async def scene(rig: Rig) -> None:
+        await reply_to(rig, tools=[strict, G])
+        kind, tags = told_grammar(rig)
+        assert (kind, tags["at_least"], tags["has_text"]) == (GrammarKind.TAGS, 0, True)
+        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:f,g\n")
+
+    play(scene, hermes())
+
+
+def test_one_call_at_a_time_ends_the_answer_before_the_second() -> None:
+    async def scene(rig: Rig) -> None:
+        (choice,) = (await reply_to(rig, tools=[F], parallel_tool_calls=False))["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert choice["finish_reason"] == "tool_calls"
+        (choice,) = (await reply_to(rig, tools=[F]))["choices"]
+        assert len(choice["message"]["tool_calls"]) == 2
+
+    rig = play(scene, hermes(CALL + CALL + " and more"))
+    assert rig.ended[0].produced < rig.ended[-1].produced
+
+
+def test_functions_are_answered_by_their_old_name() -> None:
+    async def scene(rig: Rig) -> None:
+        (choice,) = (await reply_to(rig, functions=[F["function"]]))["choices"]
+        assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "function_call"
+
+    play(scene, hermes(CALL + CALL))
+
+
+def test_an_old_call_and_its_result_are_shown_as_a_tools() -> None:
+    async def scene(rig: Rig) -> None:
+        messages = [
+            *USER,
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "9"},
+        ]
+        async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
+            assert exchange.status == 200 or await exchange.json()
+        assert bytes(rig.ended[0].ask.prompt) == b"user:hi\nassistant:\ntool:9\n"
+
+    play(scene)
+
+
+def test_reasoning_is_told_apart_and_counted() -> None:
+    async def scene(rig: Rig) -> None:
+        reply = await reply_to(rig)
+        (choice,) = reply["choices"]
+        assert choice["message"]["content"] == "Yes."
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert choice["message"]["reasoning"] == "Hm."
+        usage = reply["usage"]
+        # From the token that completes the opening mark to the one that completes the other.
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == len(">Hm.</think>")
+        assert usage["completion_tokens"] == len("<think>Hm.</think>\n\nYes.") + 1
+
+    play(scene, hermes("<think>Hm.</think>\n\nYes."))
+
+
+def test_a_format_is_held() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+    async def scene(rig: Rig) -> None:
+        named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        await reply_to(rig, response_format=named)
+        assert told_grammar(rig) == (GrammarKind.JSON_SCHEMA, schema)
+
+    play(scene, hermes("{}"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_OBJECT, ""),
+        ({"guided_json": '{"type": "object"}'}, GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+        ({"guided_regex": "[0-9]+"}, GrammarKind.REGEX, "[0-9]+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, GrammarKind.CHOICE, '["a","b"]'),
+        ({"guided_grammar": 'start: "a"'}, GrammarKind.LARK, 'start: "a"'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, GrammarKind.EBNF, 'root ::= "a"'),
+        ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
+    ],
+)
+def test_every_spelling_of_a_grammar_reaches_the_engine(
+    fields: dict[str, Any], kind: GrammarKind, text: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        await reply_to(rig, **fields)
+        assert rig.ended[0].ask.grammar == (kind, text)
+
+    play(scene)
+
+
+def test_under_a_grammar_ignored_ends_come_only_when_nothing_else_may() -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(guided_regex="Hi", ignore_eos=True)
+        async with rig.client.post(CHAT, body) as exchange:
+            await exchange.json()
+        ask = rig.ended[0].ask
+        assert ask.end_ids == ask.avoided_ids == {256}
+
+    play(scene)
+
+
+def test_where_tools_may_be_called_json_is_the_other_answer() -> None:
+    async def scene(rig: Rig) -> None:
+        await reply_to(rig, tools=[F], response_format={"type": "json_object"})
+        kind, tags = told_grammar(rig)
+        assert (kind, tags["answer"]) == (GrammarKind.TAGS, {"type": "object"})
+
+    play(scene, hermes("{}"))
+
+
+def test_no_other_grammar_goes_with_tools() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(tools=[F], guided_regex="a")) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, "guided_regex")
+
+    play(scene, hermes())
+
+
+def test_a_model_that_cannot_call_refuses_tools_and_says_how_to_help_it() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(tools=[F])) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, "tools")
+        assert "--tool-dialect" in error["message"]
+
+    play(scene)
+
+
+def test_several_choices_call_apart() -> None:
+    async def scene(rig: Rig) -> None:
+        first, second = (await reply_to(rig, tools=[F], n=2))["choices"]
+        assert first["message"]["content"] == "No."
+        assert second["message"]["tool_calls"][0]["function"]["name"] == "f"
+        assert (first["finish_reason"], second["finish_reason"]) == ("stop", "tool_calls")
+
+    play(scene, hermes("No.", CALL))

@@ -1,0 +1,77 @@
+"""The loop's watch: how late it is, and how much streams merge."""
+
+import asyncio
+
+from engine.simulated.virtual_loop import run_virtual
+from gateway.observe.backpressure import FIRST_GAP, MAX_GAP, LoopWatch, thread_seconds
+from gateway.observe.metrics import Counts
+from tests.gateway.rig import CHAT, Rig, Setting, chat, play
+
+
+def a_watch() -> LoopWatch:
+    return LoopWatch(lambda: 0.0, Counts((1,)))
+
+
+def test_an_idle_loop_merges_nothing() -> None:
+    watch = a_watch()
+    watch.judge(0.5)
+    assert watch.gap == 0.0
+
+
+def test_the_gap_grows_while_the_loop_is_busy_and_is_bounded() -> None:
+    watch = a_watch()
+    watch.judge(0.95)
+    assert watch.gap == FIRST_GAP
+    for _ in range(50):
+        watch.judge(1.0)
+    assert watch.gap == MAX_GAP
+
+
+def test_the_gap_is_kept_between_busy_and_calm_and_goes_when_it_is_calm() -> None:
+    watch = a_watch()
+    for _ in range(5):
+        watch.judge(1.0)
+    kept = watch.gap
+    watch.judge(0.8)
+    assert watch.gap == kept
+    for _ in range(20):
+        watch.judge(0.1)
+    assert watch.gap == 0.0
+
+
+def test_a_late_probe_is_counted_as_lag() -> None:
+    lag = Counts((0.1, 1))
+    now = 0.0
+
+    def late_clock() -> float:
+        nonlocal now
+        now += 0.55
+        return now
+
+    async def main() -> None:
+        watching = asyncio.create_task(LoopWatch(late_clock, lag, lambda: 0.0).run())
+        await asyncio.sleep(0.06)
+        watching.cancel()
+
+    run_virtual(main())
+    assert lag.buckets() == [("0.1", 0), ("1.0", 1), ("+Inf", 1)]
+
+
+def test_a_thread_that_works_gathers_seconds() -> None:
+    before = thread_seconds()
+    sum(range(2_000_000))
+    assert thread_seconds() > before
+
+
+def test_streams_of_a_busy_loop_carry_several_tokens_an_event() -> None:
+    text = "many words " * 5
+
+    async def scene(rig: Rig) -> None:
+        rig.service.watch.gap = 1.0
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            events = [event async for event in exchange.events()]
+        pieces = [e["choices"][0]["delta"].get("content", "") for e in events[:-1]]
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) == 4
+
+    play(scene, Setting(texts=(text,)))

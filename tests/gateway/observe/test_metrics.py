@@ -1,0 +1,87 @@
+"""What the observer counts."""
+
+import asyncio
+import logging
+
+import pytest
+
+from engine.request import Abort
+from engine.step import Direction
+from gateway.observe.metrics import Counts
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+
+def test_a_tally_counts_into_cumulative_buckets() -> None:
+    tally = Counts((1, 2, 4))
+    for value, times in ((0.5, 1), (1, 1), (3, 2), (9, 1)):
+        tally.add(value, times)
+    assert tally.buckets() == [("1.0", 2), ("2.0", 2), ("4.0", 4), ("+Inf", 5)]
+    assert tally.sum == 16.5
+
+
+def test_gaps_are_counted_once_per_token_whoever_shares_the_batch() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(n=3, max_tokens=4)) as exchange:
+            await exchange.json()
+
+    metrics = play(scene, Setting(texts=("abcdefgh",))).metrics
+    assert metrics.inter_token.buckets()[-1] == ("+Inf", 3 * 3)
+    assert metrics.inter_token.sum == 9 * STEP
+    assert metrics.time_to_first_token.sum == 3 * STEP
+    assert metrics.num_output_tokens == 12
+    assert metrics.finishes["length"] == 3
+
+
+def test_aborts_are_counted_by_reason() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()):
+            await asyncio.sleep(1.5 * STEP)
+        async with rig.client.post(CHAT, chat(stop="l")) as exchange:
+            await exchange.json()
+
+    metrics = play(scene).metrics
+    assert metrics.aborts[Abort.CLIENT_GONE] == 1
+    assert metrics.aborts[Abort.STOP_STRING] == 1
+    assert metrics.outcomes["finished"] == 1
+    assert metrics.outcomes["cancelled"] == 1
+    assert metrics.finishes["stop"] == 1
+
+
+def test_one_line_is_logged_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), {"x-request-id": "mine"}) as exchange:
+            await exchange.json()
+
+    with caplog.at_level(logging.INFO, "gateway.access.callers"):
+        play(scene)
+    (record,) = [record for record in caplog.records if record.name == "gateway.access.callers"]
+    expected = "mine prompt_len=8 produced=7 ttft=0.250 jct=1.750 reason=stop"
+    assert record.getMessage() == expected
+
+
+def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        async def ask() -> None:
+            async with rig.client.post(TEXT, text(max_tokens=12)) as exchange:
+                await exchange.json()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(ask())
+            for _ in range(20):
+                await asyncio.sleep(STEP)
+                pages.append(rig.service.exposition.render().decode())
+
+    texts = ("abcdefghijklmno",)
+    setting = Setting(texts, num_blocks=16, num_host_blocks=100, prefix_cache=False)
+    metrics = play(scene, setting).metrics
+    assert metrics.preemptions == {"recompute": 0, "reactive": 1, "proactive": 0}
+    assert metrics.swapped_blocks == {Direction.OUT: 8, Direction.IN: 8}
+    assert any('podway_kv_slots{state="moving",tier="host"} 8.0' in page for page in pages)
+    assert any('podway_kv_slots{state="held",tier="host"} 8.0' in page for page in pages)
+    assert any("podway_requests_swapped 1.0" in page for page in pages)
+    assert 'podway_kv_slots{state="free",tier="host"} 100.0' in pages[-1]
+    assert 'podway_swapped_blocks_total{direction="out"} 8.0' in pages[-1]
+    assert 'podway_preemptions_total{kind="reactive"} 1.0' in pages[-1]

@@ -1,0 +1,101 @@
+"""The thread that writes a recording: in order, to the end, and never at the server's cost."""
+
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.control.event_recorder import RecordingHeader, Row
+from engine.control.scheduler import SchedulerSettings
+from engine.cost.model import CostModel
+from engine.errors import RefusedToStart
+from engine.policy import PolicySettings
+from engine.simulated.replay import read_recording
+from gateway.observe import recording as module
+from gateway.observe.recording import RecordingFile, recording
+
+COST = CostModel.linear(0.5, 0.125, 0.0)
+HEADER = RecordingHeader("fcfs", PolicySettings(), SchedulerSettings(64), 10, 4, 1, COST)
+
+
+def rows(count: int) -> Iterator[Row]:
+    for number in range(count):
+        yield {"at": number / 2, "arrived": number, "prompt": 9, "max_tokens": 5, "blocks": (b"x",)}
+
+
+def test_every_row_is_in_the_file_in_order_when_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with recording(path, HEADER) as scribe:
+        for row in rows(5000):
+            scribe._write(row)
+    read = read_recording(path)
+    assert read.header == HEADER
+    assert [row.arrived for row in read.rows] == list(range(5000))
+
+
+def test_the_same_content_has_one_name_in_a_file_and_another_in_the_next(tmp_path: Path) -> None:
+    names = []
+    for path in (tmp_path / "a", tmp_path / "b"):
+        with recording(path, HEADER) as scribe:
+            for row in rows(2):
+                scribe._write(row)
+        written = map(json.loads, path.read_text().splitlines()[1:])
+        names.append({line["blocks"][0] for line in written})
+    assert [len(found) for found in names] == [1, 1]
+    assert names[0] != names[1]
+
+
+def test_a_file_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RefusedToStart, match="cannot write the recording"),
+        recording(tmp_path / "none" / "record.jsonl", HEADER),
+    ):
+        pass
+
+
+def test_a_full_disk_ends_the_recording_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "record.jsonl"
+    path.symlink_to("/dev/full")
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no disk here is always full")
+    with caplog.at_level(logging.ERROR), recording(path, HEADER) as scribe:
+        for row in rows(20_000):
+            scribe._write(row)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the recording {path} ends early: No space left on device"
+    ]
+
+
+class Stuck(io.StringIO):
+    """A file on a disk that waits for something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        assert self.goes_on.wait(60)
+        return super().write(text)
+
+
+def test_a_disk_that_does_not_keep_up_ends_the_recording_before_memory_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_BACKLOG", 100)
+    file = Stuck()
+    record = RecordingFile(file, Path("record.jsonl"))
+    with caplog.at_level(logging.ERROR):
+        for row in rows(2000):
+            record.put(row)
+    file.goes_on.set()
+    record.close()
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "the recording record.jsonl ends early: the disk does not keep up"
+    ]

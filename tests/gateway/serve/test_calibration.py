@@ -1,0 +1,120 @@
+"""Where the cost of steps comes from: measured once, kept, and nobody else's."""
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.control.scheduler import UNMEASURED
+from engine.cost.model import CostModel
+from engine.cost.profiler import Bounds
+from engine.errors import WorkerLost
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import Step, StepResult, WorkerReport
+from gateway.serve.calibration import Calibration, CostFile, calibrate, facts_about
+
+TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
+FACTS: dict[str, object] = {"model": "/models/demo", "cores": 2}
+REPORT = WorkerReport("Demo", 10, "float32", "cpu", "cpu", 97, 128, (2,), 100, 16, 64, 1)
+
+
+class Counting(SimulatedExecutor):
+    """Counts its steps; without `lives` every one is lost."""
+
+    def __init__(self, lives: bool = True) -> None:
+        super().__init__(TRUE)
+        self.num_steps = 0
+        self._lives = lives
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        self.num_steps += 1
+        future = super().submit(step)
+        if not self._lives:
+            future.set_exception(WorkerLost("the worker died"))
+        return future
+
+
+def calibrated(how: str, file: CostFile, executor: Counting) -> Calibration:
+    bounds = Bounds(8, 64, 128, 100, 16)
+    return run_virtual(calibrate(how, file, executor, bounds))
+
+
+def test_what_was_measured_is_used_by_the_next_start(tmp_path: Path) -> None:
+    file = CostFile.of(FACTS, tmp_path)
+    first, second = Counting(), Counting()
+    measured = calibrated("auto", file, first)
+    assert first.num_steps > 4
+    assert "measured" in str(measured)
+    found = calibrated("auto", file, second)
+    assert second.num_steps == 0
+    assert found.model == measured.model
+    assert str(file.path) in str(found)
+
+
+def test_measuring_anew_and_not_at_all_are_both_possible(tmp_path: Path) -> None:
+    file = CostFile.of(FACTS, tmp_path)
+    file.save(UNMEASURED)
+    again, never = Counting(), Counting()
+    assert calibrated("measure", file, again).model != UNMEASURED
+    assert again.num_steps > 4
+    assumed = calibrated("none", file, never)
+    assert (assumed.model, assumed.file, never.num_steps) == (UNMEASURED, None, 0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe rubbish",
+        b"[]",
+        b"{}",
+        json.dumps({"facts": FACTS}).encode(),
+        json.dumps({"facts": FACTS, "cost": {"curve": [[1, -1], [2, 1]]}}).encode(),
+        json.dumps({"facts": {"model": "another"}, "cost": {}}).encode(),
+    ],
+)
+def test_a_file_that_is_corrupt_or_about_something_else_is_ignored_with_one_line(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = CostFile.of(FACTS, tmp_path)
+    file.path.parent.mkdir()
+    file.path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert file.load() is None
+    assert [record.getMessage().count("\n") for record in caplog.records] == [0]
+    assert "measured" in str(calibrated("auto", file, Counting()))
+    assert file.load() is not None
+
+
+def test_a_cache_that_cannot_be_written_costs_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "costs").write_text("not a directory")
+    with caplog.at_level(logging.WARNING):
+        calibrated("measure", CostFile.of(FACTS, tmp_path), Counting())
+    assert len(caplog.records) == 1
+    assert os.listdir(tmp_path) == ["costs"]
+
+
+def test_a_worker_that_dies_while_measured_does_not_stop_the_start(tmp_path: Path) -> None:
+    assert (
+        calibrated("auto", CostFile.of(FACTS, tmp_path), Counting(lives=False)).model == UNMEASURED
+    )
+
+
+def test_other_weights_another_config_or_another_machine_have_a_file_of_their_own(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    paths = [CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path]
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path)
+    assert len(set(paths)) == 4
+    assert CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]

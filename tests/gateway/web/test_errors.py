@@ -1,0 +1,313 @@
+"""What goes wrong, as the client sees it: real statuses, JSON bodies, fields named."""
+
+import asyncio
+
+import pytest
+
+from engine.control.admission import Admission
+from engine.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    DeadlineUnmeetable,
+    InvalidRequest,
+    Overloaded,
+    StepFailed,
+    Unavailable,
+    WorkerLost,
+)
+from gateway.errors import error_body, error_headers, verdict
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("no", "n"), 400, "invalid_request_error"),
+        (ContextTooLong(5, 6, 10, "context"), 400, "context_length_exceeded"),
+        (Overloaded("full", 1.2), 503, "overloaded"),
+        (DeadlineUnmeetable("late", 1.2), 503, "deadline_unmeetable"),
+        (DeadlineExceeded("late"), 504, "deadline_exceeded"),
+        (Unavailable("draining"), 503, "unavailable"),
+        (StepFailed("secret"), 500, "internal_error"),
+        (WorkerLost("secret"), 500, "internal_error"),
+        (ZeroDivisionError("secret"), 500, "internal_error"),
+    ],
+)
+def test_every_error_has_its_row(error: Exception, status: int, code: str) -> None:
+    assert verdict(error).status == status
+    assert verdict(error).code == code
+    assert b"secret" not in error_body(error)
+
+
+def test_a_full_server_says_when_to_come_back() -> None:
+    assert error_headers(Overloaded("full", 1.2)) == {
+        "retry-after": "2",
+        "retry-after-ms": "1200",
+        "x-should-retry": "true",
+    }
+
+
+def test_a_server_whose_worker_restarts_says_when_to_come_back() -> None:
+    assert error_headers(Unavailable("restarting", 1.2))["retry-after-ms"] == "1200"
+    assert error_headers(Unavailable("draining")) == {"x-should-retry": "true"}
+
+
+@STREAMED_OR_NOT
+def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+            await asyncio.sleep(STEP / 2)
+            async with rig.client.post(CHAT, chat(max_tokens=20)) as second:
+                await asyncio.sleep(STEP / 2)
+                async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)) as third:
+                    body = await third.json()
+                await first.json()
+                await second.json()
+        assert third.status == 503
+        assert body["error"]["code"] == "overloaded"
+        assert int(third.headers["retry-after-ms"]) > 0
+        assert third.headers["retry-after"] == "1"
+
+    play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=1))
+
+
+@STREAMED_OR_NOT
+def test_choices_that_do_not_all_fit_are_refused_together(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+            await asyncio.sleep(STEP / 2)
+            async with rig.client.post(CHAT, chat(stream=stream, n=2)) as waits:
+                await asyncio.sleep(STEP / 2)
+                async with rig.client.post(CHAT, chat(stream=stream, n=2)) as exchange:
+                    await exchange.json()
+                    assert exchange.status == 503
+                    assert len(rig.ended) == 1
+                await first.json()
+                await waits.read()
+
+    rig = play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=3))
+    assert [request.outcome for request in rig.ended].count("cancelled") == 1
+
+
+@STREAMED_OR_NOT
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 4}, "n"), ({"prompt": ["a"] * 4}, "prompt"), ({"prompt": ["a" * 8] * 2}, "prompt")],
+)
+def test_choices_that_no_queue_can_hold_are_a_400_that_names_the_field(
+    stream: bool, fields: dict[str, object], param: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(stream=stream, **fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, param)
+        assert "can wait here" in error["message"]
+        async with rig.client.post(TEXT, text(prompt="a" * 40, stream=stream)) as exchange:
+            await exchange.read()
+            assert exchange.status == 200, "one of any length may wait alone"
+
+    rig = play(scene, Setting(max_queue_requests=3, max_queue_tokens=15))
+    assert len(rig.ended) == 1
+
+
+@STREAMED_OR_NOT
+def test_a_draining_server_is_unavailable(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        await rig.engine.drain(1)
+        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+            assert (await exchange.json())["error"]["code"] == "unavailable"
+            assert exchange.status == 503
+        async with rig.client.get("/ready") as exchange:
+            assert await exchange.start() == 503
+        async with rig.client.get("/health") as exchange:
+            assert await exchange.start() == 200
+
+    play(scene)
+
+
+def test_a_stream_cut_by_the_drain_ends_with_one_error_event() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
+            await exchange.start()
+            draining = asyncio.create_task(rig.engine.drain(3 * STEP))
+            *chunks, last = [event async for event in exchange.events()]
+            await draining
+        assert exchange.status == 200
+        assert chunks
+        assert last["error"]["code"] == "unavailable"
+
+    play(scene)
+
+
+def test_an_early_failure_is_a_real_status_and_a_late_one_an_event() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as early:
+            await asyncio.sleep(STEP / 2)
+            rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 0.1))
+            body = await early.json()
+            assert early.status == 500
+            assert body["error"]["code"] == "internal_error"
+        async with rig.client.post(CHAT, chat(stream=True)) as late:
+            await asyncio.sleep(4.5 * STEP)
+            rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 1.0))
+            *_, last = [event async for event in late.events()]
+            assert late.status == 200
+            assert last["error"]["type"] == "server_error"
+
+    play(scene)
+
+
+def test_the_status_line_is_held_for_one_second_at_most() -> None:
+    async def scene(rig: Rig) -> None:
+        async with (
+            rig.client.post(CHAT, chat(max_tokens=20)) as first,
+            rig.client.post(CHAT, chat(stream=True, max_tokens=20)) as second,
+        ):
+            assert await second.start() == 200
+            assert rig.service.clock() == 1.0
+            await first.json()
+            assert [event async for event in second.events()][-1] == "DONE"
+
+    play(scene, Setting(num_blocks=28, admission=Admission.RESERVE))
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text())])
+def test_a_prompt_that_is_too_long_names_both_numbers(path: str, body: dict[str, object]) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, {**body, "max_tokens": 500}) as exchange:
+            error = (await exchange.json())["error"]
+            assert exchange.status == 400
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == ("messages" if path == CHAT else "prompt")
+        assert "200" in error["message"]
+        assert "500" in error["message"]
+
+    play(scene)
+
+
+def test_every_response_carries_its_identity() -> None:
+    async def scene(rig: Rig) -> None:
+        exchanges = [
+            rig.client.get("/health"),
+            rig.client.get("/nowhere"),
+            rig.client.post(CHAT, chat()),
+            rig.client.post(CHAT, chat(stream=True)),
+            rig.client.post(CHAT, b"{"),
+        ]
+        for exchange in exchanges:
+            async with exchange:
+                await exchange.read()
+            assert exchange.headers["x-request-id"].startswith("req_")
+            assert exchange.headers["openai-processing-ms"].isdecimal()
+            assert exchange.headers["openai-version"]
+
+    play(scene)
+
+
+def test_a_sane_request_id_is_kept_and_another_is_not() -> None:
+    async def scene(rig: Rig) -> None:
+        for offered, kept in (("my-id.7", True), ("a b", False), ("x" * 200, False)):
+            async with rig.client.get("/health", {"x-request-id": offered}) as exchange:
+                await exchange.start()
+            assert (exchange.headers["x-request-id"] == offered) is kept
+
+    play(scene)
+
+
+def test_the_time_until_the_first_event_is_the_processing_time() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+            await exchange.start()
+        assert exchange.headers["openai-processing-ms"] == "250"
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/models/org/other", 404, "model_not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_a_wrong_address_is_told_in_json(method: str, path: str, status: int, code: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.send(method, path) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == status
+        assert error["code"] == code
+        assert ("allow" in exchange.headers) is (status == 405)
+
+    play(scene)
+
+
+def test_an_unknown_model_is_a_404() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(model="gpt-x")) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 404
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "media_type", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=x"]
+)
+def test_a_body_that_is_not_json_by_its_type_is_a_415(media_type: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), {"content-type": media_type}) as exchange:
+            assert (await exchange.json())["error"]["code"] == "unsupported_media_type"
+        assert exchange.status == 415
+
+    play(scene)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large_is_a_413(announced: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        pieces = [b" " * 60] * 30
+        headers = {"content-type": "application/json"}
+        if announced:
+            headers["content-length"] = "1800"
+        async with rig.client.send("POST", CHAT, pieces, headers) as exchange:
+            assert (await exchange.json())["error"]["code"] == "request_too_large"
+        assert exchange.status == 413
+
+    play(scene, Setting(max_body_bytes=1000))
+
+
+def test_a_body_that_does_not_come_is_a_408() -> None:
+    async def scene(rig: Rig) -> None:
+        exchange = rig.client.send("POST", CHAT, [b"{", b""], {"content-type": "application/json"})
+        exchange.hold_back(1)
+        async with exchange:
+            assert (await exchange.json())["error"]["code"] == "request_timeout"
+        assert rig.service.clock() == 10.0
+        assert exchange.status == 408
+
+    play(scene)
+
+
+def test_with_keys_only_their_holders_come_in() -> None:
+    async def scene(rig: Rig) -> None:
+        for sent, status in (
+            (None, 401),
+            ("Bearer no", 401),
+            ("Basic k2", 401),
+            ("Bearer k2", 200),
+        ):
+            headers = {} if sent is None else {"authorization": sent}
+            async with rig.client.get("/v1/models", headers) as exchange:
+                await exchange.read()
+            assert exchange.status == status
+        async with rig.client.get("/health") as exchange:
+            assert await exchange.start() == 200
+
+    play(scene, Setting(keys=("k1", "k2")))

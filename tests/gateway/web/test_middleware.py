@@ -1,0 +1,91 @@
+"""In front of the routes: who must show a key, and which pages may call from a browser."""
+
+import pytest
+
+from gateway.web.middleware import EXPOSED
+from tests.gateway.rig import CHAT, Rig, Setting, chat, play
+
+PAGE = "https://page.example"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/ready"),
+        ("GET", "/metrics"),
+        ("GET", "/admin/policy"),
+        ("GET", "/nowhere"),
+        ("POST", CHAT),
+        ("OPTIONS", CHAT),
+    ],
+)
+def test_everything_but_health_is_guarded(method: str, path: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.send(method, path) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 401
+        assert error["code"] == "invalid_api_key"
+        assert exchange.headers["www-authenticate"] == "Bearer"
+        async with rig.client.send(method, path, headers={"x-api-key": "k"}) as exchange:
+            assert await exchange.start() != 401
+        async with rig.client.get("/health") as exchange:
+            assert await exchange.start() == 200
+
+    play(scene, Setting(keys=("k",)))
+
+
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
+def test_a_page_of_an_allowed_origin_may_ask_first_and_read_the_answer(
+    origins: tuple[str, ...],
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT) as exchange:
+            assert await exchange.start() == 200
+        allowed = exchange.headers["access-control-allow-origin"]
+        assert allowed in (PAGE, "*")
+        assert "authorization" in exchange.headers["access-control-allow-headers"]
+        headers = {"origin": PAGE, "x-api-key": "k"}
+        for stream in (True, False):
+            async with rig.client.post(CHAT, chat(stream=stream), headers) as exchange:
+                await exchange.read()
+            assert exchange.headers["access-control-allow-origin"] == allowed
+            assert exchange.headers["access-control-expose-headers"] == ", ".join(EXPOSED)
+
+    play(scene, Setting(keys=("k",), cors_origins=origins))
+
+
+def test_a_page_may_read_why_it_was_refused() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
+            assert await exchange.start() == 401
+        assert exchange.headers["access-control-allow-origin"] == PAGE
+
+    play(scene, Setting(keys=("k",), cors_origins=(PAGE,)))
+
+
+def test_other_pages_get_no_leave() -> None:
+    async def scene(rig: Rig) -> None:
+        other = {"origin": "https://other.example"}
+        async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other) as exchange:
+            assert await exchange.start() == 400
+        assert "access-control-allow-origin" not in exchange.headers
+        async with rig.client.post(CHAT, chat(), other) as exchange:
+            await exchange.json()
+        assert "access-control-allow-origin" not in exchange.headers
+
+    play(scene, Setting(cors_origins=(PAGE,)))
+
+
+def test_without_cors_nothing_is_said_of_it() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
+            await exchange.json()
+        assert not any(name.startswith("access-control") for name in exchange.headers)
+
+    play(scene)

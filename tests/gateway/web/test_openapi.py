@@ -1,0 +1,121 @@
+"""Our own OpenAPI document: every route is in it, it is valid, and it can be read."""
+
+from html.parser import HTMLParser
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from schemathesis.core.result import Ok
+from starlette.routing import Route
+
+from gateway.web.app import ROUTES
+from gateway.web.openapi import OPERATIONS, describe
+from tests.gateway.rig import Rig, Setting, play
+
+DOCUMENT = describe(ROUTES)
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_every_route_is_described_under_its_methods() -> None:
+    for route in ROUTES:
+        methods = {method.lower() for method in route.methods or ()} - {"head"}
+        assert methods <= DOCUMENT["paths"][route.path_format].keys(), route.path
+
+
+def test_every_route_has_a_line_of_its_own_and_no_line_is_without_a_route() -> None:
+    """Add the line to `OPERATIONS` in `gateway/web/openapi.py`."""
+    served = {(method, route.path_format) for route in ROUTES for method in (route.methods or ())}
+    assert {each for each in served if each[0] != "HEAD"} == OPERATIONS.keys()
+
+
+def test_a_route_without_a_line_is_listed_all_the_same() -> None:
+    async def new_thing(http: Any) -> Any: ...
+
+    routes = [Route("/v1/things/{thing_id:path}", new_thing, methods=["POST"])]
+    operation = describe(routes)["paths"]["/v1/things/{thing_id}"]["post"]
+    assert operation["operationId"] == "post_v1_things_thing_id"
+    assert operation["parameters"][0]["name"] == "thing_id"
+
+
+def test_the_schemas_are_json_schema_and_refer_to_each_other_only() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema_rs.meta.validate({"$schema": DIALECT} | schema)
+    assert references(DOCUMENT) <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def references(part: Any) -> set[str]:
+    if isinstance(part, dict):
+        own = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+        return own.union(*(references(each) for each in part.values()))
+    return set().union(*(references(each) for each in part)) if isinstance(part, list) else set()
+
+
+def test_a_tool_that_reads_openapi_finds_every_operation() -> None:
+    read = schemathesis.openapi.from_dict(DOCUMENT)
+    found = [result.ok() for result in read.get_all_operations() if isinstance(result, Ok)]
+    assert {(each.method.upper(), each.path) for each in found} == OPERATIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "is_valid"),
+    [
+        ("ChatRequest", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, True),
+        ("ChatRequest", {"model": "m", "messages": [], "temperature": 2.5}, False),
+        ("ChatRequest", {"model": "m", "messages": [], "n": 0}, False),
+        ("ChatRequest", {"model": "m", "messages": [], "surprise": 1}, False),
+        ("ChatRequest", {"messages": []}, False),
+        ("CompletionRequest", {"model": "m", "prompt": [1, 2], "max_tokens": None}, True),
+        ("CompletionRequest", {"model": "m", "prompt": "x", "max_tokens": 0.5}, False),
+    ],
+)
+def test_the_schemas_say_what_is_taken(schema: str, value: Any, is_valid: bool) -> None:
+    components = DOCUMENT["components"]
+    whole = {"$ref": f"#/components/schemas/{schema}", "components": components}
+    assert jsonschema_rs.validator_for(whole).is_valid(value) is is_valid
+
+
+class Reader(HTMLParser):
+    """What a page would fetch or run, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_shows_every_path_and_needs_nothing_from_elsewhere() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get("/docs") as exchange:
+            page = (await exchange.read()).decode()
+        assert exchange.headers["content-type"].startswith("text/html")
+        reader = Reader()
+        reader.feed(page)
+        assert reader.links == ["openapi.json"]
+        assert not reader.tags & {"script", "link", "img", "iframe"}
+        assert all(path in reader.text for _, path in OPERATIONS)
+        assert "number from 0 to 2" in reader.text
+        async with rig.client.get("/openapi.json") as exchange:
+            assert await exchange.json() == DOCUMENT
+
+    play(scene)
+
+
+def test_a_browser_is_asked_for_a_key_and_may_send_it_its_way() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get("/docs") as exchange:
+            assert await exchange.start() == 401
+        assert exchange.headers["www-authenticate"].startswith("Basic ")
+        async with rig.client.get("/docs", {"authorization": "Basic bWU6azE="}) as exchange:
+            assert await exchange.start() == 200
+
+    play(scene, Setting(keys=("k1",)))

@@ -1,0 +1,99 @@
+"""The table of parameters in gateway/README.md says what the schemas and the server do."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.schema.openai.chat import ChatRequest
+from gateway.schema.openai.completions import CompletionRequest
+from tests.gateway.rig import CHAT, TEXT, Rig, chat, play, text
+
+PAGE = (Path(__file__).parents[3] / "gateway" / "README.md").read_text(encoding="utf-8")
+_ROW = re.compile(
+    r"^\| ((?:`\w+` ?)+)\| (both|chat|text) \| (heeded|taken|refused) \|", re.MULTILINE
+)
+
+# A value of the right type that asks for something.
+TAKEN: dict[str, Any] = {
+    "spaces_between_special_tokens": False,
+    "guided_decoding_backend": "xgrammar",
+    "prediction": {"type": "content", "content": "Hello!"},
+    "user": "u",
+    "safety_identifier": "s",
+    "metadata": {"a": "b"},
+    "store": True,
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"a": 1},
+}
+REFUSED: dict[str, Any] = {
+    "suffix": "x",
+    "guided_whitespace_pattern": " ",
+    "modalities": ["audio"],
+    "verbosity": "high",
+    "audio": {"voice": "alloy", "format": "wav"},
+    "web_search_options": {},
+    "moderation": {"model": "m"},
+}
+
+
+class Row(NamedTuple):
+    """One field of the table."""
+
+    name: str
+    where: str
+    how: str
+
+
+ROWS = [
+    Row(name, where, how)
+    for names, where, how in _ROW.findall(PAGE)
+    for name in re.findall(r"`(\w+)`", names)
+]
+
+
+def fields(where: str) -> set[str]:
+    return {row.name for row in ROWS if row.where in (where, "both")}
+
+
+def test_the_table_lists_exactly_the_fields_that_there_are() -> None:
+    assert len(ROWS) == len({row.name for row in ROWS})
+    assert fields("chat") == set(ChatRequest.__struct_fields__)
+    assert fields("text") == set(CompletionRequest.__struct_fields__)
+    assert {row.name for row in ROWS if row.how == "taken"} == TAKEN.keys()
+    assert {row.name for row in ROWS if row.how == "refused"} == REFUSED.keys()
+
+
+def ways(row: Row) -> list[tuple[str, dict[str, Any]]]:
+    """The endpoints that know a field, and a body for each."""
+    known = [("chat", CHAT, chat()), ("text", TEXT, text())]
+    return [(path, body) for where, path, body in known if row.where in (where, "both")]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.how != "heeded"], ids=lambda r: r.name)
+def test_what_is_taken_changes_nothing_and_what_is_refused_is_named(row: Row) -> None:
+    async def scene(rig: Rig) -> None:
+        for path, body in ways(row):
+            value = TAKEN.get(row.name, REFUSED.get(row.name))
+            async with rig.client.post(path, {**body, row.name: value}) as exchange:
+                reply = await exchange.json()
+            if row.how == "taken":
+                assert exchange.status == 200
+                assert rig.ended[-1].ask.grammar is None
+            else:
+                assert (exchange.status, reply["error"]["param"]) == (400, row.name)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("name", sorted(fields("chat") ^ fields("text")))
+def test_a_field_of_the_one_is_unknown_to_the_other(name: str) -> None:
+    async def scene(rig: Rig) -> None:
+        path, body = (TEXT, text()) if name in fields("chat") else (CHAT, chat())
+        async with rig.client.post(path, {**body, name: None}) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, name)
+
+    play(scene)
