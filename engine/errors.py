@@ -9,11 +9,11 @@ EngineError
 ├── RequestFailed           accepted, and did not come to its end
 │   ├── RequestCancelled    its caller asked for its end
 │   ├── DeadlineExceeded    its own deadline came before the end of the answer
-│   ├── NothingAllowed      what it demands of its answer leaves no token to draw
+│   ├── NoAllowedToken      what it demands of its answer leaves no token to draw
 │   ├── RowFailed           the model computed nothing usable for it, but did for others
 │   ├── StepFailed          the iteration that it was part of raised an error
 │   └── WorkerLost          a worker process died or left the connection
-└── RefusedToStart          settings, checkpoint or machine cannot serve: one readable line
+└── StartupError          settings, checkpoint or machine cannot serve: one readable line
 """
 
 
@@ -75,7 +75,7 @@ class RequestCancelled(RequestFailed):
     """Its caller cancelled it by name; what it had produced by then was delivered."""
 
 
-class NothingAllowed(RequestFailed):
+class NoAllowedToken(RequestFailed):
     """The request's own demands (bans, grammar) leave no token that could come next."""
 
 
@@ -91,5 +91,5 @@ class WorkerLost(RequestFailed):
     """A worker process is gone, and with it everything that was on its device."""
 
 
-class RefusedToStart(EngineError):
+class StartupError(EngineError):
     """A setting, the checkpoint or the machine does not allow a start."""

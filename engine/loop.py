@@ -75,11 +75,11 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether a new request would be served: iterations return, or nobody waits for one."""
-        if self.refusal() is not None:
+        if self.rejection() is not None:
             return False
         return self._idle.is_set() or self._clock() - self._settled_at < self._ready_seconds
 
-    def refusal(self) -> Unavailable | None:
+    def rejection(self) -> Unavailable | None:
         """Why a new request is refused now, if it is."""
         if self._is_draining:
             return Unavailable("The server is shutting down.")
@@ -96,21 +96,21 @@ class Engine:
         """Raise `ContextTooLong` if so many tokens can never be served."""
         self.scheduler.check_fits(prompt_len, max_tokens)
 
-    def check_together(self, prompt_lens: "Sequence[int]") -> None:
+    def check_group(self, prompt_lens: "Sequence[int]") -> None:
         """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
-        self.scheduler.check_together(prompt_lens)
+        self.scheduler.check_group(prompt_lens)
 
-    def stream(self, ask: RequestSpec) -> TokenStream:
-        """A lease on the answer to `ask`; nothing happens before its `with` is entered."""
-        return TokenStream(ask, self)
+    def stream(self, spec: RequestSpec) -> TokenStream:
+        """A lease on the answer to `spec`; nothing happens before its `with` is entered."""
+        return TokenStream(spec, self)
 
     def lend(self, stream: TokenStream) -> Request:
         """Accept the stream's request (see `TokenStream.__enter__`)."""
-        refusal = self.refusal()
+        refusal = self.rejection()
         if refusal is not None:
             raise refusal
         now = self._clock()
-        request = self.scheduler.add(stream.ask, now)
+        request = self.scheduler.add(stream.spec, now)
         if self._idle.is_set():
             self._settled_at = now
             self._idle.clear()
@@ -129,7 +129,7 @@ class Engine:
         named = [
             stream.request
             for stream in self._streams.values()
-            if stream.ask.label == label and stream.ask.tenant == tenant
+            if stream.spec.label == label and stream.spec.tenant == tenant
         ]
         now = self._clock()
         for request in named:

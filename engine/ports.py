@@ -75,7 +75,7 @@ class Policy(Protocol):
         """Whether a waiting request may take the KV of less urgent ones that have started."""
         ...
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         """Raise `DeadlineUnmeetable` or `InvalidRequest` if it had better not come; `num_tokens`
         of its prompt have to be computed."""
         ...
@@ -92,7 +92,7 @@ class Policy(Protocol):
         """Live requests, most urgent first. The last is the first to give up its KV."""
         ...
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """How soon each of these live requests is expected to run next (FastServe's ENST), on a
         scale of the policy's own; only compared with each other."""
         ...

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
-    from engine.step import Draw, Grammar, RequestId, Sampling, TokenLogprobs
+    from engine.step import Grammar, RequestId, SampleSpec, SamplingParams, TokenLogprobs
 
 
 class State(StrEnum):
@@ -151,14 +151,14 @@ class RequestSpec:
     should come before `ttft_deadline`; past `deadline` the request ends, whatever it has produced.
     A background request uses what the others leave, under every policy.
 
-    `logprobs` and `prompt_logprobs` ask for log-probabilities of the output and of the prompt
+    `logprobs` and `prompt_logprobs` spec for log-probabilities of the output and of the prompt
     after its first token, each with that many likeliest tokens. The output matches `grammar`;
     under one, `avoided_ids` (of the `end_ids`) are drawn only when it allows nothing else.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: "Sampling"
+    sampling: "SamplingParams"
     end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     label: str = ""
@@ -180,12 +180,12 @@ class Request:
     """A live request. Times are seconds of the engine's clock; None until they happened."""
 
     request_id: "RequestId"
-    ask: RequestSpec
+    spec: RequestSpec
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if asked for
-    fixed_draw: "Draw | None" = None  # the draw of each of its tokens, if all are alike
+    fixed_draw: "SampleSpec | None" = None  # the draw of each of its tokens, if all are alike
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # those, and the ones that iterations in flight compute
     num_pending: int = 0  # tokens that iterations in flight sample
@@ -215,7 +215,7 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        return len(self.ask.prompt)
+        return len(self.spec.prompt)
 
     @property
     def produced(self) -> int:
@@ -225,23 +225,23 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and output."""
-        return len(self.ask.prompt) + len(self.output)
+        return len(self.spec.prompt) + len(self.output)
 
     @property
     def remaining(self) -> int:
         """Known tokens that are not in the KV cache yet; at least one while alive."""
-        return len(self.ask.prompt) + len(self.output) - self.num_computed
+        return len(self.spec.prompt) + len(self.output) - self.num_computed
 
     @property
     def unplanned(self) -> int:
         """Tokens that no iteration has computed or is computing, the pending ones included."""
-        known = len(self.ask.prompt) + len(self.output)
+        known = len(self.spec.prompt) + len(self.output)
         return known + self.num_pending - self.num_planned
 
     @property
     def max_slots(self) -> int:
         """Slots it may ever need: the last token of the answer is never computed."""
-        return len(self.ask.prompt) + self.ask.max_tokens - 1
+        return len(self.spec.prompt) + self.spec.max_tokens - 1
 
     @property
     def phase(self) -> Phase:
@@ -267,7 +267,7 @@ class Request:
     def awaits_grammar(self) -> bool:
         """Whether the worker may still have to compile its grammar: since it was last given KV it
         has produced nothing."""
-        return self.ask.grammar is not None and self.produced == self.produced_at_start
+        return self.spec.grammar is not None and self.produced == self.produced_at_start
 
     def land(self, num_computed: int) -> None:
         """It is in no iteration, and so many of its tokens are on the device."""
@@ -283,13 +283,13 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
-        if self.ask.prompt_logprobs is None:
+        if self.spec.prompt_logprobs is None:
             return False
-        return len(self.prompt_logprobs) < len(self.ask.prompt) - 1
+        return len(self.prompt_logprobs) < len(self.spec.prompt) - 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Known token ids at positions `[start, stop)`."""
-        prompt = self.ask.prompt
+        prompt = self.spec.prompt
         if stop <= len(prompt):
             return prompt[start:stop]
         if start >= len(prompt):

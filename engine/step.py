@@ -1,7 +1,8 @@
-"""The frozen words that cross to the workers and back. Standard library only.
+"""The frozen messages between the control plane and the workers. Standard library only.
 
-A `Step` orders one iteration (Orca's control message): a worker that never saw a request can
-run any `Step` whose KV it holds. `WorkerSettings` and `WorkerReport` open the conversation.
+A `Step` describes one iteration (Orca's control message). It is complete in itself: a worker that
+has no record of a request can run any `Step` whose KV blocks it holds. A worker starts with
+`WorkerSettings` and answers with a `WorkerReport`.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
-HELD_TOKEN = -1  # as a token of an entry: the one that the worker sampled for it last
+LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request wants its tokens drawn; the meaning of each field is OpenAI's or vLLM's.
+class SamplingParams:
+    """Sampling parameters of a request; each field means what it means in OpenAI's API or vLLM.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off.
-    Randomness is a function of `seed` and the position alone.
+    The random number of a token depends on `seed` and the token's position only.
     """
 
     temperature: float = 1.0
@@ -34,7 +35,7 @@ class Sampling:
 
     @property
     def reads_output(self) -> bool:
-        """Whether drawing looks at the tokens produced so far."""
+        """Whether sampling depends on the output tokens so far (penalties)."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -43,7 +44,7 @@ class Sampling:
 
 
 class GrammarKind(StrEnum):
-    """What the text of a `Grammar` is."""
+    """The language of a `Grammar`'s text."""
 
     JSON_OBJECT = "json_object"  # any JSON object; no text
     JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
@@ -55,44 +56,44 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(NamedTuple):
-    """What an output must match, from its first token to its end token."""
+    """A constraint that the whole output must match, from its first token to its end token."""
 
     kind: GrammarKind
     text: str = ""
 
 
-class Draw(NamedTuple):
-    """The order to sample one token after an entry's last position.
+class SampleSpec(NamedTuple):
+    """How to sample one token after an entry's last position.
 
-    `prompt` and `output` are filled only where a penalty or the grammar reads them; `banned` are
-    ids that may not be drawn now (end tokens before `min_tokens`). With `logprobs` the result
-    tells the token's log-probability and that many likeliest tokens. Under a `grammar` the ids in
-    `ends` may be drawn when it accepts the output, and are, though banned, when it allows
-    nothing else; with `may_be_late` the answer may be that the grammar is not ready yet.
+    `prompt` and `output` are filled only where a penalty or the grammar reads them. `banned` are
+    token ids that must not be sampled now (end tokens before `min_tokens`). `logprobs` requests
+    the token's log-probability and that many of the most likely tokens. Under a `grammar`,
+    `end_ids` are allowed once the grammar accepts the output; if it allows nothing else, they are
+    allowed even if banned. With `may_be_late` the worker may report the entry as late because the
+    grammar is still being compiled.
 
-    Where the entry's token is `HELD_TOKEN`, `output` lacks that token, and the worker completes
-    it.
+    If the entry's token is `LAST_TOKEN`, `output` lacks that token, and the worker appends it.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     banned: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     logprobs: int | None = None
     grammar: Grammar | None = None
-    ends: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
     may_be_late: bool = False
 
     @property
     def reads_output(self) -> bool:
-        """Whether drawing looks at `output`."""
+        """Whether sampling reads `output`."""
         return self.sampling.reads_output or self.grammar is not None
 
 
 class PromptTargets(NamedTuple):
-    """The order to tell how likely `ids[i]` is after an entry's `tokens[offset + i]`.
+    """Prompt log-probabilities to compute: of `ids[i]` after the entry's `tokens[offset + i]`.
 
-    With each comes that many (`top`) likeliest tokens.
+    The result has the log-probability of each id and the `top` most likely tokens beside it.
     """
 
     top: int
@@ -105,32 +106,34 @@ class StepEntry(NamedTuple):
 
     `blocks` is the request's block table as little-endian int32 (oldest block first); it covers
     at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV.
-    Without a `draw` the entry is a piece of a prompt and yields no token. An entry that was
-    planned before its token was known has `HELD_TOKEN` as its only one.
+    With `sample` None the entry is a chunk of a prompt and samples no token; otherwise one token
+    is sampled after the entry's last position. An entry that was planned before its input token
+    was known (lookahead) has `LAST_TOKEN` as its only token.
     """
 
     request_id: RequestId
     start: int
     tokens: tuple[int, ...]
     blocks: bytes
-    draw: Draw | None
+    sample: SampleSpec | None
     prompt_logprobs: PromptTargets | None = None
 
 
 class Direction(StrEnum):
-    """Which way KV moves between the tiers."""
+    """Direction of a KV swap."""
 
     OUT = "out"  # device to host
     IN = "in"  # host to device
 
 
 class BlockMove(NamedTuple):
-    """The order to copy blocks between device and host, index by index.
+    """A copy of KV blocks between device and host: `device[i]` to or from `host[i]`.
 
-    `device` and `host` are block numbers as little-endian int32, equally many. All moves of a step
-    begin after the steps before it, and have ended when its result comes back. One that
-    `is_awaited` has to end before the step computes: its entries read what comes in, or write
-    where something goes out. The others touch no block of any entry, so they may run beside.
+    `device` and `host` are block numbers as little-endian int32, equally many. The copy starts
+    after the steps before it and has ended when the step's result is returned. If `is_awaited`,
+    it must end before the step computes, since an entry reads the blocks that are swapped in or
+    overwrites the blocks that are swapped out. All other moves touch no block of any entry and
+    may run in parallel with the compute.
     """
 
     direction: Direction
@@ -145,10 +148,10 @@ class BlockMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration over one batch; decodes come first, then prefills.
+    """One iteration over one batch; `entries` has the decodes first, then the prefills.
 
-    `moves` swap KV out and in; within a step no two touch the same block, but one that is awaited
-    and goes out may leave its device blocks to one that comes in after it.
+    `moves` swap KV out and in. No two moves of a step touch the same block, with one exception:
+    an awaited move in may use the device blocks of an awaited move out that precedes it.
     """
 
     step_id: StepId
@@ -162,10 +165,10 @@ class Step:
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely a token was, in the model's own distribution: natural logarithms.
+    """Log-probability (natural) of a token in the model's unmodified distribution.
 
-    That is before bias, bans, grammar, penalties and temperature. `rank` is 1 for the likeliest;
-    `top` are the likeliest (id, log-probability), the best first.
+    Bias, bans, grammar, penalties and temperature are not applied. `rank` is 1 for the most likely
+    token; `top` lists the most likely tokens as (id, log-probability), best first.
     """
 
     logprob: float
@@ -174,23 +177,24 @@ class TokenLogprobs(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why entry number `entry` of a step has no result, though its batch mates have.
+    """The error of entry number `entry` of a step; the other entries have their results.
 
-    `is_asked_for`: it follows from what the request demands, not from a fault of ours.
+    `is_caller_error`: the request's own parameters cause it (bans, grammar), not the model.
     """
 
     entry: int
-    line: str
-    is_asked_for: bool = False
+    message: str
+    is_caller_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to a `Step`: one token per entry with a `draw`, in the order of the entries.
+    """The result of a `Step`: one token per entry with a `sample`, in the order of the entries.
 
-    `logprobs` are per token, None where not asked for; `prompt_logprobs` per entry, one for each
-    id of its targets. Both are empty where no entry asks. The tokens of `faults` mean nothing, and
-    neither do those of the entries numbered in `late`, which are to be drawn again.
+    `logprobs` has one item per token, None where not requested; `prompt_logprobs` one tuple per
+    entry, with one item per target id. Both are empty if no entry requests any. The tokens of
+    entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
+    last token has to be computed again in a later step. `seconds` is the worker's own time.
     """
 
     step_id: StepId
@@ -203,11 +207,11 @@ class StepResult:
 
 
 class StepTimes(NamedTuple):
-    """When one worker came how far with a step: seconds of its machine's monotonic clock.
+    """Timestamps of one step on one worker, in seconds of the machine's monotonic clock.
 
-    Hidden states were there at `data_at`, None on the first stage. A step that was never computed
-    ended where it began. On a GPU, `idle` seconds lie between the end of the step before and the
-    beginning of this one, in which the layers of neither were computed.
+    `data_at`: hidden states were received, None on the first stage. A step that was not computed
+    has `ended_at` equal to `began_at`. On a GPU, `idle` is the time in seconds between the end of
+    the previous step's layers and the beginning of this step's.
     """
 
     data_at: float | None
@@ -218,12 +222,13 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which share of a model one worker holds: a stage (some layers) and a rank (a part of each).
+    """The part of a model that one worker holds: a pipeline stage (some layers) and a tensor
+    parallel rank (a shard of each layer).
 
-    The workers of one model find each other at `rendezvous`, a "host:port" where worker 0 listens:
-    on the inherited socket `listener`, a file descriptor, which only its own process may name.
-    The others reach this one at `address`, and `num_neighbours` workers, this one included, share
-    its machine, of which it is number `neighbour`.
+    The workers of one model connect at `rendezvous`, a "host:port" on which worker 0 listens. It
+    listens on the inherited socket `listener`, a file descriptor that is valid in its own process
+    only. The other workers reach this one at `address`. `num_local_workers` workers, this one
+    included, run on its machine, and `local_index` is its number among them.
     """
 
     stage: int = 0
@@ -233,8 +238,8 @@ class Placement:
     rendezvous: str = ""
     listener: int | None = None
     address: str = "127.0.0.1"
-    num_neighbours: int = 1
-    neighbour: int = 0
+    num_local_workers: int = 1
+    local_index: int = 0
 
     @property
     def num_workers(self) -> int:
@@ -242,7 +247,7 @@ class Placement:
 
     @property
     def index(self) -> int:
-        """This worker among all: stage by stage, rank by rank."""
+        """Number of this worker among all workers, ordered by stage, then by rank."""
         return self.stage * self.num_ranks + self.rank
 
     @property
@@ -250,8 +255,8 @@ class Placement:
         return self.stage == self.num_stages - 1
 
     @property
-    def answers(self) -> bool:
-        """Whether tokens come back from this worker: rank 0 of the last stage."""
+    def returns_results(self) -> bool:
+        """Whether this worker returns step results: rank 0 of the last stage."""
         return self.is_last_stage and self.rank == 0
 
     def __str__(self) -> str:
@@ -260,16 +265,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker needs to know to load its share of a model.
+    """What a worker needs to load its part of a model.
 
     `dtype`, `weights` (of linear layers), `kv_dtype`, `device` and `attention` may be "auto".
-    `kv_slots` 0 means: as many as `kv_bytes` hold, over all workers; both 0 means: the worker
-    chooses from the memory that is free. `host_kv_bytes`, over all workers too, are for KV that is
-    swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is
-    what they do between kernels. `max_model_len` 0: the checkpoint's own limit. A worker that
-    `traces` tells the times of each step. With `lookahead` steps may go on from tokens that
-    only the workers know. With `cuda_graphs` steps of decodes alone are captured on a GPU. What is
-    rounded at loading is kept in `cache_dir`; "": nowhere.
+    `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
+    chooses from the free memory. `host_kv_bytes`, also a total over all workers, is for KV that is
+    swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how
+    threads wait between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
+    worker reports the times of each step. With `lookahead`, a step may use tokens that only the
+    workers know (`LAST_TOKEN`). With `cuda_graphs`, steps of decodes only are captured on a GPU.
+    Weights quantized at load time are cached in `cache_dir`; "" disables the cache.
     """
 
     model: str
@@ -297,10 +302,10 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker learned while it loaded: facts about the model and the room for KV.
+    """What a worker reports after loading: facts about the model and the number of KV blocks.
 
-    `num_parameters` are the whole model's, `bytes_per_block` and `threads` the worker's own.
-    `kernels` are what it computes with, for a person.
+    `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
+    `kernels` describes the kernels in use, for logs.
     """
 
     architecture: str

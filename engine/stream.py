@@ -40,13 +40,13 @@ class Lender(Protocol):
 class TokenStream:
     """Tokens as they come, then a finish reason; for one reader."""
 
-    def __init__(self, ask: RequestSpec, lender: Lender) -> None:
-        self.ask = ask
+    def __init__(self, spec: RequestSpec, lender: Lender) -> None:
+        self.spec = spec
         self.request: Request  # from __enter__ on
         self._lender = lender
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._tells_prompt = ask.prompt_logprobs is not None
+        self._tells_prompt = spec.prompt_logprobs is not None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None  # while it waits
 

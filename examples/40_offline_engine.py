@@ -19,7 +19,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import Sampling, WorkerSettings
+from engine.step import SamplingParams, WorkerSettings
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from gateway.ports import Tokenizer
@@ -70,7 +70,7 @@ def main() -> None:
     def ask(prompt: str) -> RequestSpec:
         text = template.render([{"role": "user", "content": prompt}])
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        greedy = Sampling(temperature=0)
+        greedy = SamplingParams(temperature=0)
         return RequestSpec(ids, MAX_TOKENS, greedy, end_ids=frozenset(report.eos_token_ids))
 
     started = time.perf_counter()

@@ -101,7 +101,7 @@ class Metronome:
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
-        tokens = tuple(_draw(entry) for entry in step.entries if entry.draw is not None)
+        tokens = tuple(_draw(entry) for entry in step.entries if entry.sample is not None)
         result = StepResult(step.step_id, tokens, self._period)
         now = time.perf_counter()
         self._next = max(self._next + self._period, now)

@@ -15,11 +15,19 @@ from random import Random
 
 import torch
 
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.step import (
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+    WorkerSettings,
+)
 from engine.worker.process.worker import Worker
 
 BLOCK = 16
-GREEDY = Draw(Sampling(temperature=0.0))
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 QUESTIONS = (
     "Hello!",
     "What is 17 + 25?",

@@ -25,7 +25,7 @@ from adapters.grammar import open_compiler
 from adapters.tokenizers import load_token_table
 from engine.grammar import GrammarCompiler, GrammarError, TokenTable
 from engine.request import FinishReason, RequestSpec
-from engine.step import Grammar, GrammarKind, Sampling
+from engine.step import Grammar, GrammarKind, SamplingParams
 
 TABLE = "{:34}{:>12}"
 
@@ -34,7 +34,7 @@ def ask_for(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> Re
     return RequestSpec(
         prompt=tuple(table.encode(f"Number {seed}: ")),
         max_tokens=max_tokens,
-        sampling=Sampling(temperature=1.0, seed=seed),
+        sampling=SamplingParams(temperature=1.0, seed=seed),
         end_ids=frozenset({table.special["<|im_end|>"]}),
         grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
     )

@@ -21,13 +21,15 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import Sampling, WorkerReport, WorkerSettings
+from engine.step import SamplingParams, WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 
 MODEL = Path(adapters.__file__).parent / "builtin"
 WORKER = WorkerSettings(str(MODEL), kv_slots=4096)
-ASK = RequestSpec(prompt=tuple(range(300, 340)), max_tokens=60, sampling=Sampling(temperature=0))
+ASK = RequestSpec(
+    prompt=tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0)
+)
 
 
 def make_cluster() -> Cluster:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.commands.flags import Parser
 
 COMMANDS = {
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     """Run one command to its end; the exit code."""
     try:
         return _dispatch(argv)
-    except RefusedToStart as refusal:
+    except StartupError as refusal:
         sys.stderr.write(f"podway: {refusal}\n")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

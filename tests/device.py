@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from engine.iteration import Iteration
 from engine.request import Request, State
-from engine.step import HELD_TOKEN, BlockMove, Direction, Step, StepEntry
+from engine.step import LAST_TOKEN, BlockMove, Direction, Step, StepEntry
 
 Tier = dict[int, tuple[int, ...]]  # by slot: all tokens up to the one whose KV is there
 
@@ -52,7 +52,7 @@ class RememberingDevice:
         slots = [table[i // size] * size + i % size for i in range(stop)]
         known = request.tokens(0, request.num_tokens)
         tokens = known[entry.start : stop]
-        assert entry.tokens == tokens or (entry.tokens == (HELD_TOKEN,) and stop == len(known))
+        assert entry.tokens == tokens or (entry.tokens == (LAST_TOKEN,) and stop == len(known))
         for position, slot in enumerate(slots):
             if position < entry.start:
                 assert self._device[slot] == known[: position + 1]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.errors import StepFailed, Unavailable, WorkerLost
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, StepResult
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId, StepResult
 
 
 class _InFlight(NamedTuple):
@@ -75,7 +75,7 @@ class ScriptedExecutor:
         """Answer the oldest step; without `tokens` each draw yields token 1."""
         step, answer = self._in_flight.popleft()
         if tokens is None:
-            tokens = [1] * sum(entry.draw is not None for entry in step.entries)
+            tokens = [1] * sum(entry.sample is not None for entry in step.entries)
         if not answer.done():
             answer.set_result(StepResult(step.step_id, tuple(tokens), seconds))
         return step
@@ -99,11 +99,11 @@ class ScriptedExecutor:
 
 def a_step(step_id: int, *tokens: int) -> Step:
     """A step of one decode per token, each with a greedy draw."""
-    draw = Draw(Sampling(temperature=0.0))
+    draw = SampleSpec(SamplingParams(temperature=0.0))
     return Step(
         StepId(step_id),
         tuple(
-            StepEntry(RequestId(index), start=3, tokens=(token,), blocks=bytes(4), draw=draw)
+            StepEntry(RequestId(index), start=3, tokens=(token,), blocks=bytes(4), sample=draw)
             for index, token in enumerate(tokens)
         ),
     )

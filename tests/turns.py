@@ -8,11 +8,11 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.ports import Policy
 from engine.request import Request, RequestSpec
-from engine.step import RequestId, Sampling, StepResult
+from engine.step import RequestId, SamplingParams, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
 HAND = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def an_ask(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:
@@ -53,7 +53,7 @@ def turn(scheduler: IterationScheduler, now: float) -> float:
 def answer(scheduler: IterationScheduler, iteration: Iteration, now: float) -> float:
     """Commit an iteration that began at `now`; the moment when it returns."""
     seconds = HAND.step(iteration.step)
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (5,) * draws, seconds)
     scheduler.commit(iteration, result, now + seconds)
     scheduler.ledger.check()

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement
 from engine.transport.handshake import HandshakeFailed, accept_worker
 from engine.transport.launcher import placements
@@ -101,13 +101,13 @@ class RayLauncher:
     """A `Launcher` on the cluster at `address`; `cpus` are reserved for each worker."""
 
     def __init__(self, worker: str, address: str, cpus: int) -> None:
-        """Joins the cluster. Raises `RefusedToStart` if there is none."""
+        """Joins the cluster. Raises `StartupError` if there is none."""
         self._worker = worker
         self._cpus = cpus
         try:
             ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RefusedToStart(f"cannot join the Ray cluster at {address}: {error}") from error
+            raise StartupError(f"cannot join the Ray cluster at {address}: {error}") from error
         self._address = ray.util.get_node_ip_address()
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[RayWorker]:
@@ -134,11 +134,11 @@ class RayLauncher:
             )
             port: int = ray.get(actors[0].listen.remote(), timeout=PLACING_SECONDS)
         except GetTimeoutError as error:
-            raise RefusedToStart(
+            raise StartupError(
                 f"the Ray cluster has no room for {len(actors)} workers of {self._cpus} CPUs"
             ) from error
         except RayError as error:
-            raise RefusedToStart(f"Ray could not start the workers: {error}") from error
+            raise StartupError(f"Ray could not start the workers: {error}") from error
         return places, port
 
     async def _meet(
@@ -161,8 +161,8 @@ class RayLauncher:
                     seat,
                     rendezvous=f"{places[0].address}:{port}" if len(seats) > 1 else "",
                     address=place.address,
-                    num_neighbours=neighbours[place.address],
-                    neighbour=[other.address for other in places[: seat.index]].count(
+                    num_local_workers=neighbours[place.address],
+                    local_index=[other.address for other in places[: seat.index]].count(
                         place.address
                     ),
                 ),
@@ -192,7 +192,7 @@ class RayLauncher:
                 connection.close()
             if not isinstance(error, TimeoutError):
                 raise
-            raise RefusedToStart(
+            raise StartupError(
                 f"{len(connections)} of {len(lives)} workers connected to {self._address}: "
                 f"{await asyncio.to_thread(_why, lives)}"
             ) from error

@@ -16,7 +16,7 @@ from adapters.dialects.tool_calls import (
     read_llama,
     read_mistral,
 )
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 T = TypeVar("T")
 AUTO, NONE = "auto", "none"
@@ -55,7 +55,7 @@ REASONING_MARKS: Mapping[str, Marks] = {
 def choose_dialect(template: str, tools: str = AUTO, reasoning: str = AUTO) -> ModelDialect:
     """The dialect of a model whose chat template is `template` ("" without one).
 
-    Raises `RefusedToStart` for a name that is neither "auto", "none" nor in the tables.
+    Raises `StartupError` for a name that is neither "auto", "none" nor in the tables.
     """
     if tools == AUTO:
         tools = _tools_of(template)
@@ -88,5 +88,5 @@ def _named(name: str, table: Mapping[str, T], flag: str) -> T | None:
         return None
     if name not in table:
         allowed = ", ".join((AUTO, NONE, *table))
-        raise RefusedToStart(f"{flag} must be one of {allowed}, not {name!r}")
+        raise StartupError(f"{flag} must be one of {allowed}, not {name!r}")
     return table[name]

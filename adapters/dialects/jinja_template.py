@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.utils import Namespace
 
 from adapters.dialects.bounds import BUDGET, BoundedEnvironment, RenderBudget
-from engine.errors import InvalidRequest, RefusedToStart
+from engine.errors import InvalidRequest, StartupError
 
 Message = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class JinjaTemplate:
     ) -> None:
         """Compile `sources`. `special_tokens` are what templates see as `bos_token` and so on.
 
-        Raises `RefusedToStart` for a template that does not compile.
+        Raises `StartupError` for a template that does not compile.
         """
         self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
@@ -51,7 +51,7 @@ class JinjaTemplate:
         """The same model's template with another source; `InvalidRequest` if it is none."""
         try:
             return JinjaTemplate({"default": source}, self._special_tokens, self._now)
-        except (RefusedToStart, RecursionError, SyntaxError, ValueError) as error:
+        except (StartupError, RecursionError, SyntaxError, ValueError) as error:
             raise InvalidRequest(f"Invalid 'chat_template': {error}", "chat_template") from error
 
     def render(
@@ -110,7 +110,7 @@ def _compiled(name: str, source: str, now: Callable[[], datetime]) -> Template:
     try:
         return environment.bounded(source)
     except TemplateSyntaxError as error:
-        raise RefusedToStart(
+        raise StartupError(
             f"chat template {name!r}, line {error.lineno}: {error.message}"
         ) from error
 

@@ -9,7 +9,7 @@ import orjson
 from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.gguf import is_gguf
 from adapters.gguf.documents import read_document
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 
 def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTemplate | None:
@@ -17,7 +17,7 @@ def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTem
 
     First comes the Jinja file `instead`, then `chat_template.jinja` with
     `additional_chat_templates/*.jinja`, then `chat_template` of `tokenizer_config.json`.
-    Raises `RefusedToStart` for a file that cannot be read or a template that does not compile.
+    Raises `StartupError` for a file that cannot be read or a template that does not compile.
     """
     config = _object(directory / "tokenizer_config.json")
     sources = _read(_files(directory) if instead is None else {"default": instead})
@@ -36,9 +36,9 @@ def _object(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, orjson.JSONDecodeError) as error:
-        raise RefusedToStart(f"{path} cannot be read: {error}") from error
+        raise StartupError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise RefusedToStart(f"{path} is not a JSON object")
+        raise StartupError(f"{path} is not a JSON object")
     return data
 
 
@@ -52,10 +52,10 @@ def _read(paths: Mapping[str, Path]) -> dict[str, str]:
     try:
         return {name: path.read_text("utf-8") for name, path in paths.items()}
     except OSError as error:
-        raise RefusedToStart(f"a chat template cannot be read: {error}") from error
+        raise StartupError(f"a chat template cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         paths_read = ", ".join(map(str, paths.values()))
-        raise RefusedToStart(f"a chat template is not UTF-8: {paths_read}") from error
+        raise StartupError(f"a chat template is not UTF-8: {paths_read}") from error
 
 
 def _configured(template: object, directory: Path) -> dict[str, str]:
@@ -68,7 +68,7 @@ def _configured(template: object, directory: Path) -> dict[str, str]:
             named = [found for entry in entries if (found := _named(entry)) is not None]
             if len(named) == len(entries):
                 return dict(named)
-    raise RefusedToStart(
+    raise StartupError(
         f"{directory / 'tokenizer_config.json'}: chat_template is neither a string "
         "nor a list of named templates"
     )

@@ -44,7 +44,7 @@ NO_MEANING = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 
 
 def read_config(file: GgufFile) -> dict[str, object]:
-    """What config.json would say. Raises `RefusedToStart`."""
+    """What config.json would say. Raises `StartupError`."""
     architecture = file.text("general.architecture")
     if architecture not in NAMES:
         known = ", ".join(NAMES)

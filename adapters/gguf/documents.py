@@ -15,7 +15,7 @@ TEMPLATE = "tokenizer.chat_template"
 
 
 def read_document(path: Path, name: str) -> dict[str, object]:
-    """A document by its name, empty if there is none; raises `RefusedToStart`."""
+    """A document by its name, empty if there is none; raises `StartupError`."""
     reads = DOCUMENTS.get(name)
     return {} if reads is None else reads(GgufFile(path))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -110,18 +110,18 @@ class GgufFile:
     """A file that is mapped, with its metadata and its tensors found."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `RefusedToStart` for what is no GGUF file, or one cut short."""
+        """Raises `StartupError` for what is no GGUF file, or one cut short."""
         self.path = path
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
-            raise RefusedToStart(f"{path} cannot be read: {error}") from error
+            raise StartupError(f"{path} cannot be read: {error}") from error
         self._values: dict[str, int] = {}  # where each begins
         try:
             self.tensors: Mapping[str, TensorEntry] = self._read()
         except (struct.error, KeyError, ValueError, OverflowError) as error:
-            raise RefusedToStart(f"{path} is not a whole GGUF file: {error}") from error
+            raise StartupError(f"{path} is not a whole GGUF file: {error}") from error
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -137,11 +137,11 @@ class GgufFile:
         try:
             return cursor.value()
         except (struct.error, KeyError, ValueError) as error:
-            raise RefusedToStart(f"{self.path}: {key} cannot be read: {error}") from error
+            raise StartupError(f"{self.path}: {key} cannot be read: {error}") from error
 
-    def refuse(self, what: str) -> RefusedToStart:
+    def refuse(self, what: str) -> StartupError:
         """The refusal of this file, to be raised."""
-        return RefusedToStart(f"{self.path.name}: {what}")
+        return StartupError(f"{self.path.name}: {what}")
 
     def text(self, key: str) -> str | None:
         """A text of the metadata, None if there is none."""
@@ -178,7 +178,7 @@ class GgufFile:
             return value
         raise self._wrong(key, "a list of numbers")
 
-    def _wrong(self, key: str, wanted: str) -> RefusedToStart:
+    def _wrong(self, key: str, wanted: str) -> StartupError:
         return self.refuse(f"{key} is {str(self.value(key))[:60]!r}, expected {wanted}")
 
     def _read(self) -> dict[str, TensorEntry]:

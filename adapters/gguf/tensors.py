@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adapters.gguf.file import GgufFile, TensorEntry
 from adapters.gguf.names import NAMES, ROPE_FACTORS, Names
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights.checkpoint_files import PreferredFormat
 from engine.worker.weights.mappings import drop_pages
 
@@ -57,7 +57,7 @@ class GgufTensors:
         own = self._stored[name]
         entry = self._file.tensors[own]
         if entry.kind not in FLOATS and entry.kind not in QUANTISED:
-            raise RefusedToStart(f"tensor {own} is {entry.kind.name}, which is not supported")
+            raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
         return shape[::-1] if self._names.is_transposed(own) else shape
 

@@ -44,7 +44,7 @@ CUTTINGS = {
 
 
 def read_tokenizer(file: GgufFile) -> Section:
-    """What tokenizer.json would say. Raises `RefusedToStart`."""
+    """What tokenizer.json would say. Raises `StartupError`."""
     model = file.text("tokenizer.ggml.model")
     tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
     if not tokens:

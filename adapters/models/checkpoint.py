@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from adapters.gguf import is_gguf
 from adapters.gguf.documents import read_document
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 WANTED = (
     "*.safetensors",
@@ -38,18 +38,18 @@ UNWANTED = ("*/*", "consolidated*")
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The directory of a model, downloaded or made up if need be; raises `RefusedToStart`."""
+    """The directory of a model, downloaded or made up if need be; raises `StartupError`."""
     if model.startswith(PREFIX):
         return random_checkpoint(model.removeprefix(PREFIX))
     directory = Path(model).expanduser()
     if not directory.is_dir():
         if directory.exists() and not is_gguf(directory):
-            raise RefusedToStart(f"{model} is a file, not a checkpoint directory or *.gguf")
+            raise StartupError(f"{model} is a file, not a checkpoint directory or *.gguf")
         directory = directory if directory.exists() else _download(model)
     if is_gguf(directory) and directory.is_file():
         return directory
     if not (directory / "config.json").is_file():
-        raise RefusedToStart(f"{directory} has no config.json")
+        raise StartupError(f"{directory} has no config.json")
     return directory
 
 
@@ -62,32 +62,30 @@ def _download(model: str) -> Path:
             model, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
         )
     except HFValidationError as error:
-        raise RefusedToStart(f"{model} is neither a directory nor a hub id") from error
+        raise StartupError(f"{model} is neither a directory nor a hub id") from error
     except GatedRepoError as error:
-        raise RefusedToStart(f"{model} is gated on the hub; log in with access to it") from error
+        raise StartupError(f"{model} is gated on the hub; log in with access to it") from error
     except RepositoryNotFoundError as error:
-        raise RefusedToStart(
-            f"{model} is not a directory, and the hub has no such model"
-        ) from error
+        raise StartupError(f"{model} is not a directory, and the hub has no such model") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, FileNotFoundError):
-            raise RefusedToStart(f"{repository} on the hub has no file {file}") from error
-        raise RefusedToStart(
+            raise StartupError(f"{repository} on the hub has no file {file}") from error
+        raise StartupError(
             f"{model} is not a directory, and the hub cannot be reached to download it"
         ) from error
     return Path(path)
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file, empty if there is no such file; raises `RefusedToStart`."""
+    """A JSON object from a file, empty if there is no such file; raises `StartupError`."""
     if not path.exists():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RefusedToStart(f"{path} is not JSON: {error}") from error
+        raise StartupError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise RefusedToStart(f"{path} is not a JSON object")
+        raise StartupError(f"{path} is not a JSON object")
     return value
 
 
@@ -111,5 +109,5 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
             return tuple(value)
         if value is not None and value != []:
-            raise RefusedToStart(f"{name}: eos_token_id is {value!r}, expected ids")
+            raise StartupError(f"{name}: eos_token_id is {value!r}, expected ids")
     return ()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.torch_operators import ACTIVATIONS
 
 
@@ -14,9 +14,9 @@ class Fields:
     values: Mapping[str, object]
     where: str = "config.json"
 
-    def _wrong(self, name: str, wanted: str) -> RefusedToStart:
+    def _wrong(self, name: str, wanted: str) -> StartupError:
         found = f"is {self.values[name]!r}" if name in self.values else "is missing"
-        return RefusedToStart(f"{self.where}: {name} {found}, expected {wanted}")
+        return StartupError(f"{self.where}: {name} {found}, expected {wanted}")
 
     def get(self, name: str) -> object:
         """The raw value, None if absent or null."""
@@ -65,13 +65,13 @@ class Fields:
         value = self.get(name)
         if value is not None and value not in served:
             only = f"; only {served[0]!r} is" if served else ""
-            raise RefusedToStart(f"{self.where}: {name}={value!r} is not supported{only}")
+            raise StartupError(f"{self.where}: {name}={value!r} is not supported{only}")
 
     def activation(self, name: str, default: str) -> str:
         """The name of an activation that the operators know."""
         value = self.get(name) or default
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise RefusedToStart(f"{self.where}: activation {name}={value!r} is not supported")
+            raise StartupError(f"{self.where}: activation {name}={value!r} is not supported")
         return value
 
     def child(self, name: str) -> "Fields | None":

@@ -7,13 +7,13 @@ output channel, activations rounded while serving. Every other choice is refused
 from collections.abc import Mapping
 
 from adapters.models.fields import Fields
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 FORMATS = ("int-quantized",)
 
 
 def has_rounded_weights(config: Mapping[str, object]) -> bool:
-    """Whether linears are stored in 8 bits; raises `RefusedToStart` for any other scheme."""
+    """Whether linears are stored in 8 bits; raises `StartupError` for any other scheme."""
     scheme = Fields(config).child("quantization_config")
     if scheme is None:
         return False
@@ -23,10 +23,10 @@ def has_rounded_weights(config: Mapping[str, object]) -> bool:
     scheme.refuse("kv_cache_scheme")
     for name in ("sparsity_config", "transform_config"):
         if scheme.get(name) not in (None, {}):
-            raise RefusedToStart(f"{scheme.where}: {name} is not supported")
+            raise StartupError(f"{scheme.where}: {name} is not supported")
     groups = scheme.child("config_groups")
     if groups is None or not groups.values:
-        raise RefusedToStart(f"{scheme.where}: config_groups is missing")
+        raise StartupError(f"{scheme.where}: config_groups is missing")
     for name in groups.values:
         group = groups.child(name)
         if group is not None:
@@ -37,7 +37,7 @@ def has_rounded_weights(config: Mapping[str, object]) -> bool:
 def _check_group(group: Fields) -> None:
     targets = group.get("targets")
     if targets != ["Linear"]:
-        raise RefusedToStart(
+        raise StartupError(
             f"{group.where}: targets={targets!r} is not supported; only ['Linear'] is"
         )
     _only(group, "format", *FORMATS, None)
@@ -45,7 +45,7 @@ def _check_group(group: Fields) -> None:
     weights, inputs = group.child("weights"), group.child("input_activations")
     if weights is None or inputs is None:
         missing = "weights" if weights is None else "input_activations"
-        raise RefusedToStart(f"{group.where}: {missing} is missing, expected 8-bit integers")
+        raise StartupError(f"{group.where}: {missing} is missing, expected 8-bit integers")
     for side, strategy, is_dynamic in ((weights, "channel", False), (inputs, "token", True)):
         _only(side, "num_bits", 8)
         _only(side, "type", "int")
@@ -62,4 +62,4 @@ def _only(fields: Fields, name: str, *served: object) -> None:
     value = fields.get(name)
     if not any(value == one and type(value) is type(one) for one in served):
         known = ", ".join(repr(one) for one in served)
-        raise RefusedToStart(f"{fields.where}: {name}={value!r} is not supported; known: {known}")
+        raise StartupError(f"{fields.where}: {name}={value!r} is not supported; known: {known}")

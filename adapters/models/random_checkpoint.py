@@ -17,7 +17,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from adapters.models.named_shapes import SHAPES
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 PREFIX = "random:"
 COPIED = ("tokenizer_config.json", "generation_config.json")
@@ -25,7 +25,7 @@ _DIGITS = 12
 
 
 def config_of(name: str) -> dict[str, object]:
-    """The config of a named shape, or of a directory's config.json; raises `RefusedToStart`."""
+    """The config of a named shape, or of a directory's config.json; raises `StartupError`."""
     if name in SHAPES:
         return dict(SHAPES[name])
     path = Path(name).expanduser() / "config.json"
@@ -33,20 +33,20 @@ def config_of(name: str) -> dict[str, object]:
         config = json.loads(path.read_bytes())
     except OSError:
         known = ", ".join(SHAPES)
-        raise RefusedToStart(
+        raise StartupError(
             f"no shape is named {name!r}; known: {known}, and directories with a config.json"
         ) from None
     except ValueError as error:
-        raise RefusedToStart(f"{path} is not JSON: {error}") from error
+        raise StartupError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise RefusedToStart(f"{path} is not a JSON object")
+        raise StartupError(f"{path} is not a JSON object")
     return config
 
 
 def random_checkpoint(name: str, cache: Path | None = None) -> Path:
     """The directory of `random:` and this name, made where there is none yet.
 
-    Raises `RefusedToStart` for an unknown shape, or where nothing can be written.
+    Raises `StartupError` for an unknown shape, or where nothing can be written.
     """
     contents = _contents(config_of(name))
     digest = hashlib.sha256()
@@ -58,7 +58,7 @@ def random_checkpoint(name: str, cache: Path | None = None) -> Path:
         try:
             _write(contents, directory)
         except OSError as error:
-            raise RefusedToStart(
+            raise StartupError(
                 f"{PREFIX}{name} needs a cache that can be written ({error}); "
                 "XDG_CACHE_HOME names another"
             ) from error
@@ -82,7 +82,7 @@ def _widened(tokenizer: dict[str, object], vocab_size: object) -> dict[str, obje
     assert isinstance(added, list), "the built-in tokenizer.json"
     first = max([*model["vocab"].values(), *(token["id"] for token in added)]) + 1
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < first:
-        raise RefusedToStart(
+        raise StartupError(
             f"config.json: vocab_size is {vocab_size!r}, expected at least {first}: "
             "random models speak through the built-in model's tokenizer"
         )

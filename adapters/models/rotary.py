@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.models.fields import Fields
 from adapters.models.projections import Projections, embedding_and_head
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.layers import (
     AttentionBlock,
     Decoder,
@@ -70,7 +70,7 @@ class RotaryFamily(ABC):
             window=self.window(fields),
         )
         if heads % self.shape.num_kv_heads:
-            raise RefusedToStart("config.json: num_key_value_heads does not divide the heads")
+            raise StartupError("config.json: num_key_value_heads does not divide the heads")
         self._traits = self.traits(fields)
         self._size = RotarySize(
             eps=fields.number("rms_norm_eps", 1e-6),
@@ -176,5 +176,5 @@ def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:
     elif kind == "factors":
         scaling = GivenScaling(rope.numbers("factors", shape.head_dim // 2))
     elif kind != "default":
-        raise RefusedToStart(f"{rope.where}: rope type {kind!r} is not supported")
+        raise StartupError(f"{rope.where}: rope type {kind!r} is not supported")
     return inverse_frequencies(shape.head_dim, theta, scaling)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from adapters.tokenizers.byte_level import TokenBytes
 from adapters.tokenizers.definition import Section, TokenizerDefinition
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder
@@ -84,7 +84,7 @@ class Decoders(NamedTuple):
 
 
 def decoders_of(definition: TokenizerDefinition) -> Decoders:
-    """The decoders of a file. Raises `RefusedToStart` for an unknown kind."""
+    """The decoders of a file. Raises `StartupError` for an unknown kind."""
     decoder = definition.decoder or {"type": None}
     match decoder:
         case {"type": "ByteLevel"}:
@@ -94,7 +94,7 @@ def decoders_of(definition: TokenizerDefinition) -> Decoders:
             return _metaspace(definition, mark, decoder.get("prepend_scheme", "always"))
         case {"type": "Sequence", "decoders": [*steps]}:
             return _sentencepiece(definition, steps)
-    raise RefusedToStart(f"{definition.path}: decoder {decoder['type']!r} is not supported")
+    raise StartupError(f"{definition.path}: decoder {decoder['type']!r} is not supported")
 
 
 def bytes_of_ids(definition: TokenizerDefinition) -> list[bytes]:
@@ -108,7 +108,7 @@ def bytes_of_ids(definition: TokenizerDefinition) -> list[bytes]:
         case {"type": "Sequence", "decoders": [*steps]}:
             per_token, _ = _per_token(steps)
             return _table(definition, lambda token: _piece_bytes(definition, per_token, token))
-    raise RefusedToStart(f"{definition.path}: decoder {decoder['type']!r} is not supported")
+    raise StartupError(f"{definition.path}: decoder {decoder['type']!r} is not supported")
 
 
 def _table(definition: TokenizerDefinition, read: Callable[[str], bytes]) -> list[bytes]:
@@ -139,7 +139,7 @@ def _sentencepiece(definition: TokenizerDefinition, steps: list[Section]) -> Dec
             taken, count = content.encode(), int(strip["start"])
             return Decoders(lambda: StrippingDecoder(table, taken, count), table)
     kinds = [step.get("type") for step in steps]
-    raise RefusedToStart(f"{definition.path}: decoder {kinds} is not supported")
+    raise StartupError(f"{definition.path}: decoder {kinds} is not supported")
 
 
 def _per_token(steps: list[Section]) -> tuple[list[Section], list[Section]]:
@@ -159,5 +159,5 @@ def _piece_bytes(definition: TokenizerDefinition, steps: list[Section], token: s
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
                 token = token.replace(old, new)
             case _:
-                raise RefusedToStart(f"{definition.path}: decoder step {step} is not supported")
+                raise StartupError(f"{definition.path}: decoder step {step} is not supported")
     return token.encode()

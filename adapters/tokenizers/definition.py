@@ -12,7 +12,7 @@ import orjson
 
 from adapters.gguf import is_gguf
 from adapters.gguf.documents import read_document
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 Section = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class TokenizerDefinition:
 
 
 def read_definition(directory: Path) -> TokenizerDefinition:
-    """Read `tokenizer.json` in `directory`. Raises `RefusedToStart` naming what is wrong."""
+    """Read `tokenizer.json` in `directory`. Raises `StartupError` naming what is wrong."""
     path = directory / "tokenizer.json"
     if is_gguf(directory) and directory.is_file():
         data = read_document(directory, path.name)
@@ -76,13 +76,13 @@ def read_definition(directory: Path) -> TokenizerDefinition:
         text = path.read_bytes()
         data = orjson.loads(text)
     except FileNotFoundError as error:
-        raise RefusedToStart(f"{directory} has no tokenizer.json") from error
+        raise StartupError(f"{directory} has no tokenizer.json") from error
     except (OSError, orjson.JSONDecodeError) as error:
-        raise RefusedToStart(f"{path} cannot be read: {error}") from error
+        raise StartupError(f"{path} cannot be read: {error}") from error
     try:
         return _definition(path, text, data)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RefusedToStart(f"{path} is not a tokenizer.json: {error!r}") from error
+        raise StartupError(f"{path} is not a tokenizer.json: {error!r}") from error
 
 
 def _definition(path: Path, text: bytes, data: Section) -> TokenizerDefinition:

@@ -6,7 +6,7 @@ import tokenizers
 
 from adapters.tokenizers.decoding import decoders_of
 from adapters.tokenizers.definition import TokenizerDefinition
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder
@@ -55,9 +55,9 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(definition: TokenizerDefinition) -> HuggingFaceTokenizer:
-    """Load the same text in the library. Raises `RefusedToStart` if it does not accept it."""
+    """Load the same text in the library. Raises `StartupError` if it does not accept it."""
     try:
         library = tokenizers.Tokenizer.from_buffer(definition.text)
     except Exception as error:  # the library raises nothing more precise
-        raise RefusedToStart(f"{definition.path} is not accepted: {error}") from error
+        raise StartupError(f"{definition.path} is not accepted: {error}") from error
     return HuggingFaceTokenizer(library, definition)

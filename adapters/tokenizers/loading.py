@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from adapters.tokenizers.definition import NotRepresentable, read_definition
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 if TYPE_CHECKING:
     from gateway.ports import Tokenizer
@@ -20,7 +20,7 @@ TOKENIZERS = {
 def load_tokenizer(directory: Path) -> "Tokenizer":
     """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`.
 
-    Raises `RefusedToStart` if the file is missing, broken, or decodes in a way unknown here.
+    Raises `StartupError` if the file is missing, broken, or decodes in a way unknown here.
     """
     definition = read_definition(directory)
     reasons: list[str] = []
@@ -30,4 +30,4 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
             return cast("Tokenizer", getattr(import_module(module), opener)(definition))
         except NotRepresentable as error:
             reasons.append(f"{name}: {error}")
-    raise RefusedToStart(f"{definition.path} is not supported ({'; '.join(reasons)})")
+    raise StartupError(f"{definition.path} is not supported ({'; '.join(reasons)})")

@@ -17,7 +17,7 @@ def load_token_table(directory: Path, tokenizer: "Tokenizer | None" = None) -> T
     """What each id adds to an answer, wherever in the answer it stands.
 
     A blank that a decoder takes off the beginning of an answer is here. `tokenizer` is that of
-    `directory`, if it is loaded already. Raises `RefusedToStart`.
+    `directory`, if it is loaded already. Raises `StartupError`.
     """
     definition = read_definition(directory)
     if tokenizer is None:  # as exact as tiktoken, and open in half the time

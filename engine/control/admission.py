@@ -236,4 +236,4 @@ class AdmissionControl:
 
 def _steps_aside(victim: Request, request: Request) -> bool:
     """What runs in the background makes room for what does not, whatever it was promised."""
-    return victim.ask.is_background and not request.ask.is_background
+    return victim.spec.is_background and not request.spec.is_background

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Iteration, Swaps
-from engine.step import HELD_TOKEN, Draw, PromptTargets, Step, StepEntry, StepId
+from engine.step import LAST_TOKEN, PromptTargets, SampleSpec, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
     from engine.kv.ledger import KVLedger
@@ -51,13 +51,13 @@ class BatchBuilder:
         is_held = is_last and request.num_pending > 0
         is_decode = is_held or (num_tokens == 1 and is_last and bool(request.output))
         if is_held:
-            tokens: tuple[int, ...] = (HELD_TOKEN,)
+            tokens: tuple[int, ...] = (LAST_TOKEN,)
         else:
             tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
         draw = request.fixed_draw or _num_samples(request) if is_last else None
         blocks = ledger.table(request.request_id)
         entry = StepEntry(request.request_id, start, tokens, blocks, draw)
-        if request.ask.prompt_logprobs is not None:
+        if request.spec.prompt_logprobs is not None:
             entry = entry._replace(prompt_logprobs=_targets(request, start, stop))
         (self._decodes if is_decode else self._prefills).append((request, entry))
         self.seats -= 1
@@ -80,23 +80,23 @@ class BatchBuilder:
         return Iteration(Step(step_id, entries, swaps.moves), requests, swaps.riders)
 
 
-def _num_samples(request: "Request") -> Draw:
-    ask = request.ask
-    sampling = ask.sampling
-    is_constrained = ask.grammar is not None
-    if not ask.min_tokens and not sampling.reads_output and not is_constrained:
-        request.fixed_draw = Draw(sampling, logprobs=ask.logprobs)
+def _num_samples(request: "Request") -> SampleSpec:
+    spec = request.spec
+    sampling = spec.sampling
+    is_constrained = spec.grammar is not None
+    if not spec.min_tokens and not sampling.reads_output and not is_constrained:
+        request.fixed_draw = SampleSpec(sampling, logprobs=spec.logprobs)
         return request.fixed_draw
-    is_early = request.produced + request.num_pending < ask.min_tokens
-    banned = ask.end_ids if is_early else ask.avoided_ids
-    return Draw(
+    is_early = request.produced + request.num_pending < spec.min_tokens
+    banned = spec.end_ids if is_early else spec.avoided_ids
+    return SampleSpec(
         sampling=sampling,
         banned=tuple(sorted(banned)),
-        prompt=ask.prompt if sampling.repetition_penalty != 1.0 else (),
+        prompt=spec.prompt if sampling.repetition_penalty != 1.0 else (),
         output=tuple(request.output) if sampling.reads_output or is_constrained else (),
-        logprobs=ask.logprobs,
-        grammar=ask.grammar,
-        ends=tuple(sorted(ask.end_ids)) if is_constrained else (),
+        logprobs=spec.logprobs,
+        grammar=spec.grammar,
+        end_ids=tuple(sorted(spec.end_ids)) if is_constrained else (),
         may_be_late=request.awaits_grammar,
     )
 
@@ -104,6 +104,6 @@ def _num_samples(request: "Request") -> Draw:
 def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:
     """The prompt's tokens after positions `[start, stop)`, without those told before."""
     first = max(start, len(request.prompt_logprobs))
-    ids = request.ask.prompt[first + 1 : stop + 1]
-    top = request.ask.prompt_logprobs
+    ids = request.spec.prompt[first + 1 : stop + 1]
+    top = request.spec.prompt_logprobs
     return None if top is None or not ids else PromptTargets(top, first - start, ids)

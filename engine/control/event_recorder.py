@@ -92,11 +92,11 @@ class EventRecorder(NullObserver):
         self._block_size = block_size
 
     def arrived(self, request: "Request", now: float) -> None:
-        ask = request.ask
-        row: Row = {"at": now, "arrived": request.request_id, "prompt": len(ask.prompt)}
-        row["max_tokens"] = ask.max_tokens
+        spec = request.spec
+        row: Row = {"at": now, "arrived": request.request_id, "prompt": len(spec.prompt)}
+        row["max_tokens"] = spec.max_tokens
         for name, default in _OPTIONAL.items():
-            value = getattr(ask, name)
+            value = getattr(spec, name)
             if value != default:
                 row[name] = value
         if request.block_hashes:

@@ -51,7 +51,7 @@ class Lifecycle:
     def least_crashes(self) -> int:
         """Of all suspects who wait for an answer; who has more lets them go first, and so is not
         blamed again for what another one, or nobody, did."""
-        suspects = [r.num_crashes for r in self._suspects if not r.ask.is_background]
+        suspects = [r.num_crashes for r in self._suspects if not r.spec.is_background]
         return min(suspects, default=self._max_crashes)
 
     def clear(self, request: Request) -> None:
@@ -105,7 +105,7 @@ class Lifecycle:
         overdue = [r for r in self._pool.overdue(now) if r.state is not LEAVING]
         for request in overdue:
             request.error = DeadlineExceeded(
-                f"The request's deadline of {request.ask.deadline:g} s passed after "
+                f"The request's deadline of {request.spec.deadline:g} s passed after "
                 f"{request.produced} of its tokens."
             )
             self.cancel(request, Abort.DEADLINE, now)

@@ -55,11 +55,11 @@ class RequestPool:
         self._live[request.request_id] = request
         self._counts[request.state] += 1
         self.waiting_tokens += request.num_tokens
-        if request.ask.is_background:
+        if request.spec.is_background:
             self.background.add(request)
-        if request.ask.deadline is not None:
+        if request.spec.deadline is not None:
             heappush(
-                self._deadlines, (request.arrived_at + request.ask.deadline, request.request_id)
+                self._deadlines, (request.arrived_at + request.spec.deadline, request.request_id)
             )
 
     def overdue(self, now: float) -> list[Request]:
@@ -93,5 +93,5 @@ class RequestPool:
             assert not drifted, f"counts drifted: {self!r}"
         waiting = sum(r.num_tokens for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
-        background = {request for request in self if request.ask.is_background}
+        background = {request for request in self if request.spec.is_background}
         assert background == self.background, "background requests drifted"

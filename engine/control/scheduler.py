@@ -21,7 +21,7 @@ from engine.errors import (
     ContextTooLong,
     EngineError,
     InvalidRequest,
-    NothingAllowed,
+    NoAllowedToken,
     Overloaded,
     RowFailed,
 )
@@ -114,7 +114,7 @@ class IterationScheduler:
         if prompt_len + max_tokens - 1 > self.ledger.num_slots:
             raise ContextTooLong(prompt_len, max_tokens, self.ledger.num_slots, "KV cache size")
 
-    def check_together(self, prompt_lens: "Sequence[int]") -> None:
+    def check_group(self, prompt_lens: "Sequence[int]") -> None:
         """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
         num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
         bound, tokens = self.settings.max_queue_requests, self.settings.max_queue_tokens
@@ -124,16 +124,16 @@ class IterationScheduler:
                 f"in all; {bound} answers and {tokens} tokens can wait here."
             )
 
-    def add(self, ask: RequestSpec, now: float) -> Request:
+    def add(self, spec: RequestSpec, now: float) -> Request:
         """Accept a request, or raise `ContextTooLong`, `Overloaded` or, if it would be late,
         `DeadlineUnmeetable` or `InvalidRequest`, and change nothing."""
-        assert ask.prompt, "a prompt has at least one token"
-        assert ask.max_tokens > 0, "an answer has at least one token"
-        self.check_fits(len(ask.prompt), ask.max_tokens)
-        self._check_queue(len(ask.prompt))
-        request = Request(RequestId(self._next_request_id), ask, arrived_at=now)
+        assert spec.prompt, "a prompt has at least one token"
+        assert spec.max_tokens > 0, "an answer has at least one token"
+        self.check_fits(len(spec.prompt), spec.max_tokens)
+        self._check_queue(len(spec.prompt))
+        request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
         self.memory.arrive(request)
-        self.policy.vet(ask, self.memory.num_to_compute(request), now)
+        self.policy.validate(spec, self.memory.num_to_compute(request), now)
         self._next_request_id += 1
         self.pool.add(request)
         self.policy.arrive(request, now)
@@ -259,7 +259,7 @@ class IterationScheduler:
     def _num_others(self, draft: BatchBuilder, request: Request, num_ready: int) -> int:
         """How many of so many ready requests `request` has to leave a token: no more than have
         seats, and none in the background if it is not there itself."""
-        if self.pool.background and not request.ask.is_background:
+        if self.pool.background and not request.spec.is_background:
             left = draft.ahead
             num_ready -= sum(r.state is READY or r in left for r in self.pool.background)
         return min(num_ready, draft.seats - 1)
@@ -306,7 +306,7 @@ class IterationScheduler:
             self._settle(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
-            if entry.draw is not None:
+            if entry.sample is not None:
                 token, scores = next(tokens), next(logprobs)
             request.num_in_flight -= 1
             if request.state is LEAVING:
@@ -349,9 +349,9 @@ class IterationScheduler:
         request.last_token_at = now
         if request.first_token_at is None:
             request.first_token_at = now
-        if token in request.ask.end_ids:
+        if token in request.spec.end_ids:
             request.finish = FinishReason.STOP
-        elif len(request.output) == request.ask.max_tokens:
+        elif len(request.output) == request.spec.max_tokens:
             request.finish = FinishReason.LENGTH
 
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
@@ -390,8 +390,8 @@ def _may_go_ahead(request: Request) -> bool:
     is_once = request.state is State.RUNNING and request.num_in_flight == 1
     if request.num_pending and request.awaits_grammar:
         return False
-    return is_once and request.produced + request.num_pending < request.ask.max_tokens
+    return is_once and request.produced + request.num_pending < request.spec.max_tokens
 
 
 def _error_of(fault: "Fault") -> EngineError:
-    return NothingAllowed(fault.line) if fault.is_asked_for else RowFailed(fault.line)
+    return NoAllowedToken(fault.message) if fault.is_caller_error else RowFailed(fault.message)

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
             slots += entry.start + count
             if count > 1:
                 pairs += count * (entry.start + (count + 1) / 2)
-        draws = sum(entry.draw is not None for entry in step.entries)
+        draws = sum(entry.sample is not None for entry in step.entries)
         return cls(step.num_tokens, slots, pairs, draws, seconds)
 
 

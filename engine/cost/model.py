@@ -82,7 +82,7 @@ class CostModel:
         total = self.tokens(num_tokens)
         for entry in step.entries:
             total += self.attention(len(entry.tokens), entry.start)
-            if entry.draw is not None:
+            if entry.sample is not None:
                 total += self.per_draw
         return total
 

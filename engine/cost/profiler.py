@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
     from engine.ports import Clock, StepExecutor, StepFuture
@@ -66,7 +66,9 @@ class Probe(NamedTuple):
             own = range(first_written + shift, last + shift + 1)
             blocks = array("i", [*range(first_written), *own]).tobytes()
             request_id, tokens = RequestId(_FIRST_ID + index), (0,) * self.num_tokens
-            entries.append(StepEntry(request_id, self.start, tokens, blocks, Draw(Sampling())))
+            entries.append(
+                StepEntry(request_id, self.start, tokens, blocks, SampleSpec(SamplingParams()))
+            )
         return Step(StepId(_FIRST_ID + number), tuple(entries))
 
     def sample(self, seconds: float) -> Sample:

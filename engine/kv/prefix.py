@@ -22,7 +22,7 @@ def extend_hashes(request: "Request", block_size: int) -> None:
     """
     hashes = request.block_hashes
     for index in range(len(hashes), request.num_tokens // block_size):
-        before = hashes[-1] if hashes else _root(request.ask.salt)
+        before = hashes[-1] if hashes else _root(request.spec.salt)
         tokens = request.tokens(index * block_size, (index + 1) * block_size)
         digest = blake2b(before, digest_size=DIGEST_BYTES)
         digest.update(array("i", tokens))

@@ -70,7 +70,7 @@ class SwapPlanner:
         if self._short(spare) <= 0 and not self._pool.count(SWAPPED):
             return
         idle = [r for r in self._memory.policy.order(now) if r.state is READY or r.state is SWAPPED]
-        turns = dict(zip(idle, self._memory.policy.next_turns(idle, now), strict=True))
+        turns = dict(zip(idle, self._memory.policy.next_scheduled_times(idle, now), strict=True))
         idle.sort(key=turns.__getitem__)
         leaving = [r for r in idle if r.state is READY and self._may_go(r)]  # soonest first
         for request in [r for r in idle[: self._seats] if r.state is SWAPPED]:

@@ -28,23 +28,23 @@ class BackgroundLast:
     def preempts(self) -> bool:
         return self.inner.preempts
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         """Forecasts are made for those who wait."""
-        if not ask.is_background:
-            self.inner.vet(ask, num_tokens, now)
+        if not spec.is_background:
+            self.inner.validate(spec, num_tokens, now)
 
     def arrive(self, request: "Request", now: float) -> None:
-        if request.ask.is_background:
+        if request.spec.is_background:
             self._background[request] = None
         else:
             self.inner.arrive(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        if not request.ask.is_background:
+        if not request.spec.is_background:
             self.inner.ran(request, num_tokens, seconds, now)
 
     def leave(self, request: "Request", now: float) -> None:
-        if request.ask.is_background:
+        if request.spec.is_background:
             del self._background[request]
         else:
             self.inner.leave(request, now)
@@ -53,7 +53,7 @@ class BackgroundLast:
         order = self.inner.order(now)
         return chain(order, self._background) if self._background else order
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        others = [request for request in requests if not request.ask.is_background]
-        turns = iter(self.inner.next_turns(others, now))
-        return [inf if request.ask.is_background else next(turns) for request in requests]
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        others = [request for request in requests if not request.spec.is_background]
+        turns = iter(self.inner.next_scheduled_times(others, now))
+        return [inf if request.spec.is_background else next(turns) for request in requests]

@@ -43,19 +43,19 @@ class EarliestFeasibleFirst:
         self._places: dict[Request, _DeadlineKey] = {}
         self._in_time: set[Request] = set()  # have a deadline that they may still meet
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         """Refuse what cannot be in time: for good if not even alone, else until later."""
-        limits = [limit for limit in (ask.ttft_deadline, ask.deadline) if limit is not None]
+        limits = [limit for limit in (spec.ttft_deadline, spec.deadline) if limit is not None]
         if not limits:
             return
         end = bisect_left(self._queue, now + min(limits), key=lambda place: place.due)
         wait = self._forecast.wait(place.request for place in self._queue[:end])
-        first = self._cost.compute(num_tokens, len(ask.prompt) - num_tokens)
-        others = self._forecast.decodes_left(ask, produced=1)
-        alone = first + others * self._forecast.pace_alone(ask)
-        shared = wait + first + others * self._forecast.pace(ask)
-        _check("ttft_deadline", ask.ttft_deadline, first, wait + first)
-        _check("deadline", ask.deadline, alone, shared)
+        first = self._cost.compute(num_tokens, len(spec.prompt) - num_tokens)
+        others = self._forecast.decodes_left(spec, produced=1)
+        alone = first + others * self._forecast.pace_alone(spec)
+        shared = wait + first + others * self._forecast.pace(spec)
+        _check("ttft_deadline", spec.ttft_deadline, first, wait + first)
+        _check("deadline", spec.deadline, alone, shared)
 
     def arrive(self, request: "Request", now: float) -> None:
         due = self._due(request, has_started=bool(request.output))
@@ -65,7 +65,7 @@ class EarliestFeasibleFirst:
         """Its first token moves what it is due for from that token to the end."""
         self._forecast.observe(seconds, now)
         is_first = not request.output and not request.remaining
-        if is_first and request in self._in_time and request.ask.ttft_deadline is not None:
+        if is_first and request in self._in_time and request.spec.ttft_deadline is not None:
             due = self._due(request, has_started=True)
             self._withdraw(request)
             self._file(request, due, is_in_time=due is not None)
@@ -93,13 +93,13 @@ class EarliestFeasibleFirst:
         while late:
             yield heappop(late).request
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return by_place(self.order(now), requests)
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
         """The earliest moment that the request is to meet; None if there is none."""
-        ask = request.ask
-        limits = [ask.deadline, None if has_started else ask.ttft_deadline]
+        spec = request.spec
+        limits = [spec.deadline, None if has_started else spec.ttft_deadline]
         return min(
             (request.arrived_at + limit for limit in limits if limit is not None), default=None
         )
@@ -108,14 +108,14 @@ class EarliestFeasibleFirst:
         """False only for one that has a deadline to meet and can no longer meet it."""
         if request not in self._in_time:
             return True
-        ask = request.ask
+        spec = request.spec
         age = now - request.arrived_at + self._forecast.first_token(request)
-        if ask.ttft_deadline is not None and not request.output and age > ask.ttft_deadline:
+        if spec.ttft_deadline is not None and not request.output and age > spec.ttft_deadline:
             return False
-        if ask.deadline is None:
+        if spec.deadline is None:
             return True
-        others = self._forecast.decodes_left(ask, request.produced + 1)
-        return age + others * self._forecast.pace(ask) <= ask.deadline
+        others = self._forecast.decodes_left(spec, request.produced + 1)
+        return age + others * self._forecast.pace(spec) <= spec.deadline
 
     def _file(self, request: "Request", due: float | None, is_in_time: bool) -> None:
         if due is None:

@@ -42,12 +42,12 @@ class VirtualTokenCounter:
         self._last_counter = 0.0  # of the last tenant to leave
         self._num_tenants = 0
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        assert request.ask.weight > 0.0, "a tenant's share is positive"
-        name = request.ask.tenant
+        assert request.spec.weight > 0.0, "a tenant's share is positive"
+        name = request.spec.tenant
         tenant = self._active.get(name)
         if tenant is None:
             counter = self._lifted(name)
@@ -65,10 +65,10 @@ class VirtualTokenCounter:
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         is_decode = num_tokens == 1 and bool(request.output) and not request.remaining
         charge = self._charge(request, num_tokens, is_decode)
-        self._active[request.ask.tenant].counter += charge
+        self._active[request.spec.tenant].counter += charge
 
     def leave(self, request: "Request", now: float) -> None:
-        tenant = self._active[request.ask.tenant]
+        tenant = self._active[request.spec.tenant]
         del tenant.requests[request]
         if not tenant.requests:
             del self._active[tenant.name]
@@ -91,7 +91,7 @@ class VirtualTokenCounter:
         if heap:
             yield from heap[0][2]
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return by_place(self.order(now), requests)
 
     def counter(self, tenant: str) -> float:
@@ -101,4 +101,4 @@ class VirtualTokenCounter:
     def _charge(self, request: "Request", num_tokens: int, is_decode: bool) -> float:
         settings = self._settings
         weight = settings.output_weight if is_decode else settings.input_weight
-        return num_tokens * weight / request.ask.weight
+        return num_tokens * weight / request.spec.weight

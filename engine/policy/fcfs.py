@@ -25,7 +25,7 @@ class FirstComeFirstServed:
     ) -> None:
         self._live: dict[Request, None] = {}
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
@@ -40,5 +40,5 @@ class FirstComeFirstServed:
     def order(self, now: float) -> "Iterator[Request]":
         return iter(self._live)
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return by_place(self.order(now), requests)

@@ -47,26 +47,26 @@ class Forecast:
         """Seconds to the request's next token if it goes first from now on."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
-    def decodes_left(self, ask: "RequestSpec", produced: int) -> float:
+    def decodes_left(self, spec: "RequestSpec", produced: int) -> float:
         """Tokens to come after those `produced`."""
-        answer_len = max(min(ask.max_tokens, self._answer_len or 1.0), ask.min_tokens)
+        answer_len = max(min(spec.max_tokens, self._answer_len or 1.0), spec.min_tokens)
         return max(0.0, answer_len - produced)
 
-    def pace_alone(self, ask: "RequestSpec") -> float:
+    def pace_alone(self, spec: "RequestSpec") -> float:
         """Seconds between its tokens with nobody else in its iterations."""
-        return self._cost.compute(1, len(ask.prompt))
+        return self._cost.compute(1, len(spec.prompt))
 
-    def pace(self, ask: "RequestSpec") -> float:
+    def pace(self, spec: "RequestSpec") -> float:
         """Seconds between its tokens, in such company as there was of late."""
-        return self.pace_alone(ask) if self._pace is None else self._pace
+        return self.pace_alone(spec) if self._pace is None else self._pace
 
     def wait(self, ahead: "Iterable[Request]") -> float:
         """Seconds until whoever comes after all of `ahead` has a seat and is computed."""
         seconds, count, decodes = 0.0, 0, 0.0
         for request in ahead:
             count += 1
-            ask = request.ask
-            decodes += self.decodes_left(ask, request.produced) * self.pace(ask)
+            spec = request.spec
+            decodes += self.decodes_left(spec, request.produced) * self.pace(spec)
             if request.remaining > 1:
                 start = request.num_computed
                 alone = self._cost.compute(request.remaining, start)

@@ -43,7 +43,7 @@ class SkipJoinMLFQ:
         self._jobs: dict[Request, _Job] = {}
         self._patience = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
@@ -72,7 +72,7 @@ class SkipJoinMLFQ:
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """Seconds until each is promoted for starving, or those above it have sunk to its queue,
         whichever is sooner (FastServe, section 4.3); in a queue, those before it use their quanta.
         """

@@ -30,11 +30,11 @@ class LowestPriorityFirst:
         self._classes: dict[int, dict[Request, None]] = {}
         self._priorities: list[int] = []  # of the classes, ascending
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        priority = request.ask.priority
+        priority = request.spec.priority
         if priority not in self._classes:
             self._classes[priority] = {}
             insort(self._priorities, priority)
@@ -60,11 +60,11 @@ class LowestPriorityFirst:
         classes = [self._classes[priority] for priority in self._priorities]
         return chain(self._rescued, chain.from_iterable(classes))
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return by_place(self.order(now), requests)
 
     def _remove(self, request: "Request") -> None:
-        priority = request.ask.priority
+        priority = request.spec.priority
         del self._classes[priority][request]
         if not self._classes[priority]:
             del self._classes[priority]

@@ -38,7 +38,7 @@ class ShortestRemainingFirst:
         self._queue: list[_RemainingKey] = []
         self._places: dict[Request, _RemainingKey] = {}
 
-    def vet(self, ask: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
@@ -64,14 +64,14 @@ class ShortestRemainingFirst:
             self._file(request, -inf)
         return (place.request for place in self._queue)
 
-    def next_turns(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return by_place(self.order(now), requests)
 
     def _left(self, request: "Request") -> float:
         """Seconds that it would take alone, up to the last token of its answer."""
         remaining, start = request.remaining, request.num_computed
         first = self._cost.compute(remaining, start) if remaining else 0.0
-        others = request.ask.max_tokens - request.produced - 1
+        others = request.spec.max_tokens - request.produced - 1
         return first + others * self._cost.compute(1, request.num_tokens)
 
     def _file(self, request: "Request", seconds: float) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import Unavailable
-from engine.step import HELD_TOKEN, Direction, StepResult
+from engine.step import LAST_TOKEN, Direction, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,16 +80,16 @@ class SimulatedExecutor:
         at += self._cost.idle(len(step.entries))
         draw = self._draw
         if draw is None:
-            tokens = tuple([0 for entry in step.entries if entry.draw is not None])
+            tokens = tuple([0 for entry in step.entries if entry.sample is not None])
         else:
-            tokens = tuple([draw(entry) for entry in step.entries if entry.draw is not None])
+            tokens = tuple([draw(entry) for entry in step.entries if entry.sample is not None])
         future: asyncio.Future[StepResult] = loop.create_future()
         loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, before + seconds))
         return future
 
     def _held_until(self, step: "Step") -> float:
         """When the last of the tokens is known that the step goes on from."""
-        held = {entry.request_id for entry in step.entries if entry.tokens == (HELD_TOKEN,)}
+        held = {entry.request_id for entry in step.entries if entry.tokens == (LAST_TOKEN,)}
         return max((at for at, requests in self._sampled if requests & held), default=0.0)
 
     def _link_seconds(self, step: "Step") -> tuple[float, float]:

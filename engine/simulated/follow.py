@@ -120,14 +120,14 @@ class Follower:
         arrival, end = self._recording.arrivals[number], self._recording.ends.get(number)
         if end is None or end.reason != FinishReason.STOP.value:
             arrival = replace(arrival, ends_after=None)
-        request = self._scheduler.add(arrival.ask(arrival.number), now)
+        request = self._scheduler.add(arrival.spec(arrival.number), now)
         self._answers.accepted(request, arrival)
         self._requests.append(request)
 
     def _commit(self, row: IterationRow) -> None:
         iteration = self._in_flight.popleft()
         step = iteration.step
-        tokens = tuple(self._answers(entry) for entry in step.entries if entry.draw is not None)
+        tokens = tuple(self._answers(entry) for entry in step.entries if entry.sample is not None)
         faults = tuple(
             Fault(at, "as recorded")
             for at, request in enumerate(iteration.requests)

@@ -8,7 +8,7 @@ Attention is limited by memory in decodes (each slot is read) and by arithmetic 
 from dataclasses import dataclass
 
 from engine.cost.model import CostModel
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 _FAR = 1 << 20  # tokens; the cost is a straight line from the ridge of the roofline on
 
@@ -79,12 +79,12 @@ class Deployment:
 
     @property
     def num_slots(self) -> int:
-        """Tokens whose KV fits beside the weights. Raises `RefusedToStart` if none does."""
+        """Tokens whose KV fits beside the weights. Raises `StartupError` if none does."""
         shape = self.shape
         memory = self.stages * self.ranks * self.device.memory * self.efficiency.usable_memory
         slots = int((memory - shape.parameters * shape.weight_bytes) / shape.kv_bytes)
         if slots < 1:
-            raise RefusedToStart(
+            raise StartupError(
                 f"{shape.name} does not fit on {self.stages * self.ranks} × {self.device.name}"
             )
         return slots

@@ -128,7 +128,7 @@ class _Audience:
             at = began + arrival.at
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
-            stream = _PatientClient(arrival.ask(index), self._engine, self._watch(index, arrival))
+            stream = _PatientClient(arrival.spec(index), self._engine, self._watch(index, arrival))
             try:
                 stream.__enter__()
             except EngineError as error:
@@ -166,9 +166,9 @@ class _PatientClient(TokenStream):
     """
 
     def __init__(
-        self, ask: RequestSpec, engine: Engine, ended: "Callable[[Request], None]"
+        self, spec: RequestSpec, engine: Engine, ended: "Callable[[Request], None]"
     ) -> None:
-        super().__init__(ask, engine)
+        super().__init__(spec, engine)
         self._ended = ended
 
     def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:

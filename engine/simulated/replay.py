@@ -76,7 +76,7 @@ class RecordedRequest(Arrival):
     number: int = 0
     ends_after: int | None = None  # tokens, if the answer ended before its limit
 
-    def ask(self, index: int) -> RequestSpec:
+    def spec(self, index: int) -> RequestSpec:
         assert self.terms is not None, "a recorded arrival has terms"
         return replace(self.terms, prompt=self.prompt(index))
 

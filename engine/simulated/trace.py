@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
 from engine.request import RequestSpec
-from engine.step import Sampling
+from engine.step import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Lengths = Callable[[Random], tuple[int, int]]  # draws (prompt_len, output_len)
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SHARED_BLOCK = 512  # tokens that one of `Arrival.blocks` stands for (Mooncake's)
 _FIRST_OWN_TOKEN = 1 << 30  # token ids below are names of shared blocks
 
@@ -46,7 +46,7 @@ class Arrival:
     blocks: tuple[int, ...] = ()
     patience: float | None = None
 
-    def ask(self, index: int) -> RequestSpec:
+    def spec(self, index: int) -> RequestSpec:
         """The request itself; `index` is its place in the trace."""
         return RequestSpec(self.prompt(index), self.output_len, GREEDY)
 

@@ -2,8 +2,8 @@
 
 A channel lives from the moment the workers are loaded until it is lost or closed, once. `submit`
 writes the step to every worker at once, so that each stage knows it before its hidden states
-come; tokens come back from the last worker's line alone (`Placement.answers`) and resolve the
-futures in order. The end of any worker, bytes that are no answer, or a step that takes too long
+come. Results come from the last worker only (`Placement.returns_results`) and resolve the futures
+in order. The end of any worker, bytes that are no answer, or a step that takes too long
 lose the channel: every future in flight then ends with `WorkerLost`.
 """
 
@@ -133,9 +133,9 @@ class StepChannel:
         match message:
             case TraceEvents() if self._trace is not None:
                 self._trace.worked(placement, message)
-            case StepRan(result) if placement.answers:
+            case StepRan(result) if placement.returns_results:
                 self._settle(result.step_id, result)
-            case StepFailure(step_id, line) if placement.answers:
+            case StepFailure(step_id, line) if placement.returns_results:
                 self._settle(step_id, StepFailed(line))
             case _:
                 raise WireError(f"{type(message).__name__} is no answer to a step")

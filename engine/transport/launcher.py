@@ -41,7 +41,7 @@ class Launcher(Protocol):
     async def launch(self, num_stages: int, num_ranks: int) -> Sequence[LaunchedWorker]:
         """One worker for each stage and rank, in the order of `Placement.index`.
 
-        Raises `RefusedToStart`, leaving nothing behind.
+        Raises `StartupError`, leaving nothing behind.
         """
         ...
 

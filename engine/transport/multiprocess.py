@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from engine.errors import RefusedToStart, Unavailable
+from engine.errors import StartupError, Unavailable
 from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
 from engine.transport.channel import StepAnswer, StepChannel
@@ -107,7 +107,7 @@ class MultiprocessExecutor:
     async def start(self, on_progress: OnProgress) -> WorkerReport:
         """Launch the workers and have them load; `on_progress(what, done, total)` as they go.
 
-        Raises `RefusedToStart` with a worker's own line, or with how its process died.
+        Raises `StartupError` with a worker's own line, or with how its process died.
         """
         report = await self._open(self._worker, on_progress)
         # The ledger counts on these blocks from now on, so later workers must have as many.
@@ -126,12 +126,12 @@ class MultiprocessExecutor:
         Tries again after a refusal. Raises `Unavailable` past the bound and after `close`.
         """
         await self._end("the workers are being restarted", grace=0.0)
-        refusal: RefusedToStart | None = None
+        refusal: StartupError | None = None
         while True:
             self._count_restart(refusal)
             try:
                 await self._open(self._worker, _no_progress)
-            except RefusedToStart as error:
+            except StartupError as error:
                 logger.warning("the new workers refused to start: %s", error)
                 refusal = error
             else:
@@ -153,7 +153,7 @@ class MultiprocessExecutor:
             )
             report = await load_all(self._workers, settings, on_progress)
             if report.num_blocks * report.block_size < settings.kv_slots:
-                raise RefusedToStart(
+                raise StartupError(
                     f"the worker has {report.num_blocks} blocks of {report.block_size} slots "
                     f"where {settings.kv_slots} slots were asked for"
                 )
@@ -182,7 +182,7 @@ class MultiprocessExecutor:
         for worker, how in zip(workers, endings, strict=True):
             logger.info("worker %d %s", worker.pid, how)
 
-    def _count_restart(self, refusal: RefusedToStart | None) -> None:
+    def _count_restart(self, refusal: StartupError | None) -> None:
         if self._is_closed:
             raise Unavailable("the executor was closed")
         now = self._clock()

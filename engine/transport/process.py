@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement
 from engine.transport.launcher import placements
 
@@ -38,7 +38,7 @@ class WorkerProcess:
     def spawn(cls, placement: Placement, worker: str, env: Mapping[str, str]) -> Self:
         """Start a process for the class `worker` ("module:Class") with `env` on top of ours.
 
-        It inherits the placement's `listener`. Raises `RefusedToStart` when the machine does not
+        It inherits the placement's `listener`. Raises `StartupError` when the machine does not
         let us.
         """
         ours, theirs = socket.socketpair()
@@ -61,7 +61,7 @@ class WorkerProcess:
                 )
             except OSError as error:
                 ours.close()
-                raise RefusedToStart(f"cannot start a worker process: {error}") from error
+                raise StartupError(f"cannot start a worker process: {error}") from error
         return cls(placement, process, ours)
 
     @property
@@ -110,8 +110,8 @@ class LocalLauncher:
                         place,
                         rendezvous=meeting,
                         listener=listener.fileno() if place.index == 0 else None,
-                        num_neighbours=len(places),
-                        neighbour=place.index,
+                        num_local_workers=len(places),
+                        local_index=place.index,
                     )
                     for place in places
                 ]
@@ -120,7 +120,7 @@ class LocalLauncher:
                 started.extend(
                     WorkerProcess.spawn(place, self.worker, self.env) for place in places
                 )
-            except RefusedToStart:
+            except StartupError:
                 for process in started:
                     await process.end(grace=0.0)
                 raise

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement, Step, StepId
 from engine.transport.wire import TraceEvents
 
@@ -24,11 +24,11 @@ class TraceFile:
     """Writes events as they come; the file can be read at any time, `close` completes it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `RefusedToStart` when the file cannot be written."""
+        """Raises `StartupError` when the file cannot be written."""
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
-            raise RefusedToStart(f"cannot write the trace {path}: {error.strerror}") from error
+            raise StartupError(f"cannot write the trace {path}: {error.strerror}") from error
         self.origin = time.monotonic()
         self._named: set[int] = set()
         self._file.write("[")

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
@@ -33,7 +33,7 @@ async def load_all(
 ) -> WorkerReport:
     """Have all workers load; what they learned, with the KV bytes of all of them.
 
-    Raises `RefusedToStart` with one line, of a worker in several with its stage and rank.
+    Raises `StartupError` with one line, of a worker in several with its stage and rank.
     """
     progress = _Sum(len(workers), on_progress)
     loadings = [_Loading(worker, progress) for worker in workers]
@@ -68,7 +68,7 @@ class _Loading:
         self._progress = progress
 
     async def load(self, settings: WorkerSettings) -> WorkerReport:
-        """Raises `RefusedToStart`, also when the process dies over it."""
+        """Raises `StartupError`, also when the process dies over it."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.worker.connection, frame(LoadWorker(settings)))
@@ -96,9 +96,9 @@ class _Loading:
                         raise WireError(f"{type(other).__name__} came before the report")
         raise EOFError
 
-    def _refusal(self, line: str) -> RefusedToStart:
+    def _refusal(self, line: str) -> StartupError:
         placement = self.worker.placement
-        return RefusedToStart(line if placement.num_workers == 1 else f"{placement}: {line}")
+        return StartupError(line if placement.num_workers == 1 else f"{placement}: {line}")
 
 
 class _Sum:

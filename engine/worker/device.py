@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Step, WorkerSettings
 from engine.worker.launched import Launched
 from engine.worker.ports import (
@@ -67,7 +67,7 @@ class Room(NamedTuple):
 
 
 class Device(Protocol):
-    """One worker's device, made as `Kind.open(settings, suits)`, which raises `RefusedToStart`."""
+    """One worker's device, made as `Kind.open(settings, suits)`, which raises `StartupError`."""
 
     @property
     def name(self) -> str:
@@ -164,7 +164,7 @@ class Device(Protocol):
         ...
 
     def carrier(self) -> "Carrier":
-        """How tensors of a step go to and from other workers. Raises `RefusedToStart`."""
+        """How tensors of a step go to and from other workers. Raises `StartupError`."""
         ...
 
     def blank(self, *sizes: int) -> Tensor:
@@ -210,7 +210,7 @@ def open_device(
 ) -> Device:
     """The device that the settings ask for; "auto" is a GPU where there is one to be used.
 
-    `suits` says what "auto" weights are, on devices that have the choice. Raises `RefusedToStart`
+    `suits` says what "auto" weights are, on devices that have the choice. Raises `StartupError`
     with one line that names what is missing or not supported.
     """
     kind, _, number = settings.device.partition(":")
@@ -218,27 +218,27 @@ def open_device(
         kind = _best(settings)
     known = f"device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
-        raise RefusedToStart(known)
+        raise StartupError(known)
     if lacks := _kind(kind).missing(settings):
-        raise RefusedToStart(f"device {settings.device!r} cannot be used: {lacks}")
+        raise StartupError(f"device {settings.device!r} cannot be used: {lacks}")
     return _kind(kind).open(settings, suits)
 
 
 def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[str, ...]:
-    """Names of attention backends, best first; raises `RefusedToStart` for another device's."""
+    """Names of attention backends, best first; raises `StartupError` for another device's."""
     name = settings.attention
     if name == "auto":
         return default
     if RUNS_ON.get(name, kind) != kind:
-        raise RefusedToStart(f"attention {name!r} does not run on {kind}")
+        raise StartupError(f"attention {name!r} does not run on {kind}")
     return (name,)
 
 
 def choose(what: str, name: str, known: dict[str, torch.dtype], kind: str) -> torch.dtype:
-    """The dtype of that name; raises `RefusedToStart` with what there is."""
+    """The dtype of that name; raises `StartupError` with what there is."""
     if name not in known:
         names = ", ".join(each for each in known if each != "auto")
-        raise RefusedToStart(f"{what} {name!r} is not supported on {kind}; known: {names}")
+        raise StartupError(f"{what} {name!r} is not supported on {kind}; known: {names}")
     return known[name]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove, Sampling
+from engine.step import BlockMove, SamplingParams
 from engine.worker.weights.int8_weight import Weight
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Operators(Protocol):
         self,
         logits: Tensor,
         rows: Sequence[int],
-        samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
         points: Sequence[float],
     ) -> list[int]:
         """One id for each of `rows`: temperature, min-p, top-k, top-p, then the id at `point`.
@@ -254,7 +254,7 @@ class WeightSource(Protocol):
     ) -> Tensor:
         """The tensor in the worker's dtype, or some rows and columns of it; None: all.
 
-        `shape` is the whole tensor's; raises `RefusedToStart` if missing or misshapen.
+        `shape` is the whole tensor's; raises `StartupError` if missing or misshapen.
         """
         ...
 
@@ -309,7 +309,7 @@ class StageModel(Protocol):
 class ModelFamily(Protocol):
     """How one architecture is read and built; made as `Family(config)` from `config.json`.
 
-    Both steps raise `RefusedToStart` naming the field or tensor that they cannot serve.
+    Both steps raise `StartupError` naming the field or tensor that they cannot serve.
     """
 
     @property

@@ -18,7 +18,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import Sampling, WorkerSettings
+from engine.step import SamplingParams, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
 
@@ -172,6 +172,8 @@ async def read(engine: Engine, ask: RequestSpec) -> int:
 def make_asks(count: int, output_len: int) -> list[RequestSpec]:
     rng = Random(0)
     return [
-        RequestSpec(tuple(rng.choices(range(4096), k=32)), output_len, Sampling(temperature=0))
+        RequestSpec(
+            tuple(rng.choices(range(4096), k=32)), output_len, SamplingParams(temperature=0)
+        )
         for _ in range(count)
     ]

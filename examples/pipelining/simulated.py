@@ -51,7 +51,7 @@ class Pipeline:
             self.busy += stages * seconds
             at = max(at, done)
         self.ended = at
-        draws = sum(entry.draw is not None for entry in step.entries)
+        draws = sum(entry.sample is not None for entry in step.entries)
         future: asyncio.Future[StepResult] = loop.create_future()
         result = StepResult(step.step_id, (0,) * draws, at - loop.time())
         loop.call_at(at, future.set_result, result)

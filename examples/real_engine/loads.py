@@ -35,7 +35,7 @@ class Call(Arrival):
     tenant: str = ""
     ttft_deadline: float | None = None
 
-    def ask(self, index: int) -> RequestSpec:
+    def spec(self, index: int) -> RequestSpec:
         return RequestSpec(
             self.prompt(index),
             self.output_len,

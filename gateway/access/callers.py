@@ -116,7 +116,7 @@ class RequestLog(NullObserver):
         reason = finish.value if finish else abort.value if abort else request.state.value
         logger.info(
             "%s prompt_len=%d produced=%d ttft=%s jct=%s reason=%s",
-            request.ask.label or request.request_id,
+            request.spec.label or request.request_id,
             request.prompt_len,
             request.produced,
             _since(request, request.first_token_at),

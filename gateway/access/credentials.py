@@ -33,7 +33,7 @@ class Credentials:
 
 
 def load_credentials(settings: "Settings") -> Credentials:
-    """Read the files that the settings name; raises `RefusedToStart`."""
+    """Read the files that the settings name; raises `StartupError`."""
     allowance = Allowance(
         settings.requests_per_minute, settings.tokens_per_minute, settings.max_concurrent
     )

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.errors import InvalidApiKey
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 class Keys:
     """The keys that clients must show; without any, everybody may come in.
 
-    Raises `RefusedToStart` when a key or the file is wrong.
+    Raises `StartupError` when a key or the file is wrong.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Keys:
         """Read the file again; one that is wrong changes nothing. One log line either way."""
         try:
             self._keys = self._read()
-        except RefusedToStart as refusal:
+        except StartupError as refusal:
             logger.error("the keys stay as they were: %s", refusal)
         else:
             logger.info("keys=%d", len(self._keys))
@@ -169,23 +169,23 @@ def _from_file(path: Path, default: Allowance) -> list[Key]:
         found = msgspec.convert(tables, dict[str, _Table])
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RefusedToStart(f"cannot read the key file {path}: {reason}") from None
+        raise StartupError(f"cannot read the key file {path}: {reason}") from None
     except tomllib.TOMLDecodeError as error:
-        raise RefusedToStart(f"the key file {path} is not TOML: {error}") from None
+        raise StartupError(f"the key file {path} is not TOML: {error}") from None
     except msgspec.ValidationError as error:
-        raise RefusedToStart(f"the key file {path}: {error}") from None
+        raise StartupError(f"the key file {path}: {error}") from None
     if not found:
-        raise RefusedToStart(f"the key file {path} has no keys, which would let everybody in")
+        raise StartupError(f"the key file {path} has no keys, which would let everybody in")
     return [_from_table(path, name, table, default) for name, table in found.items()]
 
 
 def _from_table(path: Path, name: str, table: _Table, default: Allowance) -> Key:
     hashes = list(_several(table.key_sha256))
     if wrong := next((each for each in hashes if not _SHA256.fullmatch(each)), None):
-        raise RefusedToStart(f"the key file {path}: [{name}] key_sha256 {wrong[:80]!r} is not hex")
+        raise StartupError(f"the key file {path}: [{name}] key_sha256 {wrong[:80]!r} is not hex")
     texts = list(_several(table.key))
     if not name or not (texts or hashes) or not all(texts):
-        raise RefusedToStart(f"the key file {path}: [{name}] needs a key that is not empty")
+        raise StartupError(f"the key file {path}: [{name}] needs a key that is not empty")
     digests = (*map(_digest, texts), *map(bytes.fromhex, hashes))
 
     def limit(own: int | None, general: int) -> int:
@@ -211,8 +211,8 @@ def _check_distinct(keys: list[Key]) -> None:
     digests: set[bytes] = set()
     for key in keys:
         if key.name in names:
-            raise RefusedToStart(f"two API keys have the name {key.name!r}")
+            raise StartupError(f"two API keys have the name {key.name!r}")
         if digests.intersection(key.digests) or len(set(key.digests)) < len(key.digests):
-            raise RefusedToStart(f"the API key of {key.name!r} is there twice")
+            raise StartupError(f"the API key of {key.name!r} is there twice")
         names.add(key.name)
         digests.update(key.digests)

@@ -79,8 +79,8 @@ class Quotas(NullObserver):
 
     def _pay(self, request: "Request", num_tokens: int, now: float) -> None:
         """Only for what somebody waits for: lines of batches take from nobody."""
-        account = self._accounts.get(request.ask.tenant)
-        if account is None or request.ask.is_background:
+        account = self._accounts.get(request.spec.tenant)
+        if account is None or request.spec.is_background:
             return
         if account.allowance.tokens_per_minute:
             account.tokens.refill(account.allowance.tokens_per_minute, now)

@@ -103,7 +103,7 @@ class ChoiceStream:
     def _begin(self, logprobs: "Sequence[TokenLogprobs]") -> None:
         """The prompt, where it is told; the first token has no probability."""
         self._has_begun = True
-        told, ids = self._ear.told, self._tokens.ask.prompt
+        told, ids = self._ear.told, self._tokens.spec.prompt
         if told.token_ids or told.prompt_logprobs is not None:
             known = () if told.prompt_logprobs is None else (None, *logprobs)
             self._beside.append(PromptReport(ids, known))

@@ -62,7 +62,7 @@ class ChoiceGroup:
     def _check_together(self, all_asks: Sequence[RequestSpec]) -> None:
         """Refuse for good what no empty queue could take, and not as if it were full."""
         try:
-            self._service.engine.check_together([len(ask.prompt) for ask in all_asks])
+            self._service.engine.check_group([len(ask.prompt) for ask in all_asks])
         except InvalidRequest as error:
             order = self._order
             param = "n" if order.num_choices > 1 else order.param

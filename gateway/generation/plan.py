@@ -15,7 +15,7 @@ from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
 
 if TYPE_CHECKING:
-    from engine.step import Sampling
+    from engine.step import SamplingParams
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt, TokenizedPrompts
     from gateway.service import Service
@@ -38,7 +38,7 @@ class GenerationPlan:
 
     caller: "Caller"
     read: Callable[[], Awaitable["TokenizedPrompts"]]
-    sampling: "Sampling"
+    sampling: "SamplingParams"
     limits: LengthLimits
     end_ids: frozenset[int]
     stops: tuple[str, ...]

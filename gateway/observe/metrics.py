@@ -84,7 +84,7 @@ class Metrics(NullObserver):
         self._last_tokens[iteration.step.step_id] = [
             request.last_token_at
             for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
-            if entry.draw is not None
+            if entry.sample is not None
         ]
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ class RecordingFile:
 
 @contextlib.contextmanager
 def recording(path: Path, header: RecordingHeader) -> Iterator[EventRecorder]:
-    """An observer that writes to `path` until the block is left; raises `RefusedToStart`."""
+    """An observer that writes to `path` until the block is left; raises `StartupError`."""
     try:
         file = path.open("w", encoding="utf-8")
         file.write(header.line() + "\n")
     except OSError as error:
-        raise RefusedToStart(f"cannot write the recording {path}: {error.strerror}") from error
+        raise StartupError(f"cannot write the recording {path}: {error.strerror}") from error
     record = RecordingFile(file, path)
     try:
         yield EventRecorder(record.put, header.block_size)

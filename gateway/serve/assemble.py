@@ -29,7 +29,7 @@ from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.cost.model import LiveCost
 from engine.cost.profiler import Bounds
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
@@ -110,7 +110,7 @@ class ControlPlane(NamedTuple):
 
 
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
-    """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
+    """Serve until told to stop. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, progress, announce))
 
@@ -201,7 +201,7 @@ def _launcher(settings: Settings, worker: str) -> Launcher | None:
     try:
         launcher = _by_name(LAUNCHERS[settings.launcher])
     except ModuleNotFoundError as error:
-        raise RefusedToStart(
+        raise StartupError(
             f"--launcher {settings.launcher} needs pip install podway[{settings.launcher}]: {error}"
         ) from error
     return cast("Launcher", launcher(worker, settings.ray_address, max(1, settings.threads)))

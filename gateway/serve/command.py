@@ -46,7 +46,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop. Raises `RefusedToStart`, and `KeyboardInterrupt` after Ctrl-C."""
+    """Serve until told to stop. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
     said = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in said.items() if value is not None})
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import uvicorn
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.serve.connection import Connection, ConnectionBounds
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ FLUSH_SECONDS = 5  # for the last bytes, after the last answer
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; raises `RefusedToStart`. Port 0: any free one."""
+    """A bound socket that does not listen yet; raises `StartupError`. Port 0: any free one."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
-        raise RefusedToStart(f"cannot listen on {host}: {error.strerror}") from error
+        raise StartupError(f"cannot listen on {host}: {error.strerror}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise RefusedToStart(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
 
 

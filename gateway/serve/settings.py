@@ -27,7 +27,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.policy import POLICIES
 from gateway.serve.options import PREFIX, Option, allowed, as_option
 from gateway.serve.options import option as _option
@@ -344,12 +344,12 @@ def load(flags: Mapping[str, str | bool]) -> Settings:
     """The settings of this run; `flags` holds what the command line said, unparsed but for
     switches.
 
-    Raises `RefusedToStart` with one line when anything is wrong.
+    Raises `StartupError` with one line when anything is wrong.
     """
     try:
         return Settings(**flags)  # type: ignore[arg-type] # pydantic parses them
     except ValidationError as error:
-        raise RefusedToStart(_one_line(error, flags)) from None
+        raise StartupError(_one_line(error, flags)) from None
 
 
 def _files(config: object) -> list[Path]:
@@ -363,9 +363,9 @@ def _read(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RefusedToStart(f"cannot read the settings file {path}: {reason}") from None
+        raise StartupError(f"cannot read the settings file {path}: {reason}") from None
     except tomllib.TOMLDecodeError as error:
-        raise RefusedToStart(f"the settings file {path} is not TOML: {error}") from None
+        raise StartupError(f"the settings file {path} is not TOML: {error}") from None
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 

@@ -4,7 +4,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 class Certificate:
     """What the server shows to its clients. `context` stays the same through reloads.
 
-    Raises `RefusedToStart` when the files are not a certificate and its key.
+    Raises `StartupError` when the files are not a certificate and its key.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
@@ -25,7 +25,7 @@ class Certificate:
         try:
             _context(*self._files)  # a pair that does not fit would spoil the one in use
             self.context.load_cert_chain(*self._files)
-        except RefusedToStart as refusal:
+        except StartupError as refusal:
             logger.error("the certificate stays as it was: %s", refusal)
         else:
             logger.info("certificate=%s", self._files[0])
@@ -38,9 +38,9 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, password=_refuse_to_ask)
     except ssl.SSLError as error:
         reason = error.reason or "they are not PEM"
-        raise RefusedToStart(f"cannot use {certificate} with {key} for TLS: {reason}") from error
+        raise StartupError(f"cannot use {certificate} with {key} for TLS: {reason}") from error
     except OSError as error:
-        raise RefusedToStart(
+        raise StartupError(
             f"cannot read {certificate} and {key} for TLS: {error.strerror}"
         ) from error
     return context
@@ -48,4 +48,4 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 def _refuse_to_ask() -> str:
     """A server has nobody to ask for a passphrase."""
-    raise RefusedToStart("the TLS key has a passphrase; give a key without one")
+    raise StartupError("the TLS key has a passphrase; give a key without one")

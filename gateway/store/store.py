@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
@@ -46,11 +46,11 @@ def open_store(
 
 
 def open_named(path: Path, limits: FileLimits) -> Store:
-    """The store in the file that somebody asked for, or `RefusedToStart`."""
+    """The store in the file that somebody asked for, or `StartupError`."""
     try:
         return open_store(path, limits)
     except StoreFailed as error:
-        raise RefusedToStart(str(error)) from error
+        raise StartupError(str(error)) from error
 
 
 def open_or_forget(path: Path, limits: FileLimits) -> Store:

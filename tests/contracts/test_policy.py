@@ -60,7 +60,7 @@ def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy)
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live.keys()
         some = random.sample(order, len(order) // 2)
-        assert len(policy.next_turns(some, now)) == len(some)
+        assert len(policy.next_scheduled_times(some, now)) == len(some)
     for request in list(live.values()):
         policy.leave(request, now)
     assert list(policy.order(now)) == []
@@ -89,7 +89,7 @@ def test_everybody_is_served_in_full_and_the_same_way_twice(
         scheduler = a_scheduler(make(name), num_slots=64, max_batch_size=3, admission=admission)
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
-        assert all(request.produced == request.ask.max_tokens for request in requests)
+        assert all(request.produced == request.spec.max_tokens for request in requests)
         return [(request.last_token_at, request.num_preemptions) for request in requests]
 
     assert run() == run()

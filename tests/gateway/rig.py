@@ -145,7 +145,7 @@ class ScoringExecutor(SimulatedExecutor):
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         answer = super().submit(step)
-        draws = [entry.draw for entry in step.entries if entry.draw is not None]
+        draws = [entry.sample for entry in step.entries if entry.sample is not None]
         targets = [entry.prompt_logprobs for entry in step.entries]
         if not any(targets) and all(draw.logprobs is None for draw in draws):
             return answer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.step import Draw, Sampling
+from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.gpu import TorchGpu
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchProducts
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits, prepare_environment
@@ -129,8 +129,8 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
         3 * np.random.default_rng(1).standard_normal((40, vocab)).astype(np.float32)
     )
     asked = [
-        Draw(
-            Sampling(
+        SampleSpec(
+            SamplingParams(
                 temperature=(0.0, 0.7, 1.2)[row % 3],
                 top_p=(1.0, 0.9)[row % 2],
                 top_k=(0, 50, 5000)[row // 2 % 3],

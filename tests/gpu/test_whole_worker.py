@@ -25,7 +25,7 @@ from engine.loop import Engine
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from tests.checkpoints import VARIANTS, make_model
@@ -180,7 +180,7 @@ async def test_who_leaves_leaves_nothing_behind(
     engine = Engine(scheduler, executor, now, lookahead=lookahead)
     running = asyncio.create_task(engine.run())
     asks = [
-        RequestSpec(tuple(tokens_of(9 + 13 * number, number)), 24, Sampling(temperature=0.0))
+        RequestSpec(tuple(tokens_of(9 + 13 * number, number)), 24, SamplingParams(temperature=0.0))
         for number in range(8)
     ]
     answers = await asyncio.gather(
@@ -208,7 +208,7 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     ledger = KVLedger(14, report.block_size, report.num_host_blocks)
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     asks = [
-        RequestSpec(tuple(tokens_of(20 + 9 * number, number)), 40, Sampling(temperature=0.0))
+        RequestSpec(tuple(tokens_of(20 + 9 * number, number)), 40, SamplingParams(temperature=0.0))
         for number in range(6)
     ]
     requests = [scheduler.add(ask, 0.0) for ask in asks]
@@ -220,4 +220,4 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
         scheduler.commit(iteration, pair.worker.run(iteration.step), now)
         ledger.check()
     assert sum(request.num_swaps for request in requests) > 0
-    assert all(pair.shortfall(one.ask.prompt, one.output) <= 1 for one in requests)
+    assert all(pair.shortfall(one.spec.prompt, one.output) <= 1 for one in requests)

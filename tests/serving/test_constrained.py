@@ -14,10 +14,10 @@ import pytest
 
 import adapters
 from adapters.tokenizers import load_token_table
-from engine.errors import NothingAllowed
+from engine.errors import NoAllowedToken
 from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
-from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
+from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
 from tests.inline import Heard, play
 
@@ -53,7 +53,7 @@ def an_ask(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> Re
     ends = frozenset({table.special["<|im_end|>"], table.special["<|endoftext|>"]})
     fields: dict[str, Any] = {"end_ids": ends, "max_tokens": 80} | changes
     prompt = tuple(table.encode(f"Write number {seed}, please."))
-    return RequestSpec(prompt, sampling=Sampling(seed=seed), grammar=grammar, **fields)
+    return RequestSpec(prompt, sampling=SamplingParams(seed=seed), grammar=grammar, **fields)
 
 
 def text_of(table: TokenTable, heard: Heard) -> str:
@@ -77,7 +77,7 @@ def test_what_finishes_matches(worker: Worker, table: TokenTable) -> None:
 
 def mixed(table: TokenTable) -> list[RequestSpec]:
     free = replace(an_ask(table, JSON, 90, max_tokens=30), grammar=None)
-    greedy = replace(an_ask(table, JSON, 91), sampling=Sampling(temperature=0.0))
+    greedy = replace(an_ask(table, JSON, 91), sampling=SamplingParams(temperature=0.0))
     late_end = an_ask(table, MATCHES, 92, min_tokens=3)
     long = [an_ask(table, LONG, seed) for seed in (93, 94)]
     return [an_ask(table, JSON, 1), free, an_ask(table, MATCHES, 2), greedy, late_end, *long]
@@ -144,7 +144,7 @@ def test_a_stop_token_of_the_caller_comes_when_the_output_is_complete(
 
 def test_penalties_and_bias_act_within_the_grammar(worker: Worker, table: TokenTable) -> None:
     (comma,) = table.encode(",")
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=1.2, top_p=0.9, presence_penalty=1.0, logit_bias=((comma, 100.0),), seed=4
     )
     (one,) = play(worker, [replace(an_ask(table, JSON, 4), sampling=sampling)])
@@ -166,7 +166,7 @@ def test_a_grammar_that_the_worker_cannot_use_fails_its_request_only(
 ) -> None:
     asks = [an_ask(table, Grammar(GrammarKind.REGEX, "("), 1), an_ask(table, MATCHES, 2)]
     failed, good = play(worker, asks)
-    assert isinstance(failed.error, NothingAllowed)
+    assert isinstance(failed.error, NoAllowedToken)
     assert "its grammar" in str(failed.error)
     assert good.tokens == play(worker, asks[1:])[0].tokens
 
@@ -174,5 +174,5 @@ def test_a_grammar_that_the_worker_cannot_use_fails_its_request_only(
 def test_a_model_without_end_tokens_is_told_at_the_end(worker: Worker, table: TokenTable) -> None:
     ask = an_ask(table, Grammar(GrammarKind.CHOICE, '["yes"]'), 1, end_ids=frozenset())
     (one,) = play(worker, [ask])
-    assert isinstance(one.error, NothingAllowed)
+    assert isinstance(one.error, NoAllowedToken)
     assert text_of(table, one) == "yes"

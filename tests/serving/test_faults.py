@@ -3,17 +3,17 @@
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.errors import NothingAllowed, RowFailed
+from engine.errors import NoAllowedToken, RowFailed
 from engine.request import FinishReason, RequestSpec
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
 
 VOCAB, BAD = 97, 90  # the embedding of BAD is no number
-GREEDY = Sampling(temperature=0.0)
-NO_BAD = Sampling(temperature=0.0, logit_bias=((BAD, -100.0),))
+GREEDY = SamplingParams(temperature=0.0)
+NO_BAD = SamplingParams(temperature=0.0, logit_bias=((BAD, -100.0),))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_row_that_is_no_number_fails_alone(worker: Worker) -> None:
 
 
 def test_a_row_may_fail_late(worker: Worker) -> None:
-    leads_there = Sampling(temperature=0.0, logit_bias=((BAD, 100.0),))
+    leads_there = SamplingParams(temperature=0.0, logit_bias=((BAD, 100.0),))
     first, failed = play(worker, [good(3), RequestSpec((5, 6), 6, leads_there)])
     assert failed.tokens == [BAD]
     assert isinstance(failed.error, RowFailed)
@@ -51,7 +51,7 @@ def test_a_request_that_bans_every_token_is_told_so(worker: Worker) -> None:
     everything = frozenset(range(VOCAB))
     banning = RequestSpec((1, 2), 6, GREEDY, end_ids=everything, min_tokens=2)
     first, failed = play(worker, [good(3), banning])
-    assert isinstance(failed.error, NothingAllowed)
+    assert isinstance(failed.error, NoAllowedToken)
     assert "banned" in str(failed.error)
     assert len(first.tokens) == 6
 

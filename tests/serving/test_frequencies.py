@@ -14,7 +14,7 @@ import transformers
 from numpy.typing import NDArray
 
 from engine.request import RequestSpec
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import load_worker
@@ -74,26 +74,26 @@ Repetition = transformers.RepetitionPenaltyLogitsProcessor
 @pytest.mark.parametrize(
     ("sampling", "processors"),
     [
-        (Sampling(), ()),
-        (Sampling(temperature=0.6), (Temperature(0.6),)),
-        (Sampling(temperature=1.8), (Temperature(1.8),)),
-        (Sampling(top_p=0.8), (TopP(0.8),)),
-        (Sampling(top_k=7), (TopK(7),)),
-        (Sampling(min_p=0.05), (MinP(0.05),)),
-        (Sampling(repetition_penalty=1.7), (Repetition(1.7),)),
+        (SamplingParams(), ()),
+        (SamplingParams(temperature=0.6), (Temperature(0.6),)),
+        (SamplingParams(temperature=1.8), (Temperature(1.8),)),
+        (SamplingParams(top_p=0.8), (TopP(0.8),)),
+        (SamplingParams(top_k=7), (TopK(7),)),
+        (SamplingParams(min_p=0.05), (MinP(0.05),)),
+        (SamplingParams(repetition_penalty=1.7), (Repetition(1.7),)),
         (
-            Sampling(temperature=1.4, top_k=30, top_p=0.9),
+            SamplingParams(temperature=1.4, top_k=30, top_p=0.9),
             (Temperature(1.4), TopK(30), TopP(0.9)),
         ),
         (
-            Sampling(temperature=0.9, min_p=0.01, repetition_penalty=0.7),
+            SamplingParams(temperature=0.9, min_p=0.01, repetition_penalty=0.7),
             (Repetition(0.7), Temperature(0.9), MinP(0.01)),
         ),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else None,
 )
 def test_frequencies_are_those_of_transformers(
-    pair: Pair, sampling: Sampling, processors: tuple[Any, ...]
+    pair: Pair, sampling: SamplingParams, processors: tuple[Any, ...]
 ) -> None:
     counts = np.zeros(VOCAB)
     for token in drawn(pair, PROMPT, sampling, 1):
@@ -104,7 +104,7 @@ def test_frequencies_are_those_of_transformers(
 def test_presence_and_frequency_penalties_shift_what_comes_second(pair: Pair) -> None:
     """OpenAI's formula on transformers' logits (transformers has no such processor)."""
     presence, frequency = 1.5, 0.8
-    sampling = Sampling(
+    sampling = SamplingParams(
         presence_penalty=presence, frequency_penalty=frequency, logit_bias=((9, 100.0),)
     )
     second = np.zeros(VOCAB)
@@ -121,7 +121,7 @@ def test_presence_and_frequency_penalties_shift_what_comes_second(pair: Pair) ->
 
 
 def drawn(
-    pair: Pair, prompt: tuple[int, ...], sampling: Sampling, max_tokens: int
+    pair: Pair, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int
 ) -> list[list[int]]:
     """The tokens of `COUNT` requests that differ in their seeds."""
     asks = [RequestSpec(prompt, max_tokens, replace(sampling, seed=seed)) for seed in range(COUNT)]

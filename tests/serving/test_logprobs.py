@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.request import RequestSpec
-from engine.step import Sampling, TokenLogprobs
+from engine.step import SamplingParams, TokenLogprobs
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.logits_output import SLICE_BYTES
 from tests.checkpoints import make_checkpoint, make_model
@@ -21,8 +21,10 @@ from tests.engine.worker.process.driving import load_worker
 from tests.inline import Heard, play
 
 TOLERANCE = 1e-4
-GREEDY = Sampling(temperature=0.0)
-HOT = Sampling(temperature=1.3, top_p=0.9, logit_bias=((5, 3.0),), presence_penalty=1.0, seed=3)
+GREEDY = SamplingParams(temperature=0.0)
+HOT = SamplingParams(
+    temperature=1.3, top_p=0.9, logit_bias=((5, 3.0),), presence_penalty=1.0, seed=3
+)
 
 
 class Pair(NamedTuple):
@@ -45,7 +47,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(make_model(variant), load_worker(directory, attention="cpu"))
 
 
-def an_ask(length: int, seed: int, sampling: Sampling = GREEDY, max_tokens: int = 8) -> RequestSpec:
+def an_ask(
+    length: int, seed: int, sampling: SamplingParams = GREEDY, max_tokens: int = 8
+) -> RequestSpec:
     rng = Random(seed)
     prompt = tuple(rng.randrange(97) for _ in range(length))
     return RequestSpec(prompt, max_tokens, sampling, logprobs=seed % 6, prompt_logprobs=seed % 4)
@@ -77,7 +81,7 @@ def assert_one(expected: Tensor, token: int, found: TokenLogprobs, top: int) -> 
 
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_one_request_whole_or_in_chunks(pair: Pair, chunk: int, sampling: Sampling) -> None:
+def test_one_request_whole_or_in_chunks(pair: Pair, chunk: int, sampling: SamplingParams) -> None:
     ask = an_ask(23, 3, sampling)
     (heard,) = play(pair.worker, [ask], max_batch_tokens=chunk, max_batch_size=1)
     assert_told(pair, ask, heard)

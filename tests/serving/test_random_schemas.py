@@ -14,7 +14,7 @@ import adapters
 from adapters.tokenizers import load_token_table
 from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
-from engine.step import Grammar, GrammarKind, Sampling, WorkerSettings
+from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
 from examples.schema_corpus.random_schemas import random_schemas
 from tests.checkpoints import make_checkpoint
@@ -42,7 +42,7 @@ def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[Reques
         RequestSpec(
             prompt=tuple(table.encode(f"Number {number}: ")),
             max_tokens=150,
-            sampling=Sampling(temperature=1.0, seed=number),
+            sampling=SamplingParams(temperature=1.0, seed=number),
             end_ids=frozenset({table.special["<|im_end|>"]}),
             grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
         )

@@ -19,7 +19,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
 from engine.request import RequestSpec
-from engine.step import Sampling, WorkerSettings
+from engine.step import SamplingParams, WorkerSettings
 from engine.stream import TokenStream
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from tests.survival.workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, Poison
@@ -97,7 +97,7 @@ def an_ask(number: int) -> RequestSpec:
     """Prompts of 1 to 60 tokens that share beginnings, answers of 5 to 60."""
     prompt = (*[100 + at % 7 for at in range(1 + 11 * number % 60)], number)
     penalty = 0.5 if number % 3 == 0 else 0.0
-    sampling = Sampling(seed=number, presence_penalty=penalty)
+    sampling = SamplingParams(seed=number, presence_penalty=penalty)
     return RequestSpec(prompt, 5 + 17 * number % 56, sampling)
 
 

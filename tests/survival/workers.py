@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from engine.errors import RefusedToStart, WorkerLost
+from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -65,7 +65,7 @@ class DigestWorker(LoneWorker):
         `refuse` in it makes every load a refusal."""
         directory = Path(settings.model)
         if (directory / "refuse").exists():
-            raise RefusedToStart("there is no memory for the weights")
+            raise StartupError("there is no memory for the weights")
         if (directory / "die").exists():
             (directory / "die").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -78,18 +78,18 @@ class DigestWorker(LoneWorker):
         for token in layout.token_ids.tolist():
             _swallow(token)
         self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
-        tokens = tuple([self._draw(entry) for entry in step.entries if entry.draw is not None])
+        tokens = tuple([self._draw(entry) for entry in step.entries if entry.sample is not None])
         self._held.keep(step, tokens, ())
         return StepResult(step.step_id, tokens, seconds=1e-4)
 
     def _draw(self, entry: StepEntry) -> int:
-        assert entry.draw is not None, "asked for"
+        assert entry.sample is not None, "asked for"
         blocks = np.frombuffer(entry.blocks, dtype="<i4").tolist()
         context = [
             self._slots[blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
             for position in range(entry.start + len(entry.tokens))
         ]
-        told = f"{entry.draw.sampling.seed} {context} {entry.draw.output}"
+        told = f"{entry.sample.sampling.seed} {context} {entry.sample.output}"
         return int.from_bytes(blake2b(told.encode(), digest_size=4).digest(), "big") % 900
 
 

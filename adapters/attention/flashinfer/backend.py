@@ -16,7 +16,7 @@ from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.rows import ApplyRope, RowWriter
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import RaggedLayout
 from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
@@ -36,10 +36,10 @@ class FlashInferAttention:
         team: ThreadPool,
         library: Library | None = None,
     ) -> None:
-        """Raises `RefusedToStart` if the shape, the machine or a limit does not suit."""
+        """Raises `StartupError` if the shape, the machine or a limit does not suit."""
         if library is None:
             if reason := self.why_not(spec, cache.keys[0].dtype, cache.block_size):
-                raise RefusedToStart(f"attention 'flashinfer' cannot be used: {reason}")
+                raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
             library = FlashInfer(cache.keys[0].device)
         assert spec.limits is not None, "attention on a GPU is made for limits"
         group = spec.num_heads // spec.num_kv_heads

@@ -17,7 +17,7 @@ from adapters.attention.flashinfer.ports import (
     CudaEvent,
     MixedWrapper,
 )
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 LAYOUT = "NHD"  # pages of [tokens, heads, dim]
 KERNELS = "fa2"  # tensor cores everywhere, and one module for prompts and decodes
@@ -27,11 +27,11 @@ class FlashInfer:
     """The library on one GPU, which is the current device of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `RefusedToStart` with one line if FlashInfer cannot be imported."""
+        """Raises `StartupError` with one line if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
-            raise RefusedToStart(f"flashinfer cannot be imported: {error}") from error
+            raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self._mixed = package.BatchPrefillWithPagedKVCacheWrapper
         self._captured = package.BatchDecodeWithPagedKVCacheWrapper
         self._turn = cast(

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.attention.flashinfer.launches import Geometry
 from adapters.attention.flashinfer.ports import CapturedBuffers, CapturedWrapper, Library
 from adapters.attention.flashinfer.tables import TableSizes
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.ports import StepLimits
 
 MIB = 1 << 20
@@ -28,10 +28,10 @@ SLACK = 256  # bytes, for what alignment takes
 
 
 def check_limits(limits: StepLimits, page_size: int, group: int) -> TableSizes:
-    """The sizes of tables; raises `RefusedToStart` naming the limits that are too large."""
+    """The sizes of tables; raises `StartupError` naming the limits that are too large."""
     sizes = TableSizes.of(limits, page_size)
     if 4 * sizes.pages > MOST_TABLE_BYTES:
-        raise RefusedToStart(
+        raise StartupError(
             f"max_batch_size={limits.max_requests} requests of "
             f"max_model_len={limits.max_model_len} tokens in blocks of block_size={page_size} need "
             f"page tables of {4 * sizes.pages // MIB:,} MiB; attention on a GPU takes at most "
@@ -40,7 +40,7 @@ def check_limits(limits: StepLimits, page_size: int, group: int) -> TableSizes:
     tiles = sizes.tokens * group // SMALLEST_TILE + sizes.requests + MOST_PARTS
     cuts = 12 * tiles + 4 * (sizes.tokens + sizes.requests) + SLACK
     if cuts > OWN_INT_BYTES:
-        raise RefusedToStart(
+        raise StartupError(
             f"max_batch_tokens={limits.max_tokens} and max_batch_size={limits.max_requests} need "
             f"plans of {cuts:,} bytes; attention on a GPU takes at most {OWN_INT_BYTES:,}"
         )
@@ -63,14 +63,14 @@ class Workspaces:
     def __init__(
         self, library: Library, geometry: Geometry, sizes: TableSizes, limits: StepLimits
     ) -> None:
-        """Raises `RefusedToStart` naming the limit that needs too much."""
+        """Raises `StartupError` naming the limit that needs too much."""
         self._library = library
         self.indices = library.on_device(sizes.pages, torch.int32)
         parts, cuts = self._captured_bytes(geometry, sizes.requests)
         spec = geometry.spec
         parts = max(parts, eager_bytes(library.num_processors, spec.num_heads, spec.head_dim))
         if parts > MOST_BYTES:
-            raise RefusedToStart(
+            raise StartupError(
                 f"max_batch_size={limits.max_requests} needs {parts // MIB:,} MiB for attention to "
                 f"work in; it takes at most {MOST_BYTES // MIB:,}"
             )

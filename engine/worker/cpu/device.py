@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.int8 import FASTEST, Int8Operators, StoredOperators
@@ -71,20 +71,20 @@ class CpuDevice:
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
         self.kv_dtype = choose("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
-            raise RefusedToStart("kv_dtype 'float16' needs a CPU with F16C")
+            raise StartupError("kv_dtype 'float16' needs a CPU with F16C")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         if settings.weights not in WEIGHTS:
             known = ", ".join(WEIGHTS)
-            raise RefusedToStart(
+            raise StartupError(
                 f"weights {settings.weights!r} is not supported on cpu; known: {known}"
             )
         if self._is_plain and settings.weights == "int8":
-            raise RefusedToStart(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
+            raise StartupError(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
         self._suits = self._chosen(settings.weights, suits)
         self.rounds = self._suits is PreferredFormat.ROUNDED
         is_float = self._suits is PreferredFormat.FLOATS
         self.weights = "float32" if is_float else f"int8 ({FASTEST.name})"
-        neighbours = settings.placement.num_neighbours
+        neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
         self._team = NativeThreadPool(self.threads, settings.thread_wait)
@@ -152,7 +152,7 @@ class CpuDevice:
         shared with the other workers of the machine."""
         available = available_bytes()
         usual = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
-        usual //= self._settings.placement.num_neighbours
+        usual //= self._settings.placement.num_local_workers
         return Room(available, usual, available, is_shared=True)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.worker.cpu.build import kernel
 from engine.worker.cpu.kernels import elementwise as kernels
 from engine.worker.cpu.kernels import sampling as drawing
@@ -246,7 +246,7 @@ class NativeOperators:
         self,
         logits: Tensor,
         rows: Sequence[int],
-        samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
         points: Sequence[float],
     ) -> list[int]:
         integers = np.array(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.memory import fitting, measure
@@ -93,7 +93,7 @@ class CudaDevice:
 
     @classmethod
     def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CudaDevice":
-        """Raises `RefusedToStart` where the worker's number is beyond the GPUs there are."""
+        """Raises `StartupError` where the worker's number is beyond the GPUs there are."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
@@ -186,24 +186,24 @@ class CudaDevice:
 
 
 def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredFormat) -> str:
-    """The format of linear layers; raises `RefusedToStart` for what this GPU does not compute."""
+    """The format of linear layers; raises `StartupError` for what this GPU does not compute."""
     own = str(dtype).removeprefix("torch.")
     if asked == "auto" and suits is not PreferredFormat.FLOATS:
         return "int8" if suits is PreferredFormat.ROUNDED else STORED
     if asked in ("auto", own):
         return own
     if asked not in ("int8", "fp8"):
-        raise RefusedToStart(
+        raise StartupError(
             f"weights {asked!r} is not supported on cuda with dtype {own}; known: {own}, int8, fp8"
         )
     if asked == "fp8" and gpu.capability < FP8_BY_ROW:
         major, minor = gpu.capability
-        raise RefusedToStart(
+        raise StartupError(
             f"weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
             f"{gpu.model} has {major}.{minor}; int8 runs there"
         )
     if asked == "fp8" and dtype is not torch.bfloat16:
-        raise RefusedToStart(f"weights 'fp8' needs dtype bfloat16, not {own}")
+        raise StartupError(f"weights 'fp8' needs dtype bfloat16, not {own}")
     return asked
 
 
@@ -214,7 +214,7 @@ def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:
-    """Run each once; raises `RefusedToStart` naming the one that cannot be compiled or run."""
+    """Run each once; raises `StartupError` naming the one that cannot be compiled or run."""
     progress("kernels", 0, len(runs))
     for done, (name, run) in enumerate(runs.items(), 1):
         try:
@@ -223,7 +223,7 @@ def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> Non
             raise
         except (RuntimeError, OSError) as error:
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise RefusedToStart(f"kernels for {name} cannot be compiled or run: {line}") from error
+            raise StartupError(f"kernels for {name} cannot be compiled or run: {line}") from error
         progress("kernels", done, len(runs))
 
 
@@ -234,13 +234,13 @@ def _unheard(what: str, done: int, total: int) -> None:
 def gpu_index(device: str, placement: Placement, count: int) -> int:
     """Which of `count` GPUs a worker takes: its own, one after the other from the named one on.
 
-    Raises `RefusedToStart` where there are fewer than workers on this machine.
+    Raises `StartupError` where there are fewer than workers on this machine.
     """
     first = int(device.partition(":")[2] or 0)
-    if first + placement.num_neighbours > count:
+    if first + placement.num_local_workers > count:
         named = f" from {device} on" if first else ""
-        raise RefusedToStart(
-            f"{placement.num_neighbours} workers of this machine need a GPU each{named}, but "
+        raise StartupError(
+            f"{placement.num_local_workers} workers of this machine need a GPU each{named}, but "
             f"{count} are visible"
         )
-    return first + placement.neighbour
+    return first + placement.local_index

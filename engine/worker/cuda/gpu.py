@@ -71,7 +71,7 @@ class Gpu(Protocol):
         ...
 
     def carrier(self, dtype: torch.dtype) -> Carrier:
-        """The way of tensors between GPUs; raises `RefusedToStart` where there is none."""
+        """The way of tensors between GPUs; raises `StartupError` where there is none."""
         ...
 
     def streams(self) -> Streams:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
 
 GRAPHS_BYTES = (
@@ -45,7 +45,7 @@ def fitting(gpu: Gpu) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RefusedToStart(
+        raise StartupError(
             f"the largest step does not fit on {gpu.place} ({gpu.model}): {before // MIB:,} of "
             f"{gpu.total_bytes // MIB:,} MiB hold weights; lower --max-batch-tokens or "
             "--max-batch-size, or share the model among more GPUs"
@@ -53,7 +53,7 @@ def fitting(gpu: Gpu) -> Iterator[None]:
 
 
 def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> MemoryBudget:
-    """Run the largest step and see what is left; raises `RefusedToStart` where nothing is."""
+    """Run the largest step and see what is left; raises `StartupError` where nothing is."""
     gpu.give_back()
     gpu.forget_peak()
     before = gpu.held_bytes()
@@ -63,7 +63,7 @@ def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> Memor
     gpu.give_back()
     budget = MemoryBudget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
     if budget.left <= 0:
-        raise RefusedToStart(
+        raise StartupError(
             f"no memory is left for KV on {gpu.place} ({gpu.model}): {budget}; raise "
             "--gpu-memory-utilization, lower --max-batch-tokens or share the model among more GPUs"
         )

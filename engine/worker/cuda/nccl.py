@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, distributed
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.data_plane import HIDDEN_TAG, Group
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class NcclCarrier:
 
     @classmethod
     def open(cls, place: torch.device, dtype: torch.dtype) -> "NcclCarrier":
-        """Raises `RefusedToStart` where torch has no NCCL."""
+        """Raises `StartupError` where torch has no NCCL."""
         if not distributed.is_nccl_available():
-            raise RefusedToStart(
+            raise StartupError(
                 f"several workers on GPUs need NCCL, which torch {torch.__version__} lacks"
             )
         return cls(place, dtype)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from engine.errors import RefusedToStart, WorkerLost
+from engine.errors import StartupError, WorkerLost
 from engine.step import Placement, StepId
 
 JOINING = timedelta(minutes=30)  # the slowest worker may take so much longer to read its weights
@@ -156,7 +156,7 @@ class DataPlane:
             )
             return cls(placement, store, carrier)
         except (RuntimeError, WorkerLost) as error:
-            raise RefusedToStart(
+            raise StartupError(
                 f"cannot meet the other workers at {placement.rendezvous}: {_shortly(error)}"
             ) from error
 

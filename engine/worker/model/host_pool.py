@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import BlockMove, Direction, WorkerSettings
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
-    """How many host blocks `host_kv_bytes` hold; raises `RefusedToStart` if none or too many."""
+    """How many host blocks `host_kv_bytes` hold; raises `StartupError` if none or too many."""
     asked = settings.host_kv_bytes
     if asked == 0:
         return 0
     if asked < block_bytes:
-        raise RefusedToStart(
+        raise StartupError(
             f"host_kv_bytes={asked} is less than one block of {settings.block_size} slots "
             f"({block_bytes} bytes)"
         )
     if asked > available:
-        raise RefusedToStart(
+        raise StartupError(
             f"host_kv_bytes={asked} for swapped KV, but {available} bytes of memory are available"
         )
     return asked // block_bytes

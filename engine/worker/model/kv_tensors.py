@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.device import Room
 from engine.worker.ports import ModelShape
@@ -100,14 +100,14 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: 
 def choose_num_blocks(
     settings: WorkerSettings, block_bytes: int, max_model_len: int, room: Room
 ) -> int:
-    """How many blocks to make; raises `RefusedToStart` when none fit or more than fit are asked.
+    """How many blocks to make; raises `StartupError` when none fit or more than fit are asked.
 
     Without an order it is what the device usually gives, but never more than `max_batch_size`
     requests of full length can use.
     """
     size = settings.block_size
     if size < 1:
-        raise RefusedToStart(f"block_size must be at least 1, not {size}")
+        raise StartupError(f"block_size must be at least 1, not {size}")
     if settings.kv_slots:
         blocks, asked = settings.kv_slots // size, f"kv_slots={settings.kv_slots}"
     elif settings.kv_bytes:
@@ -117,11 +117,9 @@ def choose_num_blocks(
         blocks = min(room.usual // block_bytes, enough)
         asked = f"{room.usual} bytes of memory for KV"
     if blocks < 1:
-        raise RefusedToStart(
-            f"{asked} is less than one block of {size} slots ({block_bytes} bytes)"
-        )
+        raise StartupError(f"{asked} is less than one block of {size} slots ({block_bytes} bytes)")
     if blocks * block_bytes > room.most:
-        raise RefusedToStart(
+        raise StartupError(
             f"{asked} needs {blocks * block_bytes} bytes for KV, but {room.most} are available"
         )
     return blocks

@@ -1,6 +1,6 @@
 """The tokens that this worker sampled last, for entries planned before anybody else knew them.
 
-An entry whose token is `HELD_TOKEN` goes on from the token of an earlier step. The steps are run
+An entry whose token is `LAST_TOKEN` goes on from the token of an earlier step. The steps are run
 in order, so by then it is here. Where that step failed, or the entry in it, the loop will drop
 whatever comes of it; a stand-in keeps batch mates from harm.
 """
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.step import HELD_TOKEN, Fault, RequestId, Step, StepEntry, StepId
+from engine.step import LAST_TOKEN, Fault, RequestId, Step, StepEntry, StepId
 from engine.worker.model.layout import RaggedLayout
 
 STAND_IN = 0
@@ -23,7 +23,7 @@ class LastTokens:
 
     def open(self, step: Step) -> None:
         """The step is about to run: until `keep` it has stand-ins for all that it samples."""
-        draws = [entry.request_id for entry in step.entries if entry.draw is not None]
+        draws = [entry.request_id for entry in step.entries if entry.sample is not None]
         self._steps.append((step.step_id, dict.fromkeys(draws, STAND_IN)))
 
     def complete(self, step: Step, layout: RaggedLayout) -> Step:
@@ -57,13 +57,13 @@ class LastTokens:
                 held.update(zip(held, tokens, strict=True))
 
     def _completed(self, entry: StepEntry) -> StepEntry:
-        if entry.tokens[0] != HELD_TOKEN:
+        if entry.tokens[0] != LAST_TOKEN:
             return entry
         token = self._token(entry.request_id)
-        draw = entry.draw
+        draw = entry.sample
         if draw is not None and draw.reads_output:
             draw = draw._replace(output=(*draw.output, token))
-        return entry._replace(tokens=(token,), draw=draw)
+        return entry._replace(tokens=(token,), sample=draw)
 
     def _token(self, request_id: RequestId) -> int:
         for _, held in list(self._steps)[-2::-1]:  # the last is the step that asks

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import HELD_TOKEN, Step, StepEntry
+from engine.step import LAST_TOKEN, Step, StepEntry
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -35,7 +35,7 @@ class RaggedLayout:
     """
 
     token_ids: Int64s  # [T], 0 in `held_rows` until they are filled in
-    held_rows: Int64s  # [H], rows of `HELD_TOKEN` in the order of the entries
+    held_rows: Int64s  # [H], rows of `LAST_TOKEN` in the order of the entries
     positions: Int64s  # [T]
     slots: Int64s  # [T], page * block_size + offset
     qo_indptr: Int32s  # [N + 1]
@@ -160,7 +160,7 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     num_pages = -(-kv_len // size)
 
     token_ids = np.array(list(chain.from_iterable(tokens)), dtype=np.int64)
-    held_rows = np.flatnonzero(token_ids == HELD_TOKEN)
+    held_rows = np.flatnonzero(token_ids == LAST_TOKEN)
     token_ids[held_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
     kv_indices = _blocks(entries, num_pages)
@@ -175,7 +175,7 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     _check("block ids", kv_indices, limits.num_blocks)
     page_at, offset = np.divmod(positions, size)
     last_rows = qo_indptr[1:].astype(np.int64) - 1
-    draws = [entry.draw is not None for entry in entries]
+    draws = [entry.sample is not None for entry in entries]
     return RaggedLayout(
         token_ids=token_ids,
         held_rows=held_rows,

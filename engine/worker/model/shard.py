@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement
 from engine.worker.ports import ModelShape
 
@@ -51,7 +51,7 @@ class Shard:
 
     @classmethod
     def of(cls, shape: ModelShape, placement: Placement, add_up: AddUp | None) -> Self:
-        """The share of a placement; raises `RefusedToStart` where the model cannot be cut so."""
+        """The share of a placement; raises `StartupError` where the model cannot be cut so."""
         span = layer_spans(shape, placement.num_stages)[placement.stage]
         shard = cls(shape, span, placement.rank, placement.num_ranks, add_up)
         shard._check()
@@ -106,23 +106,21 @@ class Shard:
         ranks, shape = self.num_ranks, self.shape
         for what, size in (("attention heads", shape.num_heads), ("MLP columns", shape.inner_size)):
             if size % ranks:
-                raise RefusedToStart(f"{size} {what} cannot be shared evenly by {ranks} ranks")
+                raise StartupError(f"{size} {what} cannot be shared evenly by {ranks} ranks")
         count = shape.num_kv_heads
         if count % ranks and ranks % count:
-            raise RefusedToStart(
-                f"{count} key-value heads cannot be shared evenly by {ranks} ranks"
-            )
+            raise StartupError(f"{count} key-value heads cannot be shared evenly by {ranks} ranks")
 
 
 def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
     """Which layers each stage holds, so that the busiest stage has as little as can be.
 
     What counts is weights read per iteration: a layer's own, and on the last stage the head's.
-    The embedding is a lookup and counts nothing. Raises `RefusedToStart` for too many stages.
+    The embedding is a lookup and counts nothing. Raises `StartupError` for too many stages.
     """
     layers = shape.num_layers
     if num_stages > layers:
-        raise RefusedToStart(f"{layers} layers cannot be shared by {num_stages} stages")
+        raise StartupError(f"{layers} layers cannot be shared by {num_stages} stages")
     if num_stages == 1:
         return [range(layers)]
     before = num_stages - 1

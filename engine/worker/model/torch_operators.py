@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.worker.ports import Argmax, Linear, Norm
 from engine.worker.sampling.filters import pick, probabilities
 from engine.worker.weights.int8_weight import Weight, dequantize
@@ -105,7 +105,7 @@ class TorchOperators:
         self,
         logits: Tensor,
         rows: Sequence[int],
-        samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
         points: Sequence[float],
     ) -> list[int]:
         found = []

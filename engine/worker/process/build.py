@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.device import Device, LaunchesSteps, Progress, Room, Whole, open_device
 from engine.worker.model.data_plane import DataPlane
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
     if settings.max_model_len > shape.max_positions:
-        raise RefusedToStart(
+        raise StartupError(
             f"max_model_len={settings.max_model_len} is beyond the checkpoint's "
             f"{shape.max_positions} positions"
         )
@@ -94,7 +94,7 @@ def _choose_attention(
 ) -> tuple[str, MakesAttention]:
     """The first of the device's backends that serves the model, and its name.
 
-    Raises `RefusedToStart` with the reason of the last, if none does.
+    Raises `StartupError` with the reason of the last, if none does.
     """
     *_, last = device.attentions
     for name in device.attentions:
@@ -105,7 +105,7 @@ def _choose_attention(
             return name, cast(MakesAttention, makes)
         if name != last:
             logger.warning("attention %s cannot be used: %s", name, reason)
-    raise RefusedToStart(f"attention {last!r} cannot be used: {reason}")
+    raise StartupError(f"attention {last!r} cannot be used: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     """Read the checkpoint, join the other workers, make room for KV.
 
     `progress` hears (what, done, total); `device` is the one of the settings unless given. Raises
-    `RefusedToStart` with one readable line.
+    `StartupError` with one readable line.
     """
     checkpoint = Checkpoint.open(settings.model)
     device = device or open_device(settings, checkpoint.suits)

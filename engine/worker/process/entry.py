@@ -25,7 +25,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
-from engine.errors import RefusedToStart, WorkerLost
+from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
     FrameReader,
@@ -166,7 +166,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         parent.send(frame(WorkerLoaded(worker.report)))
     except ConnectionError:
         raise
-    except RefusedToStart as refusal:
+    except StartupError as refusal:
         parent.send(frame(LoadRefused(one_line(str(refusal)))))
         return 1
     except Exception as error:
@@ -178,7 +178,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     learned: Learned = SimpleQueue()
     placement = settings.placement
     answers = ResultSender(
-        parent.send, learned.put, answers=placement.answers, traces=settings.traces
+        parent.send, learned.put, answers=placement.returns_results, traces=settings.traces
     )
     for order in orders(parent, worker, learned):
         answers.put(order, launch(worker, order.step))

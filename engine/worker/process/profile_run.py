@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.step import (
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+    WorkerSettings,
+)
 from engine.worker.device import Device
 from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -14,7 +22,7 @@ from engine.worker.model.shard import Shard
 from engine.worker.model.stage import Stage
 from engine.worker.sampling.sampler import Draws
 
-HARDEST = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+HARDEST = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class ProfileRun:
                 return
             logits = stage.head(stage.read(layout, hidden))
             if logits is not None:
-                draws = [entry.draw for entry in step.entries if entry.draw is not None]
+                draws = [entry.sample for entry in step.entries if entry.sample is not None]
                 self.sampler.draw(logits, draws, range(len(draws)))
 
     @property
@@ -62,7 +70,7 @@ class ProfileRun:
         count = self._tokens_each
         blocks = np.arange(-(-count // self.settings.block_size), dtype="<i4").tobytes()
         entries = (
-            StepEntry(RequestId(request), 0, (0,) * count, blocks, Draw(HARDEST))
+            StepEntry(RequestId(request), 0, (0,) * count, blocks, SampleSpec(HARDEST))
             for request in range(self._num_requests)
         )
         return Step(StepId(-3), tuple(entries))

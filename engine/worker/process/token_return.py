@@ -9,7 +9,7 @@ the loop must have had it, so that neither side ever waits without need.
 from collections import deque
 from collections.abc import Sequence
 
-from engine.step import HELD_TOKEN, Placement, RequestId, Step, StepId
+from engine.step import LAST_TOKEN, Placement, RequestId, Step, StepId
 from engine.worker.model.data_plane import DataPlane
 from engine.worker.model.last_tokens import LastTokens
 
@@ -22,9 +22,9 @@ class TokenReturn:
     ) -> None:
         self._plane = plane if lookahead else None
         self._held = held
-        self._is_drawer = placement.answers
+        self._is_drawer = placement.returns_results
         self._peers = [rank for rank in range(placement.num_ranks) if rank != placement.index]
-        self._reads = placement.stage == 0 and not placement.answers
+        self._reads = placement.stage == 0 and not placement.returns_results
         self._drawer = placement.num_workers - placement.num_ranks
         self._most = placement.num_stages
         self._due: deque[tuple[StepId, frozenset[RequestId]]] = deque()
@@ -34,12 +34,12 @@ class TokenReturn:
         """The step is about to run: fetch the tokens that it goes on from."""
         if self._plane is None:
             return
-        drawn = frozenset(entry.request_id for entry in step.entries if entry.draw is not None)
+        drawn = frozenset(entry.request_id for entry in step.entries if entry.sample is not None)
         if self._is_drawer:
             self._owed = step if drawn else None
         if not self._reads:
             return
-        wanted = {entry.request_id for entry in step.entries if entry.tokens[0] == HELD_TOKEN}
+        wanted = {entry.request_id for entry in step.entries if entry.tokens[0] == LAST_TOKEN}
         while self._due and (
             len(self._due) > self._most or any(wanted & drawn for _, drawn in self._due)
         ):
@@ -54,6 +54,6 @@ class TokenReturn:
         step, self._owed = self._owed, None
         if step is None or self._plane is None:
             return
-        num_draws = sum(entry.draw is not None for entry in step.entries)
+        num_draws = sum(entry.sample is not None for entry in step.entries)
         stand_ins = [0] * (num_draws - len(tokens))
         self._plane.send_tokens(step.step_id, [*tokens, *stand_ins], self._peers)

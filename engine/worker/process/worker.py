@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart, StepFailed, WorkerLost
+from engine.errors import StartupError, StepFailed, WorkerLost
 from engine.step import (
-    Draw,
     Fault,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -67,7 +67,7 @@ class Worker:
         worker = cls(parts)
         parts.constraints.wait_until_open()
         if faults := worker._warm_up():
-            raise RefusedToStart(f"{settings.model} cannot be served: {faults[0].line}")
+            raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker
 
     def learn(self, step: Step) -> None:
@@ -205,6 +205,8 @@ class Worker:
         size = min(self._limits.block_size, self._limits.max_positions)
         block = bytes(4)
         for step_id, start, count in ((-2, 0, max(1, size - 1)), (-1, size - 1, 1)):
-            entry = StepEntry(RequestId(0), start, (0,) * count, block, Draw(Sampling()))
+            entry = StepEntry(
+                RequestId(0), start, (0,) * count, block, SampleSpec(SamplingParams())
+            )
             faults += self.run(Step(StepId(step_id), (entry,))).faults
         return faults

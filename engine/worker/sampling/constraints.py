@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from engine.errors import EngineError
 from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
-from engine.step import Draw, Grammar, RequestId, Step
+from engine.step import Grammar, RequestId, SampleSpec, Step
 from engine.worker.sampling.sampler import Masks, RowFault
 
 MASK_THREADS = 2
@@ -38,7 +38,7 @@ class _MatcherPosition:
         self.matcher = matcher
         self.seen: tuple[int, ...] = ()
 
-    def is_for(self, draw: Draw) -> bool:
+    def is_for(self, draw: SampleSpec) -> bool:
         return self.grammar == draw.grammar and draw.output[: len(self.seen)] == self.seen
 
     def mask(self, output: tuple[int, ...]) -> Mask:
@@ -52,7 +52,7 @@ class _MaskJob(NamedTuple):
 
     row: int
     request_id: RequestId
-    draw: Draw
+    draw: SampleSpec
     compiled: "Future[Matcher] | None"
     mask: "Future[Mask] | None"
 
@@ -93,7 +93,9 @@ class Constraints:
 
     def begin(self, step: Step) -> MaskRequest:
         """Start on the masks of a step whose tokens are all known."""
-        draws = [(entry.request_id, entry.draw) for entry in step.entries if entry.draw is not None]
+        draws = [
+            (entry.request_id, entry.sample) for entry in step.entries if entry.sample is not None
+        ]
         rows = [
             self._want(row, request_id, draw)
             for row, (request_id, draw) in enumerate(draws)
@@ -120,10 +122,10 @@ class Constraints:
                 allowed[one.row] = self._mask(one)
             except (GrammarError, EngineError) as error:
                 line = f"its grammar: {error}"
-                faults[one.row] = RowFault(line, is_asked_for=isinstance(error, GrammarError))
+                faults[one.row] = RowFault(line, is_caller_error=isinstance(error, GrammarError))
         return Masks(allowed, faults, frozenset(late))
 
-    def _want(self, row: int, request_id: RequestId, draw: Draw) -> _MaskJob:
+    def _want(self, row: int, request_id: RequestId, draw: SampleSpec) -> _MaskJob:
         place = self._places.pop(request_id, None)
         if place is None or not place.is_for(draw):
             assert draw.grammar is not None, "only constrained rows are wanted"

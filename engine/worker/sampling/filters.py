@@ -3,14 +3,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import Sampling
+from engine.step import SamplingParams
 
 Floats = NDArray[np.float32]
 
 _RUN = 512  # ids per partial sum of the cumulative distribution
 
 
-def probabilities(logits: Floats, sampling: Sampling) -> Floats:
+def probabilities(logits: Floats, sampling: SamplingParams) -> Floats:
     """Unnormalised probabilities `[vocab]` after temperature and filters; the largest is 1.
 
     min-p keeps ids of at least `min_p` times the largest; top-k the k largest and their equals;

@@ -50,7 +50,7 @@ class OutputReader:
         """`hidden` are those of the layout's sampled rows, then of its scored rows."""
         num_draws = len(layout.sampled_rows)
         drawn, late_rows = self._draw(step, layout, hidden[:num_draws], wanted)
-        entries = [at for at, entry in enumerate(step.entries) if entry.draw is not None]
+        entries = [at for at, entry in enumerate(step.entries) if entry.sample is not None]
         faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
         late = tuple(entries[row] for row in late_rows)
         if not len(layout.scored_rows):
@@ -75,7 +75,7 @@ class OutputReader:
         """What was drawn, and the rows that have to be drawn again."""
         if not len(hidden):
             return SampledToken(()), frozenset()
-        draws = [entry.draw for entry in step.entries if entry.draw is not None]
+        draws = [entry.sample for entry in step.entries if entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
@@ -100,7 +100,7 @@ class OutputReader:
 
 def fault_of(entry: int, fault: RowFault) -> Fault:
     """What is wrong with a row, said of its entry."""
-    return Fault(entry, str(fault), fault.is_asked_for)
+    return Fault(entry, str(fault), fault.is_caller_error)
 
 
 def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import Draw
+from engine.step import SampleSpec
 from engine.worker.sampling.filters import Floats
 
 Ids = tuple[int, ...]
@@ -24,7 +24,7 @@ class Places(NamedTuple):
     ids: Int64s
 
 
-def process(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+def process(values: Floats, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
     """Apply the draws to these rows of `[rows, vocab]`, in place; all ids are in range."""
     _bias(values, rows, draws)
     banned = places_of(rows, [draw.banned for draw in draws])
@@ -33,7 +33,7 @@ def process(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     _presence_and_frequency(values, rows, draws)
 
 
-def strangers(draws: Sequence[Draw], vocab_size: int) -> dict[int, str]:
+def strangers(draws: Sequence[SampleSpec], vocab_size: int) -> dict[int, str]:
     """By place in `draws`, the first field that holds an id outside the vocabulary."""
     found: dict[int, str] = {}
     for name, read in ID_FIELDS.items():
@@ -44,17 +44,17 @@ def strangers(draws: Sequence[Draw], vocab_size: int) -> dict[int, str]:
     return found
 
 
-def biased(draw: Draw) -> Ids:
+def biased(draw: SampleSpec) -> Ids:
     """The ids of its bias, in order."""
     return tuple([token for token, _ in draw.sampling.logit_bias])
 
 
-ID_FIELDS: dict[str, Callable[[Draw], Ids]] = {
+ID_FIELDS: dict[str, Callable[[SampleSpec], Ids]] = {
     "logit_bias": biased,
     "banned": lambda draw: draw.banned,
     "prompt": lambda draw: draw.prompt,
     "output": lambda draw: draw.output,
-    "ends": lambda draw: draw.ends,
+    "end_ids": lambda draw: draw.end_ids,
 }
 
 
@@ -78,14 +78,14 @@ def _of_rows(values: Floats, rows: Sequence[int], numbers: Sequence[float]) -> F
     return table
 
 
-def _bias(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+def _bias(values: Floats, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
     if any(draw.sampling.logit_bias for draw in draws):
         amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
         places = places_of(rows, [biased(draw) for draw in draws])
         np.add.at(values, places, np.array(amounts, dtype=np.float32))
 
 
-def _repetition(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+def _repetition(values: Floats, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
     """Over prompt and output: positive logits are divided, others multiplied."""
     penalties = [draw.sampling.repetition_penalty for draw in draws]
     if all(penalty == 1.0 for penalty in penalties):
@@ -100,7 +100,9 @@ def _repetition(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> N
     values[places] = np.where(found > 0, found / penalty, found * penalty)
 
 
-def _presence_and_frequency(values: Floats, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+def _presence_and_frequency(
+    values: Floats, rows: Sequence[int], draws: Sequence[SampleSpec]
+) -> None:
     """Over the output: a fixed amount for each token that is there, and one per occurrence."""
     presence = [draw.sampling.presence_penalty for draw in draws]
     frequency = [draw.sampling.frequency_penalty for draw in draws]

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.grammar import Mask
-from engine.step import Draw, TokenLogprobs
+from engine.step import SampleSpec, TokenLogprobs
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats
 from engine.worker.sampling.logits_processors import process, strangers
@@ -32,11 +32,11 @@ _COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
 
 
 class RowFault(Exception):
-    """Nothing can be drawn from a row; `is_asked_for` if the request's own demands are why."""
+    """Nothing can be drawn from a row; `is_caller_error` if the request's own demands are why."""
 
-    def __init__(self, line: str, *, is_asked_for: bool = False) -> None:
+    def __init__(self, line: str, *, is_caller_error: bool = False) -> None:
         super().__init__(line)
-        self.is_asked_for = is_asked_for
+        self.is_caller_error = is_caller_error
 
 
 class Masks(NamedTuple):
@@ -74,18 +74,18 @@ def uniform(seed: int, position: int) -> float:
     return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def is_plain(draw: Draw) -> bool:
+def is_plain(draw: SampleSpec) -> bool:
     """Whether nothing is done to its logits."""
     sampling = draw.sampling
     return not (draw.banned or draw.grammar or sampling.logit_bias or sampling.reads_output)
 
 
-def is_greedy(draw: Draw) -> bool:
+def is_greedy(draw: SampleSpec) -> bool:
     """Whether the likeliest id is taken."""
     return draw.sampling.temperature < _COLDEST
 
 
-def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
+def constrain(logits: Floats, mask: Mask, draw: SampleSpec) -> SampleSpec:
     """Leave what the grammar allows of one row, in place; the draw, less bans that would end it.
 
     End tokens are allowed when the grammar accepts the output. (One that is text to the grammar
@@ -94,14 +94,14 @@ def constrain(logits: Floats, mask: Mask, draw: Draw) -> Draw:
     bits = np.frombuffer(mask.bits, dtype=np.uint8)
     most = _MOST.take(bits, axis=0).reshape(-1)[: len(logits)]
     if mask.accepts:
-        most[list(draw.ends)] = np.inf
+        most[list(draw.end_ids)] = np.inf
     np.minimum(logits, most, out=logits)
     if most.max() < 0:
-        raise RowFault("its grammar allows no token here", is_asked_for=True)
+        raise RowFault("its grammar allows no token here", is_caller_error=True)
     if draw.banned and mask.accepts:
         most[list(draw.banned)] = -np.inf
         if most.max() < 0:
-            return draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
+            return draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
     return draw
 
 
@@ -114,7 +114,7 @@ class Draws(Protocol):
     def draw(
         self,
         logits: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> SampledToken:
@@ -135,7 +135,7 @@ class Sampler:
     def draw(
         self,
         logits: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> SampledToken:
@@ -163,7 +163,7 @@ class Sampler:
     def _work_on(
         self,
         logits: Tensor,
-        draws: dict[int, Draw],
+        draws: dict[int, SampleSpec],
         masks: Masks,
         tokens: list[int],
         faults: dict[int, RowFault],
@@ -171,7 +171,7 @@ class Sampler:
         """Process these rows in place; their largest ids, and what is wrong with some of them."""
         values: Floats = logits.numpy(force=True)
         faults.update(foreign(draws, self.vocab_size))
-        left: dict[int, Draw] = {}
+        left: dict[int, SampleSpec] = {}
         for row, draw in draws.items():
             mask = masks.allowed.get(row)
             try:
@@ -193,15 +193,15 @@ def blemish() -> RowFault:
 
 def nothing_left() -> RowFault:
     """The fault of a row of which everything is forbidden."""
-    return RowFault("no token is left to draw: every one is banned", is_asked_for=True)
+    return RowFault("no token is left to draw: every one is banned", is_caller_error=True)
 
 
-def foreign(draws: Mapping[int, Draw], vocab_size: int) -> dict[int, RowFault]:
+def foreign(draws: Mapping[int, SampleSpec], vocab_size: int) -> dict[int, RowFault]:
     """A fault for each row whose draw names an id that there is not."""
     rows = list(draws)
     return {
         rows[place]: RowFault(
-            f"{name} holds an id outside the vocabulary of {vocab_size}", is_asked_for=True
+            f"{name} holds an id outside the vocabulary of {vocab_size}", is_caller_error=True
         )
         for place, name in strangers(list(draws.values()), vocab_size).items()
     }
@@ -216,7 +216,7 @@ def _blemishes(largest: Tensor) -> dict[int, RowFault]:
 
 
 def _tell(
-    untouched: Tensor, draws: Sequence[Draw], tokens: Sequence[int]
+    untouched: Tensor, draws: Sequence[SampleSpec], tokens: Sequence[int]
 ) -> tuple[TokenLogprobs | None, ...]:
     """Log-probabilities for the draws that ask, whose logits are the rows of `untouched`."""
     asking = [

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.model.shard import Shard
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
@@ -37,10 +37,10 @@ def load_by_name(path: str) -> object:
 
 
 def load_from_table(table_path: str, what: str, name: str) -> object:
-    """The entry `name` of a table; raises `RefusedToStart` with what there is."""
+    """The entry `name` of a table; raises `StartupError` with what there is."""
     table = cast(Mapping[str, str], load_by_name(table_path))
     if name not in table:
-        raise RefusedToStart(f"{what} {name!r} is not supported; known: {', '.join(table)}")
+        raise StartupError(f"{what} {name!r} is not supported; known: {', '.join(table)}")
     return load_by_name(table[name])
 
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str) -> "Checkpoint":
-        """Find a directory or hub id; raises `RefusedToStart`."""
+        """Find a directory or hub id; raises `StartupError`."""
         resolve = cast(
             Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
         )
@@ -93,7 +93,7 @@ class Checkpoint:
         config = read_config(directory)
         names = config.get("architectures")
         if not isinstance(names, list) or len(names) != 1:
-            raise RefusedToStart(f"config.json: architectures is {names!r}, expected one name")
+            raise StartupError(f"config.json: architectures is {names!r}, expected one name")
         reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
@@ -108,7 +108,7 @@ class Checkpoint:
     def open_weights(
         self, dtype: torch.dtype, progress: Callable[[str, int, int], None]
     ) -> Weights | RandomWeights:
-        """Its tensors in this dtype; raises `RefusedToStart`."""
+        """Its tensors in this dtype; raises `StartupError`."""
         if self.stored is None:
             return RandomWeights(dtype, progress)
         return Weights(self.stored, dtype, progress)
@@ -116,7 +116,7 @@ class Checkpoint:
     def survey(self, weights: Weights | RandomWeights, shard: Shard) -> int:
         """Look at names and shapes of all tensors, also of those that other shards take.
 
-        Returns the number of parameters of the whole model. Raises `RefusedToStart`.
+        Returns the number of parameters of the whole model. Raises `StartupError`.
         """
         whole, own = weights.outline(), weights.outline()
         self.family.build(whole, Shard.whole(shard.shape), _NoOperators())

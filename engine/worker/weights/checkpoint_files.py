@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights.int8_weight import Int8Weight, Weight
 from engine.worker.weights.mappings import drop_pages
 
@@ -46,7 +46,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there; raises `RefusedToStart` if its type cannot be read."""
+        """Of a tensor that is there; raises `StartupError` if its type cannot be read."""
         ...
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
@@ -59,7 +59,7 @@ class CheckpointFiles(Protocol):
 
 
 def shards_of(directory: Path) -> dict[str, Path]:
-    """Names of all tensors and the file each is in; raises `RefusedToStart`."""
+    """Names of all tensors and the file each is in; raises `StartupError`."""
     index = directory / INDEX
     if index.exists():
         return _read_index(index)
@@ -72,7 +72,7 @@ def shards_of(directory: Path) -> dict[str, Path]:
             p.name for p in directory.glob("*.pth")
         )
         found = f", only {others[0]}" if others else ""
-        raise RefusedToStart(
+        raise StartupError(
             f"{directory} has no *.safetensors file{found}; weights are read from safetensors only"
         )
     return {name: path for path in files for name in _names(path)}
@@ -83,11 +83,11 @@ def _read_index(index: Path) -> dict[str, Path]:
         names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         shards = {name: index.parent / Path(file).name for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefusedToStart(f"{index} is not an index of safetensors: {error!r}") from error
+        raise StartupError(f"{index} is not an index of safetensors: {error!r}") from error
     for path in sorted(set(shards.values())):
         missing = {name for name, at in shards.items() if at == path} - _names(path)
         if missing:
-            raise RefusedToStart(f"tensor {min(missing)} is in {index.name} but not in {path.name}")
+            raise StartupError(f"tensor {min(missing)} is in {index.name} but not in {path.name}")
     return shards
 
 
@@ -96,7 +96,7 @@ def _names(path: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
-        raise RefusedToStart(f"cannot read {path}: {error}") from error
+        raise StartupError(f"cannot read {path}: {error}") from error
 
 
 class SafetensorsHeader(Protocol):
@@ -132,7 +132,7 @@ class SafetensorsFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         header = self.header(name)
         if header.get_dtype() not in FLOATS:
-            raise RefusedToStart(f"tensor {name} is {header.get_dtype()}, which is not supported")
+            raise StartupError(f"tensor {name} is {header.get_dtype()}, which is not supported")
         return tuple(header.get_shape())
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
@@ -162,7 +162,7 @@ class QuantizedFiles(SafetensorsFiles):
         shape = tuple(self.header(name).get_shape())
         scales = tuple(self._scales(name).get_shape())
         if scales not in ((shape[0],), (shape[0], 1)):
-            raise RefusedToStart(
+            raise StartupError(
                 f"tensor {name}{SCALE} has shape {list(scales)}, expected {[shape[0], 1]}"
             )
         return shape
@@ -183,8 +183,8 @@ class QuantizedFiles(SafetensorsFiles):
 
     def _scales(self, name: str) -> SafetensorsHeader:
         if name + SCALE not in self._shards:
-            raise RefusedToStart(f"tensor {name} is I8 without {name}{SCALE}")
+            raise StartupError(f"tensor {name} is I8 without {name}{SCALE}")
         scales = self.header(name + SCALE)
         if scales.get_dtype() not in FLOATS:
-            raise RefusedToStart(f"tensor {name}{SCALE} is {scales.get_dtype()}, not floats")
+            raise StartupError(f"tensor {name}{SCALE} is {scales.get_dtype()}, not floats")
         return scales

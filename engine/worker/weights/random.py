@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.kv_tensors import available_bytes
 from engine.worker.weights.source import Outline
 
@@ -71,7 +71,7 @@ class RandomWeights:
         rows: range | None = None,
         columns: range | None = None,
     ) -> Tensor:
-        """See `WeightSource`. Raises `RefusedToStart` where memory does not hold the tensor."""
+        """See `WeightSource`. Raises `StartupError` where memory does not hold the tensor."""
         wanted = range(shape[0]) if rows is None else rows
         if len(shape) == 1:
             whole = self._vector(name, shape[0])[wanted.start : wanted.stop]
@@ -112,7 +112,7 @@ class RandomWeights:
         first = start // CHUNK
         size = min(-(-stop // CHUNK) * CHUNK, prod(shape)) - first * CHUNK
         if 4 * size > available_bytes():
-            raise RefusedToStart(
+            raise StartupError(
                 f"tensor {name} needs {4 * size} bytes, but {available_bytes()} are available"
             )
         flat = _room(size)
@@ -128,9 +128,9 @@ class RandomWeights:
 
 
 def check_room(num_bytes: int) -> None:
-    """Raise `RefusedToStart` if memory will not hold weights of about so many bytes."""
+    """Raise `StartupError` if memory will not hold weights of about so many bytes."""
     if num_bytes > (available := available_bytes()):
-        raise RefusedToStart(
+        raise StartupError(
             f"random weights of {num_bytes / 2**30:.1f} GiB do not fit into the "
             f"{available / 2**30:.1f} GiB of memory that are available"
         )

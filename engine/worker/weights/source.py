@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights.checkpoint_files import CheckpointFiles
 from engine.worker.weights.int8_weight import Int8Weight, Weight, dequantize
 
@@ -51,12 +51,12 @@ class Weights:
         return Outline(self)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `RefusedToStart` unless the tensor is there, in this shape and a type of ours."""
+        """Raise `StartupError` unless the tensor is there, in this shape and a type of ours."""
         if name not in self.names:
-            raise RefusedToStart(f"tensor {name} is missing from the checkpoint")
+            raise StartupError(f"tensor {name} is missing from the checkpoint")
         stored = self._stored.shape(name)
         if stored != shape:
-            raise RefusedToStart(
+            raise StartupError(
                 f"tensor {name} has shape {list(stored)}, the config asks for {list(shape)}"
             )
 
@@ -86,7 +86,7 @@ class Weights:
             return weight if isinstance(weight, Int8Weight) else weight.to(self._dtype)
         weight = self._read(name, (inputs, outputs), (columns, rows))
         if isinstance(weight, Int8Weight):
-            raise RefusedToStart(f"tensor {name} is of 8 bits and [in, out], expected [out, in]")
+            raise StartupError(f"tensor {name} is of 8 bits and [in, out], expected [out, in]")
         return weight.to(self._dtype).t()
 
     def _read(self, name: str, shape: tuple[int, ...], parts: tuple[range | None, ...]) -> Weight:
@@ -178,4 +178,4 @@ class Outline:
         """Refuse if the checkpoint holds tensors that the model has no place for."""
         for name in sorted(self._weights.names - self.taken.keys()):
             if not any(fnmatch(name, pattern) for pattern in ignored):
-                raise RefusedToStart(f"tensor {name} of the checkpoint has no place in the model")
+                raise StartupError(f"tensor {name} of the checkpoint has no place in the model")

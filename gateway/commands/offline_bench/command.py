@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import uvloop
 from rich.console import Console
 
-from engine.errors import EngineError, RefusedToStart
+from engine.errors import EngineError, StartupError
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from gateway.commands.flags import Parser, ShowDefaults, above_zero, positive
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     try:
         with LoadingBars(sys.stderr) as progress:
             report = uvloop.run(measure(args, progress))
-    except RefusedToStart:
+    except StartupError:
         raise
     except EngineError as error:
         sys.stderr.write(f"podway bench: {error}\n")
@@ -128,12 +128,12 @@ def main(argv: list[str]) -> int:
 async def measure(
     args: argparse.Namespace, progress: Callable[[str, int, int], None]
 ) -> OfflineReport:
-    """One run. Raises `RefusedToStart`, and `StepFailed` or `WorkerLost` where a step fails."""
+    """One run. Raises `StartupError`, and `StepFailed` or `WorkerLost` where a step fails."""
     directory, config = open_shape(args.offline)
     load = OfflineLoad(args.batch_sizes, args.context, args.prompt_lengths)
     sizes = WeightSizes.of(config)
     if load.longest > sizes.max_positions:
-        raise RefusedToStart(
+        raise StartupError(
             f"{args.offline} has {sizes.max_positions} positions, {load.longest} were asked for"
         )
     started = os.getloadavg()[0]
@@ -185,14 +185,14 @@ async def run(
 
 
 def check_limits(limits: Mapping[str, Limit], found: WorkerReport) -> None:
-    """Raises `RefusedToStart` where nothing tells how fast the worker's numbers could be."""
+    """Raises `StartupError` where nothing tells how fast the worker's numbers could be."""
     for name in ("read", weights_of(found), found.dtype):
         if name not in limits:
-            raise RefusedToStart(f"there is no limit of {name} on {found.device}")
+            raise StartupError(f"there is no limit of {name} on {found.device}")
 
 
 def open_shape(name: str) -> tuple[Path, Mapping[str, object]]:
-    """The directory of random weights of a shape, and its config; raises `RefusedToStart`."""
+    """The directory of random weights of a shape, and its config; raises `StartupError`."""
     module = importlib.import_module(CHECKPOINTS)
     directory = cast("Path", module.resolve_checkpoint(f"random:{name}"))
     return directory, cast("Mapping[str, object]", module.read_config(directory))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import orjson
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.commands.offline_bench.roofline import Limit
 
 
 async def measure_limits(device: str, threads: int) -> Mapping[str, Limit]:
     """By name: `read` in bytes a second, formats of numbers in operations a second.
 
-    Raises `RefusedToStart` where the measurement fails.
+    Raises `StartupError` where the measurement fails.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "engine.worker.roofline", device, str(threads)),
@@ -31,7 +31,7 @@ async def measure_limits(device: str, threads: int) -> Mapping[str, Limit]:
         raise
     if process.returncode:
         said = complaints.decode(errors="replace").strip().splitlines() or ["nothing was said"]
-        raise RefusedToStart(f"the limits of {device} could not be measured: {said[-1]}")
+        raise StartupError(f"the limits of {device} could not be measured: {said[-1]}")
     return {name: Limit(*found) for name, found in orjson.loads(out).items()}
 
 
@@ -41,14 +41,14 @@ def _our_path() -> str:
 
 
 def read_limits(path: Path) -> Mapping[str, Limit]:
-    """Those of a run that `--json` wrote; raises `RefusedToStart` with the path."""
+    """Those of a run that `--json` wrote; raises `StartupError` with the path."""
     try:
         found = orjson.loads(path.read_bytes())["limits"]
         return {name: Limit(**limit) for name, limit in found.items()}
     except OSError as error:
-        raise RefusedToStart(f"cannot read {path}: {error.strerror}") from error
+        raise StartupError(f"cannot read {path}: {error.strerror}") from error
     except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
-        raise RefusedToStart(f"{path} was not written by podway bench --offline") from error
+        raise StartupError(f"{path} was not written by podway bench --offline") from error
 
 
 def best_of(one: Mapping[str, Limit], other: Mapping[str, Limit]) -> dict[str, Limit]:

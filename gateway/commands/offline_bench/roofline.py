@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerReport
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -61,7 +61,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "WeightSizes":
-        """Raises `RefusedToStart` where a field is missing."""
+        """Raises `StartupError` where a field is missing."""
         if "n_embd" in config:
             hidden, inner = _number(config, "n_embd"), config.get("n_inner")
             mlp = 2 * hidden * (inner if isinstance(inner, int) else 4 * hidden)
@@ -148,5 +148,5 @@ def _seen(length: int, window: int | None) -> int:
 def _number(config: Mapping[str, object], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int):
-        raise RefusedToStart(f"config.json: {name} is {value!r}, expected a positive integer")
+        raise StartupError(f"config.json: {name} is {value!r}, expected a positive integer")
     return value

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed
 from engine.step import (
-    HELD_TOKEN,
+    LAST_TOKEN,
     BlockMove,
     Direction,
-    Draw,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -32,7 +32,7 @@ from engine.step import (
 )
 from engine.transport.multiprocess import MultiprocessExecutor
 
-GREEDY = Draw(Sampling(temperature=0.0))
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 FEWEST, MOST = 3, 2000  # steps that are timed
 FIRST_TOKENS = 128  # of the prompt that is computed and copied
 
@@ -95,7 +95,7 @@ class Bench:
                     ]
                 )
                 if self.in_flight > 1:
-                    tokens = [HELD_TOKEN] * num_requests
+                    tokens = [LAST_TOKEN] * num_requests
 
         return await self._time(steps())
 
@@ -158,5 +158,5 @@ def _table(blocks: Sequence[int]) -> bytes:
 def _sound(result: StepResult) -> StepResult:
     """The result, if the model computed numbers."""
     if result.faults:
-        raise StepFailed(result.faults[0].line)
+        raise StepFailed(result.faults[0].message)
     return result

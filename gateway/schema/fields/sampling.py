@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
-from engine.step import Sampling
+from engine.step import SamplingParams
 from gateway.schema.decoding import check_least, check_range, shown
 from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 
@@ -64,9 +64,9 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         for name, least in LEAST.items():
             check_least(getattr(self, name, None), name, least)
 
-    def sampling(self, vocabulary: Vocabulary, seed: int) -> Sampling:
+    def sampling(self, vocabulary: Vocabulary, seed: int) -> SamplingParams:
         """How the sampler should draw; `seed` is used where the request has none."""
-        return Sampling(
+        return SamplingParams(
             temperature=self._temperature,
             top_p=self.top_p or 1.0,
             top_k=min(max(self.top_k or 0, 0), vocabulary.size),

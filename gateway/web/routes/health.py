@@ -21,7 +21,7 @@ async def health(http: "HttpRequest") -> Response:
 async def ready(http: "HttpRequest") -> Response:
     """A worker finished an iteration lately, or nobody waits for one; else `Unavailable`."""
     service = service_of(http)
-    refusal = service.engine.refusal()
+    refusal = service.engine.rejection()
     if refusal is not None:
         raise refusal
     if not service.engine.is_ready:

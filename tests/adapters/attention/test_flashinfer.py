@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from adapters.attention.flashinfer import workspace as flashinfer_workspace
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.model.layout import RaggedLayout, padded
 from engine.worker.ports import RotaryAngles, StepLimits
 from tests.adapters.attention.flashinfer_cases import Made, Paged, make
@@ -175,7 +175,7 @@ def test_what_is_beyond_eight_bits_becomes_their_largest() -> None:
     ],
 )
 def test_limits_whose_tables_are_too_large_are_named(limits: StepLimits, named: str) -> None:
-    with pytest.raises(RefusedToStart, match=named):
+    with pytest.raises(StartupError, match=named):
         make(4, 64, limits=limits)
 
 
@@ -183,5 +183,5 @@ def test_a_batch_that_needs_too_much_room_to_work_in_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flashinfer_workspace, "MOST_BYTES", 1 << 20)
-    with pytest.raises(RefusedToStart, match=r"max_batch_size=4096 needs \d+ MiB"):
+    with pytest.raises(StartupError, match=r"max_batch_size=4096 needs \d+ MiB"):
         make(4, 64, limits=StepLimits(4096, 64, 64))

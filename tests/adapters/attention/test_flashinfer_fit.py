@@ -8,7 +8,7 @@ import torch
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
 from adapters.attention.flashinfer.fit import absent, unfit
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import RUNS_ON
 from engine.worker.model.kv_tensors import KVTensors
@@ -51,7 +51,7 @@ def test_what_has_no_kernel_is_named(
     line = unfit(wrong, kv_dtype, 16)
     assert "\n" not in line
     cache = KVTensors((torch.zeros((1, 16, 2, 8), dtype=kv_dtype),), ())
-    with pytest.raises(RefusedToStart, match=f"attention 'flashinfer' cannot be used: {named}"):
+    with pytest.raises(StartupError, match=f"attention 'flashinfer' cannot be used: {named}"):
         FlashInferAttention(wrong, cache, NativeThreadPool(1))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.grammar import GrammarError
 from engine.step import Grammar
 from gateway.ports import ToolCallGrammar
@@ -55,7 +55,7 @@ def test_a_name_counts_more_than_the_template() -> None:
 
 @pytest.mark.parametrize("flag", ["tools", "reasoning"])
 def test_an_unknown_name_is_refused_with_those_that_exist(flag: str) -> None:
-    with pytest.raises(RefusedToStart, match=r"must be one of auto, none, .*not 'x'"):
+    with pytest.raises(StartupError, match=r"must be one of auto, none, .*not 'x'"):
         choose_dialect("", **{flag: "x"})
 
 

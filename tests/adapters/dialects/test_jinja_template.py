@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from adapters.dialects.jinja_template import JinjaTemplate
-from engine.errors import InvalidRequest, RefusedToStart
+from engine.errors import InvalidRequest, StartupError
 from tests.adapters.dialects import templates
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -176,5 +176,5 @@ def test_tools_choose_the_template_for_tools() -> None:
 
 
 def test_a_template_that_does_not_compile_refuses_the_start() -> None:
-    with pytest.raises(RefusedToStart, match="line 2"):
+    with pytest.raises(StartupError, match="line 2"):
         template("\n{% for x in %}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adapters.dialects import load_chat_template
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from tests.adapters.dialects import templates
 
 HI = [{"role": "user", "content": "hi"}]
@@ -81,13 +81,13 @@ def test_without_a_template_there_is_none(tmp_path: Path, config: dict[str, Any]
 )
 def test_a_broken_file_refuses_the_start(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(RefusedToStart, match=words):
+    with pytest.raises(StartupError, match=words):
         load_chat_template(tmp_path)
 
 
 def test_a_template_that_is_no_text_refuses_the_start(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(RefusedToStart, match=r"not UTF-8: .*chat_template\.jinja"):
+    with pytest.raises(StartupError, match=r"not UTF-8: .*chat_template\.jinja"):
         load_chat_template(tmp_path)
 
 
@@ -99,5 +99,5 @@ def test_an_operators_own_file_comes_before_everything(tmp_path: Path) -> None:
     found = load_chat_template(tmp_path, own)
     assert found is not None
     assert found.render(HI) == "own <s>"
-    with pytest.raises(RefusedToStart, match=r"cannot be read: .*missing\.jinja"):
+    with pytest.raises(StartupError, match=r"cannot be read: .*missing\.jinja"):
         load_chat_template(tmp_path, tmp_path / "missing.jinja")

@@ -8,7 +8,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
 from adapters.models.checkpoint import resolve_checkpoint
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.process.driving import load_worker
 from tests.gguf_files import Gguf
@@ -33,14 +33,14 @@ from tests.gguf_files import Gguf
 def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", more=more).write(path)
-    with pytest.raises(RefusedToStart, match=named):
+    with pytest.raises(StartupError, match=named):
         load_worker(path)
 
 
 def test_a_tensor_that_nobody_asks_for_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", extra={"blk.0.ffn_gate_exps.weight": torch.zeros(2, 2)}).write(path)
-    with pytest.raises(RefusedToStart, match=r"blk\.0\.ffn_gate_exps\.weight .*no place"):
+    with pytest.raises(StartupError, match=r"blk\.0\.ffn_gate_exps\.weight .*no place"):
         load_worker(path)
 
 
@@ -48,7 +48,7 @@ def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     wide = {"hidden_size": 256, "intermediate_size": 256}
     Gguf("llama", Kind.TQ2_0, changes=wide).write(path)
-    with pytest.raises(RefusedToStart, match=r"is TQ2_0, which is not supported"):
+    with pytest.raises(StartupError, match=r"is TQ2_0, which is not supported"):
         load_worker(path)
 
 
@@ -58,7 +58,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     Gguf("llama").write(path)
     content = path.read_bytes()
     path.write_bytes(content[:length])
-    with pytest.raises(RefusedToStart, match=r"model\.gguf (is not a whole GGUF|cannot be read)"):
+    with pytest.raises(StartupError, match=r"model\.gguf (is not a whole GGUF|cannot be read)"):
         Checkpoint.open(str(path))
 
 
@@ -69,13 +69,13 @@ def test_a_file_with_wrong_counts_is_refused(tmp_path: Path, place: int) -> None
     content = bytearray(path.read_bytes())
     content[place : place + 4] = b"\xff\xff\xff\x7f"
     path.write_bytes(content)
-    with pytest.raises(RefusedToStart, match=r"model\.gguf"):
+    with pytest.raises(StartupError, match=r"model\.gguf"):
         Checkpoint.open(str(path))
 
 
 def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("hello, this is some text\n" * 9)
-    with pytest.raises(RefusedToStart, match="does not begin with GGUF"):
+    with pytest.raises(StartupError, match="does not begin with GGUF"):
         Checkpoint.open(str(tmp_path / "model.gguf"))
 
 

@@ -10,7 +10,7 @@ import tokenizers
 from adapters.dialects import load_chat_template
 from adapters.models.checkpoint import end_token_ids
 from adapters.tokenizers import load_token_table, load_tokenizer
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from tests.adapters.tokenizers import families
 from tests.gguf_files import Gguf
 
@@ -128,5 +128,5 @@ def test_the_file_says_whether_a_text_begins_with_bos(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", tokenizer=families.llama_3(), more=more).write(path)
-    with pytest.raises(RefusedToStart, match=named):
+    with pytest.raises(StartupError, match=named):
         load_tokenizer(path)

@@ -11,7 +11,7 @@ from adapters.models import checkpoint
 from adapters.models.named_shapes import SHAPES
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement
 from engine.worker.model.shard import Shard
 from engine.worker.weights.checkpoint import Checkpoint
@@ -83,13 +83,13 @@ def test_a_shape_may_be_a_directory_with_a_config(tmp_path: Path) -> None:
 def test_what_is_no_shape_is_refused(tmp_path: Path, config: str | None, says: str) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(RefusedToStart, match=says):
+    with pytest.raises(StartupError, match=says):
         random_checkpoint(str(tmp_path))
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RefusedToStart, match=r"needs a cache that can be written .*XDG_CACHE_HOME"):
+    with pytest.raises(StartupError, match=r"needs a cache that can be written .*XDG_CACHE_HOME"):
         random_checkpoint("TINY", tmp_path / "file")
 
 

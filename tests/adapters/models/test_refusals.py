@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.process.worker import Worker
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
@@ -60,7 +60,7 @@ def test_a_config_that_we_cannot_serve_is_refused_by_field(
     tmp_path: Path, variant: str, changes: dict[str, Any], named: str
 ) -> None:
     edit_config(make_checkpoint(tmp_path, variant), **changes)
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         load_worker(tmp_path)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, changes: dict[str, torch.Tensor | None], named: str
 ) -> None:
     edit_weights(make_checkpoint(tmp_path), **changes)
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         load_worker(tmp_path)
     assert named in str(refused.value)
 
@@ -111,14 +111,14 @@ def test_the_older_spelling_of_rope_is_read(tmp_path: Path) -> None:
 def test_a_pickled_checkpoint_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(RefusedToStart, match=r"only pytorch_model\.bin; .*safetensors only"):
+    with pytest.raises(StartupError, match=r"only pytorch_model\.bin; .*safetensors only"):
         load_worker(tmp_path)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(RefusedToStart, match=r"cannot read .*model\.safetensors"):
+    with pytest.raises(StartupError, match=r"cannot read .*model\.safetensors"):
         load_worker(tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="20KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(RefusedToStart, match=r"cannot read .*model-00002"):
+    with pytest.raises(StartupError, match=r"cannot read .*model-00002"):
         load_worker(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_names_that_are_no_model_are_refused(
         (str(tmp_path), "has no config.json"),
         (str(tmp_path / "absent" / "far" / "away"), "neither a directory nor a hub id"),
     ):
-        with pytest.raises(RefusedToStart, match=named):
+        with pytest.raises(StartupError, match=named):
             resolve_checkpoint(name)
 
 
@@ -168,7 +168,7 @@ def test_a_hub_id_without_a_network_is_refused(
         raise lost
 
     monkeypatch.setattr("adapters.models.checkpoint.snapshot_download", download)
-    with pytest.raises(RefusedToStart, match="the hub cannot be reached"):
+    with pytest.raises(StartupError, match="the hub cannot be reached"):
         resolve_checkpoint("someone/some-model")
 
 
@@ -199,7 +199,7 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert end_token_ids(tmp_path) == (3, 4)
     (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(RefusedToStart, match=r"generation_config\.json is not JSON"):
+    with pytest.raises(StartupError, match=r"generation_config\.json is not JSON"):
         end_token_ids(tmp_path)
 
 
@@ -220,6 +220,6 @@ def test_settings_that_cannot_be_met_are_refused(
     tmp_path: Path, setting: dict[str, Any], named: str
 ) -> None:
     make_checkpoint(tmp_path)
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         Worker.load(WorkerSettings(model=str(tmp_path), **setting), lambda *_: None)
     assert named in str(refused.value)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.checkpoint_files import QuantizedFiles
 from engine.worker.weights.int8_weight import quantize
@@ -149,7 +149,7 @@ def test_every_other_scheme_is_refused_by_its_field(
         inner = inner[name]
     inner[path[-1]] = value
     write(tmp_path, scheme=scheme)
-    with pytest.raises(RefusedToStart, match=rf"quantization_config.*{path[-1]}"):
+    with pytest.raises(StartupError, match=rf"quantization_config.*{path[-1]}"):
         Checkpoint.open(str(tmp_path))
 
 
@@ -159,7 +159,7 @@ def test_integers_without_scales_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
     save_file(tensors, path)
-    with pytest.raises(RefusedToStart, match=r"k_proj\.weight is I8 without"):
+    with pytest.raises(StartupError, match=r"k_proj\.weight is I8 without"):
         load_worker(tmp_path)
 
 
@@ -169,5 +169,5 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.k_proj.weight_scale"] = torch.ones(1)
     save_file(tensors, path)
-    with pytest.raises(RefusedToStart, match=r"k_proj\.weight_scale has shape \[1\]"):
+    with pytest.raises(StartupError, match=r"k_proj\.weight_scale has shape \[1\]"):
         load_worker(tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.tokenizers import load_tokenizer
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.ports import Tokenizer
 from tests.adapters.tokenizers import families
 
@@ -122,7 +122,7 @@ def test_an_unknown_decoder_is_refused_by_name(tmp_path: Path, decoder: object) 
     data = json.loads(families.gpt_2(300).to_str())
     data["decoder"] = decoder
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(RefusedToStart, match=r"decoder .* is not supported"):
+    with pytest.raises(StartupError, match=r"decoder .* is not supported"):
         load_tokenizer(tmp_path)
 
 

@@ -13,7 +13,7 @@ from adapters.tokenizers import load_tokenizer
 from adapters.tokenizers.definition import NotRepresentable
 from adapters.tokenizers.huggingface import HuggingFaceTokenizer
 from adapters.tokenizers.patterns import BYTE_LEVEL_PATTERN, split_pattern
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from tests.adapters.tokenizers import families
 
 PRE = {
@@ -141,7 +141,7 @@ def test_a_broken_file_is_refused_in_a_sentence(
 ) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(RefusedToStart, match=words):
+    with pytest.raises(StartupError, match=words):
         load_tokenizer(tmp_path)
 
 

@@ -1,14 +1,14 @@
 """Who has a fault or is late, by hand: what a result without a token means for one of a batch."""
 
 from engine.control.scheduler import IterationScheduler
-from engine.errors import NothingAllowed, RowFailed
+from engine.errors import NoAllowedToken, RowFailed
 from engine.iteration import Iteration
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec, State
-from engine.step import Fault, Grammar, GrammarKind, Sampling, StepResult, TokenLogprobs
+from engine.step import Fault, Grammar, GrammarKind, SamplingParams, StepResult, TokenLogprobs
 from tests.turns import a_scheduler, turn
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
 
 
@@ -28,7 +28,7 @@ def planned(scheduler: IterationScheduler) -> Iteration:
 
 def commit(scheduler: IterationScheduler, iteration: Iteration, **fields: object) -> list[object]:
     """(request, token) of each delivery; all tokens are 7."""
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (7,) * draws, 0.1, **fields)  # type: ignore[arg-type]
     found = scheduler.commit(iteration, result, 1.0)
     scheduler.ledger.check()
@@ -50,8 +50,8 @@ def test_a_fault_ends_its_request_and_no_other() -> None:
 def test_a_fault_that_was_asked_for_says_so() -> None:
     scheduler = a_pair()
     iteration = planned(scheduler)
-    commit(scheduler, iteration, faults=(Fault(1, "all banned", is_asked_for=True),))
-    assert isinstance(iteration.requests[1].error, NothingAllowed)
+    commit(scheduler, iteration, faults=(Fault(1, "all banned", is_caller_error=True),))
+    assert isinstance(iteration.requests[1].error, NoAllowedToken)
     assert str(iteration.requests[1].error) == "all banned"
 
 
@@ -64,13 +64,13 @@ def test_who_is_late_computes_its_last_token_again_and_holds_nobody_up() -> None
     again = planned(scheduler)
     entry = next(entry for entry in again.step.entries if entry.request_id == 0)
     assert (entry.start, entry.tokens) == (2, (3,))
-    assert entry.draw is not None
-    assert (entry.draw.grammar, entry.draw.may_be_late) == (DIGITS, True)
+    assert entry.sample is not None
+    assert (entry.sample.grammar, entry.sample.may_be_late) == (DIGITS, True)
     assert sorted(map(str, commit(scheduler, again))) == ["(0, 7)", "(1, 7)"]
     assert (late.output, other.output) == ([7], [7, 7])
     (entry,) = planned(scheduler).step.entries
-    assert entry.draw is not None
-    assert (entry.draw.output, entry.draw.may_be_late) == ((7,), False)
+    assert entry.sample is not None
+    assert (entry.sample.output, entry.sample.may_be_late) == ((7,), False)
 
 
 def test_who_may_be_late_is_not_planned_ahead_of_its_token() -> None:

@@ -15,7 +15,7 @@ from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import HELD_TOKEN, Sampling, StepResult
+from engine.step import LAST_TOKEN, SamplingParams, StepResult
 from tests.turns import GREEDY, HAND, a_scheduler, an_ask
 
 END = 9
@@ -23,7 +23,7 @@ END = 9
 
 def commit(scheduler: IterationScheduler, iteration: Iteration, token: int = 5) -> list[int]:
     """Settle an iteration of which every draw yields `token`; who got one."""
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (token,) * draws, 0.01)
     told = [delivery.request.request_id for delivery in scheduler.commit(iteration, result, 0.0)]
     scheduler.ledger.check()
@@ -56,8 +56,8 @@ def two_in_flight(
 def test_the_next_iteration_goes_on_from_the_token_that_the_worker_holds() -> None:
     scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
     (entry,) = second.step.entries
-    assert (entry.start, entry.tokens) == (3, (HELD_TOKEN,))
-    assert entry.draw is not None
+    assert (entry.start, entry.tokens) == (3, (LAST_TOKEN,))
+    assert entry.sample is not None
     assert scheduler.plan(0.0) is None
     assert scheduler.plan(0.0, oldest) is None
     assert commit(scheduler, oldest, 7) == [0]
@@ -84,8 +84,8 @@ def test_a_long_prompt_runs_on_in_pieces_whose_tokens_are_known() -> None:
         (20, 1),
     ]
     assert entries[1].tokens == tuple(range(108, 116))
-    assert entries[3].tokens == (HELD_TOKEN,)
-    assert [entry.draw is not None for entry in entries] == [False, False, True, True]
+    assert entries[3].tokens == (LAST_TOKEN,)
+    assert [entry.sample is not None for entry in entries] == [False, False, True, True]
 
 
 def test_after_the_last_token_that_it_may_have_nothing_is_planned() -> None:
@@ -190,22 +190,22 @@ def test_end_tokens_are_banned_as_long_as_the_pending_token_does_not_suffice() -
     for _ in range(2):
         flights.append(ahead(scheduler, flights[-1]))
         commit(scheduler, flights[-2])
-    draws = [flight.step.entries[0].draw for flight in flights]
+    draws = [flight.step.entries[0].sample for flight in flights]
     assert [draw.banned for draw in draws if draw is not None] == [(END,), (END,), ()]
 
 
 def test_the_worker_completes_the_output_that_penalties_read() -> None:
-    ask = RequestSpec((1, 2), 9, Sampling(presence_penalty=1.0))
+    ask = RequestSpec((1, 2), 9, SamplingParams(presence_penalty=1.0))
     scheduler, _, oldest, second = two_in_flight(ask)
     outputs = []
     for flight in (oldest, second):
-        draw = flight.step.entries[0].draw
+        draw = flight.step.entries[0].sample
         assert draw is not None
         assert draw.reads_output
         outputs.append(draw.output)
     assert outputs == [(), ()]  # the second lacks the token that is being sampled
     commit(scheduler, oldest, 7)
-    draw = ahead(scheduler, second).step.entries[0].draw
+    draw = ahead(scheduler, second).step.entries[0].sample
     assert draw is not None
     assert draw.output == (7,)
 

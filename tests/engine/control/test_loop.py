@@ -14,10 +14,10 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import Sampling, Step, StepEntry, StepResult
+from engine.step import SamplingParams, Step, StepEntry, StepResult
 from engine.stream import TokenStream
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 ONE_SECOND = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
 
 

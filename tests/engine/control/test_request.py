@@ -12,11 +12,11 @@ from engine.request import (
     RequestSpec,
     State,
 )
-from engine.step import RequestId, Sampling
+from engine.step import RequestId, SamplingParams
 
 
 def make(prompt_len: int = 3, max_tokens: int = 4) -> Request:
-    ask = RequestSpec(tuple(range(prompt_len)), max_tokens, Sampling())
+    ask = RequestSpec(tuple(range(prompt_len)), max_tokens, SamplingParams())
     return Request(RequestId(7), ask, arrived_at=0.0)
 
 

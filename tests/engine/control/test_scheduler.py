@@ -12,11 +12,11 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
-from engine.step import Sampling, StepResult
+from engine.step import SamplingParams, StepResult
 from tests.turns import a_scheduler, an_ask
 from tests.turns import turn as hand_turn
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def make(num_blocks: int = 100, block_size: int = 1, **bounds: object) -> IterationScheduler:
@@ -37,7 +37,7 @@ def ask(prompt_len: int, max_tokens: int, *ends: int) -> RequestSpec:
 def answer(
     scheduler: IterationScheduler, iteration: Iteration, token: int = 5, now: float = 0.0
 ) -> None:
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (token,) * draws, 0.01)
     scheduler.commit(iteration, result, now)
     scheduler.ledger.check()
@@ -94,22 +94,22 @@ def test_end_tokens_are_banned_before_min_tokens() -> None:
     scheduler.add(RequestSpec((1,), 9, GREEDY, frozenset({8, 5}), min_tokens=1), 0.0)
     first = scheduler.plan(0.0)
     assert first is not None
-    assert first.step.entries[0].draw is not None
-    assert first.step.entries[0].draw.banned == (5, 8)
+    assert first.step.entries[0].sample is not None
+    assert first.step.entries[0].sample.banned == (5, 8)
     answer(scheduler, first, token=7)
     second = scheduler.plan(0.0)
     assert second is not None
-    assert second.step.entries[0].draw is not None
-    assert second.step.entries[0].draw.banned == ()
+    assert second.step.entries[0].sample is not None
+    assert second.step.entries[0].sample.banned == ()
 
 
 def test_penalties_are_sent_what_they_read() -> None:
     scheduler = make()
-    scheduler.add(RequestSpec((1, 2), 9, Sampling(repetition_penalty=1.5)), 0.0)
+    scheduler.add(RequestSpec((1, 2), 9, SamplingParams(repetition_penalty=1.5)), 0.0)
     turn(scheduler)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
-    draw = iteration.step.entries[0].draw
+    draw = iteration.step.entries[0].sample
     assert draw is not None
     assert (draw.prompt, draw.output) == ((1, 2), (5,))
 

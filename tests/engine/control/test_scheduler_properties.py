@@ -23,7 +23,7 @@ from engine.kv.ledger import KVLedger
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Request, RequestSpec, State
-from engine.step import Sampling, StepResult
+from engine.step import SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
 from tests.turns import HAND
 
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ask = RequestSpec(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             end_ids=frozenset({END}),
             salt=tenant,
             tenant=tenant,
@@ -151,8 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for request in self.scheduler.expire(self.now):
-            assert request.ask.deadline is not None
-            assert self.now >= request.arrived_at + request.ask.deadline
+            assert request.spec.deadline is not None
+            assert self.now >= request.arrived_at + request.spec.deadline
 
     @rule()
     def plan(self) -> None:
@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, tokens: list[int]) -> None:
         iteration = self.in_flight.popleft()
         self.run(iteration)
-        draws = sum(entry.draw is not None for entry in iteration.step.entries)
+        draws = sum(entry.sample is not None for entry in iteration.step.entries)
         seconds = HAND.step(iteration.step)
         self.now += seconds
         result = StepResult(iteration.step.step_id, tuple(tokens[:draws]), seconds)
@@ -226,9 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.ends.count[request.request_id] == int(request.state.is_terminal)
             assert (request.request_id in live) != request.state.is_terminal
             bound = self.scheduler.settings.max_preemptions
-            assert request.ask.is_background or request.num_preemptions <= bound
+            assert request.spec.is_background or request.num_preemptions <= bound
             swaps = self.scheduler.settings.max_swaps
-            assert request.ask.is_background or request.num_swaps <= swaps
+            assert request.spec.is_background or request.num_swaps <= swaps
         order = list(self.scheduler.policy.order(self.now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Arrivals stop: whoever is left is served, in a bounded number of iterations."""
         if not hasattr(self, "scheduler"):
             return
-        work = sum(r.prompt_len + r.ask.max_tokens for r in self.scheduler.pool)
+        work = sum(r.prompt_len + r.spec.max_tokens for r in self.scheduler.pool)
         turns = 8 * work + 8
         while self.scheduler.pool and turns:
             turns -= 1

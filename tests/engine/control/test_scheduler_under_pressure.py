@@ -18,7 +18,7 @@ from engine.kv.ledger import KVLedger
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Request, RequestSpec, State
-from engine.step import BlockMove, Sampling, StepResult
+from engine.step import BlockMove, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
 from tests.turns import HAND
 
@@ -110,7 +110,7 @@ class Case:
         ask = RequestSpec(
             prompt=tuple(random.choices((0, 1), k=random.randint(1, 12))),
             max_tokens=random.randint(1, 12),
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             tenant=random.choice("ab"),
             priority=random.randint(-1, 1),
             ttft_deadline=random.choice([None, 5.0, 50.0]),
@@ -156,7 +156,7 @@ class Case:
             self.commit(self.in_flight.popleft())
 
     def commit(self, iteration: Iteration) -> None:
-        draws = sum(entry.draw is not None for entry in iteration.step.entries)
+        draws = sum(entry.sample is not None for entry in iteration.step.entries)
         self.device.run(iteration)
         seconds = HAND.step(iteration.step)
         self.now += seconds
@@ -171,11 +171,11 @@ class Case:
         assert self.told.late <= self.depth
         for request in self.requests:
             assert self.told.ends[request.request_id] == int(request.state.is_terminal)
-            if not request.ask.is_background:
+            if not request.spec.is_background:
                 assert request.num_preemptions <= self.settings.max_preemptions
                 assert request.num_swaps <= self.settings.max_swaps
             if request.state is State.FINISHED:
-                assert request.produced == request.ask.max_tokens
+                assert request.produced == request.spec.max_tokens
 
 
 def test_whatever_the_load_everybody_is_served_and_nothing_is_lost() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 TRUE = CostModel(
     curve=((1, 0.002), (64, 0.010), (512, 0.150)), per_slot=2e-7, per_pair=3e-8, per_draw=5e-5
@@ -15,7 +15,7 @@ TRUE = CostModel(
 
 def a_step(random: Random) -> Step:
     """Decodes, and in one of three a piece of a prompt."""
-    draw = Draw(Sampling())
+    draw = SampleSpec(SamplingParams())
     entries = [
         StepEntry(RequestId(number), random.randint(1, 4000), (1,), b"", draw)
         for number in range(random.choice([1, 2, 4, 8, 16, 64]))

@@ -29,7 +29,7 @@ def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> Iterat
 def turn(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:
     iteration = scheduler.plan(now)
     assert iteration is not None
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     seconds = HAND.step(iteration.step)
     scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, seconds), now)
     scheduler.ledger.check()

@@ -43,7 +43,7 @@ def planned(scheduler: IterationScheduler) -> Iteration:
 
 
 def commit(scheduler: IterationScheduler, iteration: Iteration) -> None:
-    draws = sum(entry.draw is not None for entry in iteration.step.entries)
+    draws = sum(entry.sample is not None for entry in iteration.step.entries)
     scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, 0.1), 0.0)
     scheduler.ledger.check()
     scheduler.pool.check()

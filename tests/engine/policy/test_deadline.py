@@ -67,10 +67,10 @@ def test_what_takes_too_long_even_alone_is_refused_for_good() -> None:
     policy = EarliestFeasibleFirst(HAND)
     ask = an_ask(9, 9, ttft_deadline=4.5)
     with pytest.raises(InvalidRequest, match=r"ttft_deadline is 4.5 s.*takes about 5 s") as refusal:
-        policy.vet(ask, 9, 0.0)
+        policy.validate(ask, 9, 0.0)
     assert refusal.value.param == "ttft_deadline"
-    policy.vet(ask, 8, 0.0)  # one token is cached
-    policy.vet(an_ask(400, 9), 400, 0.0)
+    policy.validate(ask, 8, 0.0)  # one token is cached
+    policy.validate(an_ask(400, 9), 400, 0.0)
 
 
 def test_what_the_queue_makes_late_is_refused_until_later() -> None:
@@ -78,10 +78,10 @@ def test_what_the_queue_makes_late_is_refused_until_later() -> None:
     arrive(policy, a_request(0, 9, 9, deadline=10.0), a_request(1, 99, 9, deadline=60.0))
     # Four seconds for the eight tokens that the first takes more than one would, two for its own.
     with pytest.raises(DeadlineUnmeetable, match="about 6 s") as refusal:
-        policy.vet(an_ask(3, 9, deadline=12.0, ttft_deadline=5.5), 3, 5.0)
+        policy.validate(an_ask(3, 9, deadline=12.0, ttft_deadline=5.5), 3, 5.0)
     assert refusal.value.retry_after == 0.5
-    policy.vet(an_ask(3, 9, deadline=12.0, ttft_deadline=6.0), 3, 5.0)
-    policy.vet(an_ask(3, 9, ttft_deadline=4.5), 3, 5.0)  # due before the others
+    policy.validate(an_ask(3, 9, deadline=12.0, ttft_deadline=6.0), 3, 5.0)
+    policy.validate(an_ask(3, 9, ttft_deadline=4.5), 3, 5.0)  # due before the others
 
 
 def test_a_queue_for_seats_counts() -> None:
@@ -90,8 +90,8 @@ def test_a_queue_for_seats_counts() -> None:
         arrive(policy, a_request(number, 1, 9, min_tokens=6, deadline=9.0))
     # Three answers of six seconds leave two seats before it has one.
     with pytest.raises(DeadlineUnmeetable, match="about 10 s"):
-        policy.vet(an_ask(1, 9, ttft_deadline=9.5), 1, 0.5)
-    policy.vet(an_ask(1, 9, ttft_deadline=10.0), 1, 0.5)
+        policy.validate(an_ask(1, 9, ttft_deadline=9.5), 1, 0.5)
+    policy.validate(an_ask(1, 9, ttft_deadline=10.0), 1, 0.5)
 
 
 def test_the_pace_under_load_is_forgotten_when_nobody_is_left() -> None:
@@ -101,9 +101,9 @@ def test_the_pace_under_load_is_forgotten_when_nobody_is_left() -> None:
     policy.ran(slow, 1, 50.0, 50.0)
     ask = an_ask(1, 9, min_tokens=3, deadline=10.0)
     with pytest.raises(DeadlineUnmeetable, match="about 101 s"):
-        policy.vet(ask, 1, 50.0)
+        policy.validate(ask, 1, 50.0)
     policy.leave(slow, 50.0)
-    policy.vet(ask, 1, 50.0)
+    policy.validate(ask, 1, 50.0)
 
 
 def test_a_refused_request_was_never_there() -> None:

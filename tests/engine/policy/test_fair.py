@@ -9,7 +9,7 @@ from tests.turns import a_request, a_scheduler, an_ask, ends, play, turn
 
 
 def names(policy: VirtualTokenCounter) -> list[str]:
-    return [request.ask.tenant for request in policy.order(0.0)]
+    return [request.spec.tenant for request in policy.order(0.0)]
 
 
 def test_prompts_count_once_and_answers_twice_and_each_token_when_it_is_computed() -> None:

@@ -144,5 +144,5 @@ def test_turns_come_when_those_above_have_sunk_or_at_the_promotion() -> None:
         policy.arrive(request, 0.0)
     assert [policy.level(request) for request in requests] == [0, 0, 2, 3, 4]
     # Two sink through quanta of 1 and 2 seconds, then three through 4, four through 8; two seats.
-    assert policy.next_turns(requests, 0.0) == [0.0, 0.5, 3.0, 9.0, 25.0]
-    assert policy.next_turns(requests, 20.0) == [0.0, 0.5, 3.0, 9.0, 10.0]
+    assert policy.next_scheduled_times(requests, 0.0) == [0.0, 0.5, 3.0, 9.0, 25.0]
+    assert policy.next_scheduled_times(requests, 20.0) == [0.0, 0.5, 3.0, 9.0, 10.0]

@@ -34,5 +34,5 @@ def test_who_starves_goes_ahead_of_all_and_stays_there() -> None:
     flood = [(float(second), an_ask(1, 1)) for second in range(40)]
     arrivals = sorted([*flood, (0.0, an_ask(1, 3, priority=9))], key=lambda arrival: arrival[0])
     scheduler = a_scheduler(LowestPriorityFirst(settings=PolicySettings(starvation_seconds=10.0)))
-    (starved,) = (r for r in play(scheduler, arrivals) if r.ask.priority)
+    (starved,) = (r for r in play(scheduler, arrivals) if r.spec.priority)
     assert (starved.first_token_at, starved.last_token_at) == (11.0, 13.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import InvalidRequest, RefusedToStart
+from engine.errors import InvalidRequest, StartupError
 from engine.simulated.catalogue import DEVICES, SHAPES, described
 from engine.simulated.hardware import Deployment, DeviceSpec, Efficiency, ModelSpec
 
@@ -67,7 +67,7 @@ def test_slots_are_what_the_weights_leave() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
-    with pytest.raises(RefusedToStart, match="gpt3-175b does not fit on 1 × l4"):
+    with pytest.raises(StartupError, match="gpt3-175b does not fit on 1 × l4"):
         _ = Deployment(DEVICES["l4"], SHAPES["gpt3-175b"]).num_slots
 
 

@@ -100,7 +100,7 @@ async def test_a_step_is_on_the_wire_when_submit_returns(line: Line) -> None:
 
 
 async def test_a_step_larger_than_the_socket_leaves_as_the_worker_reads(line: Line) -> None:
-    entry = StepEntry(RequestId(1), start=0, tokens=(1,), blocks=bytes(4 << 20), draw=None)
+    entry = StepEntry(RequestId(1), start=0, tokens=(1,), blocks=bytes(4 << 20), sample=None)
     steps = [Step(StepId(1), (entry,)), Step(StepId(2), (entry,)), a_step(3, 10)]
     answers = [line.channel.submit(step) for step in steps]
     received: list[ToWorker] = []

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 
-from engine.errors import RefusedToStart, StepFailed, Unavailable, WorkerLost
+from engine.errors import StartupError, StepFailed, Unavailable, WorkerLost
 from engine.step import WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from tests.engine.transport.workers import REPORT, Command
@@ -93,7 +93,7 @@ async def test_start_reports_progress_and_what_the_worker_learned() -> None:
 )
 async def test_a_worker_that_cannot_load_is_a_readable_refusal(model: str, line: str) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
-    with pytest.raises(RefusedToStart, match=line):
+    with pytest.raises(StartupError, match=line):
         await executor.start(quiet)
     assert not executor.pids
 
@@ -112,7 +112,7 @@ async def test_of_several_workers_the_one_that_cannot_load_is_named(
     env = {"FIFO": str(tmp_path / "fifo")}
     settings = replace(ECHO, num_stages=2, num_ranks=2, env=env)
     executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
-    with pytest.raises(RefusedToStart, match=line):
+    with pytest.raises(StartupError, match=line):
         await executor.start(quiet)
 
 
@@ -152,7 +152,7 @@ async def test_a_worker_class_that_is_not_there_is_a_readable_refusal(
     worker: str, line: str
 ) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, worker=worker))
-    with pytest.raises(RefusedToStart, match=line):
+    with pytest.raises(StartupError, match=line):
         await executor.start(quiet)
 
 
@@ -160,13 +160,13 @@ async def test_a_process_that_cannot_be_spawned_is_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(RefusedToStart, match="cannot start a worker process:"):
+    with pytest.raises(StartupError, match="cannot start a worker process:"):
         await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(quiet)
 
 
 async def test_settings_that_cannot_be_sent_are_a_refusal() -> None:
     executor = MultiprocessExecutor(WorkerSettings(model="echo", kv_bytes=2**64), ECHO)
-    with pytest.raises(RefusedToStart, match="cannot be sent"):
+    with pytest.raises(StartupError, match="cannot be sent"):
         await executor.start(quiet)
 
 
@@ -176,7 +176,7 @@ async def test_a_worker_killed_while_loading_is_a_refusal_that_names_the_signal(
     def kill(what: str, done: int, total: int) -> None:
         os.kill(executor.pids[0], signal.SIGKILL)
 
-    with pytest.raises(RefusedToStart, match=r"was killed by signal 9, Killed .*while loading"):
+    with pytest.raises(StartupError, match=r"was killed by signal 9, Killed .*while loading"):
         await executor.start(kill)
 
 
@@ -299,7 +299,7 @@ async def test_a_close_in_the_middle_of_a_start_wins() -> None:
     start = asyncio.create_task(executor.start(lambda what, done, total: loading.set()))
     await loading.wait()
     await executor.close()
-    with pytest.raises(RefusedToStart, match="while loading"):
+    with pytest.raises(StartupError, match="while loading"):
         await start
 
 
@@ -326,7 +326,7 @@ def test_the_whole_life_works_under_uvloop() -> None:
                 await lost
             await executor.restart()
             assert (await executor.submit(a_step(4, 40))).tokens == (41,)
-        with pytest.raises(RefusedToStart, match="exit code 3"):
+        with pytest.raises(StartupError, match="exit code 3"):
             await MultiprocessExecutor(WorkerSettings(model="exit"), ECHO).start(quiet)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import RefusedToStart, StepFailed
+from engine.errors import StartupError, StepFailed
 from engine.step import Placement, StepId, StepTimes, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
@@ -47,5 +47,5 @@ def test_a_worker_has_three_threads_of_times(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedToStart, match="cannot write the trace"):
+    with pytest.raises(StartupError, match="cannot write the trace"):
         TraceFile(tmp_path / "no" / "trace.json")

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from engine.step import (
     BlockMove,
     Direction,
-    Draw,
     Fault,
     Grammar,
     GrammarKind,
     PromptTargets,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -43,7 +43,7 @@ ids = st.integers(0, 2**63 - 1)
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 floats = st.floats(allow_nan=False)
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=floats,
     top_p=floats,
     top_k=st.integers(0, 2**31),
@@ -58,14 +58,14 @@ counts = st.integers(0, 2**31)
 lines = st.text(st.characters(codec="utf-8"))
 grammars = st.builds(Grammar, kind=st.sampled_from(GrammarKind), text=lines)
 draws = st.builds(
-    Draw,
+    SampleSpec,
     sampling=samplings,
     banned=tokens,
     prompt=tokens,
     output=tokens,
     logprobs=st.none() | counts,
     grammar=st.none() | grammars,
-    ends=tokens,
+    end_ids=tokens,
 )
 targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
 entries = st.builds(
@@ -74,7 +74,7 @@ entries = st.builds(
     start=st.integers(0, 2**31),
     tokens=tokens,
     blocks=st.binary(max_size=40),
-    draw=st.none() | draws,
+    sample=st.none() | draws,
     prompt_logprobs=st.none() | targets,
 )
 moves = st.builds(
@@ -104,7 +104,7 @@ results = st.builds(
     logprobs=st.lists(st.none() | likely, max_size=3).map(tuple),
     prompt_logprobs=st.lists(st.lists(likely, max_size=3).map(tuple), max_size=3).map(tuple),
     faults=st.lists(
-        st.builds(Fault, entry=counts, line=lines, is_asked_for=st.booleans()), max_size=3
+        st.builds(Fault, entry=counts, message=lines, is_caller_error=st.booleans()), max_size=3
     ).map(tuple),
 )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Protocol, Self
 
-from engine.errors import RefusedToStart, WorkerLost
+from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 from engine.worker.launched import Collected, Done, Launched
 
@@ -77,7 +77,7 @@ class EchoWorker(LoneWorker):
         progress("weights", 0, 2)
         match settings.model:
             case "refuse":
-                raise RefusedToStart("layers:\n  no such thing")
+                raise StartupError("layers:\n  no such thing")
             case "raise":
                 raise ValueError("two\nlines")
             case "exit":
@@ -94,7 +94,7 @@ class EchoWorker(LoneWorker):
         return cls(REPORT)
 
     def run(self, step: Step) -> StepResult:
-        tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.draw is not None]
+        tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.sample is not None]
         step_id = step.step_id
         match step.entries[0].tokens[0]:
             case Command.RAISE:
@@ -120,13 +120,13 @@ def part(is_the_one: bool, *, may_exit: bool) -> None:
     """The one of several workers that cannot load, or another, which notices when it exits."""
     if not may_exit:
         if is_the_one:
-            raise RefusedToStart("no such thing")
+            raise StartupError("no such thing")
         signal.pause()
     with open(os.environ["FIFO"], "w" if is_the_one else "r") as fifo:
         if is_the_one:
             os._exit(3)
         fifo.read()
-        raise RefusedToStart("cannot meet the other workers")
+        raise StartupError("cannot meet the other workers")
 
 
 def babble() -> None:

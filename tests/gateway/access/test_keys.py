@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.access.keys import Allowance, Keys
 from gateway.errors import InvalidApiKey
 
@@ -116,18 +116,18 @@ def test_a_file_may_hold_digests_instead_of_keys(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(RefusedToStart, match=says) as refused:
+    with pytest.raises(StartupError, match=says) as refused:
         Keys(file=in_file(tmp_path, text))
     assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedToStart, match="No such file"):
+    with pytest.raises(StartupError, match="No such file"):
         Keys(file=tmp_path / "none.toml")
 
 
 def test_a_name_may_stand_only_once() -> None:
-    with pytest.raises(RefusedToStart, match="two API keys have the name 'a'"):
+    with pytest.raises(StartupError, match="two API keys have the name 'a'"):
         Keys(["a=1", "a=2"])
 
 

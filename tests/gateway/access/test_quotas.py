@@ -163,7 +163,7 @@ def test_keys_have_their_own_limits_weights_and_bounds(tmp_path: Path) -> None:
                 assert (await exchange.json())["error"]["param"] == "priority"
 
     ended = play(scene, Setting(key_file=path)).ended
-    asks = [(r.ask.tenant, r.ask.weight, r.ask.priority) for r in ended]
+    asks = [(r.spec.tenant, r.spec.weight, r.spec.priority) for r in ended]
     assert asks == [("a", 3.0, 0), ("b", 1.0, 2), ("b", 1.0, 2)]
 
 

@@ -52,7 +52,7 @@ def parsed(kind: str, data: bytes) -> Any:
 
 
 def prompts(rig: Rig) -> list[str]:
-    return [bytes(request.ask.prompt).decode() for request in rig.ended]
+    return [bytes(request.spec.prompt).decode() for request in rig.ended]
 
 
 def test_a_message_is_answered_with_a_message() -> None:
@@ -203,7 +203,7 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
 def test_tools_are_chosen_as_in_a_chat(choice: dict[str, Any], must_call: bool) -> None:
     async def scene(rig: Rig) -> None:
         await created(rig, tools=[TOOL], tool_choice=choice)
-        assert (rig.ended[0].ask.grammar is not None) == must_call
+        assert (rig.ended[0].spec.grammar is not None) == must_call
 
     play(scene, Setting(texts=(CALL,), dialect=HERMES))
 
@@ -213,7 +213,7 @@ def test_a_format_holds_the_text() -> None:
 
     async def scene(rig: Rig) -> None:
         await created(rig, output_config={"format": {"type": "json_schema", "schema": schema}})
-        assert rig.ended[0].ask.grammar is not None
+        assert rig.ended[0].spec.grammar is not None
 
     play(scene, Setting(texts=("{}",)))
 

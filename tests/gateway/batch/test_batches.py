@@ -73,7 +73,7 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
             assert (await exchange.json())["purpose"] == "batch_output"
 
     rig = play(scene)
-    assert all(request.ask.is_background for request in rig.ended)
+    assert all(request.spec.is_background for request in rig.ended)
 
 
 def test_a_batch_of_text_completions_runs_too() -> None:
@@ -154,7 +154,7 @@ def test_lines_that_find_the_queue_full_come_back() -> None:
                 await asyncio.sleep(STEP)
                 batch_id = await started(rig, chat_lines(3, max_tokens=5))
                 assert await first.start() == await second.start() == 200
-                assert not any(request.ask.is_background for request in rig.ended)
+                assert not any(request.spec.is_background for request in rig.ended)
         assert (await ended(rig, batch_id))["request_counts"]["completed"] == 3
 
     reserve = Admission.RESERVE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.database import Database
 from gateway.store.files import FileLimits
@@ -19,7 +19,7 @@ LIMITS = FileLimits()
 def test_a_file_has_one_owner_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     first = open_named(path, LIMITS)
-    with pytest.raises(RefusedToStart, match="another server has it open"):
+    with pytest.raises(StartupError, match="another server has it open"):
         open_named(path, LIMITS)
     first.close()
     open_named(path, LIMITS).close()
@@ -44,7 +44,7 @@ def test_what_is_no_store_of_ours_is_refused_and_left_alone(
         connection.close()
         content = path.read_bytes()
     path.write_bytes(content)
-    with pytest.raises(RefusedToStart, match="cannot open the store"):
+    with pytest.raises(StartupError, match="cannot open the store"):
         open_named(path, LIMITS)
     assert path.read_bytes() == content
 

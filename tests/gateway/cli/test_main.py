@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway import __main__ as door
 
 
@@ -49,7 +49,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (RefusedToStart("no such model"), 1, "podway: no such model\n"),
+        (StartupError("no such model"), 1, "podway: no such model\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

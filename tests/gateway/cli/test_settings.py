@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.serve.command import parser
 from gateway.serve.settings import BUILTIN_MODEL, Settings, load, options
 
 
 def refusal(**flags: str) -> str:
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         load(flags)
     line = str(refused.value)
     assert "\n" not in line

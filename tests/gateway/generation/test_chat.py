@@ -105,7 +105,7 @@ def test_several_choices_arrive_interleaved_and_each_ends_once() -> None:
         assert texts == ["one", "three", "seven"]
         assert ends == [(0, "stop"), (1, "stop"), (2, "stop")]
         assert order[:6] == [0, 0, 1, 1, 2, 2]
-        seeds = [request.ask.sampling.seed for request in rig.ended]
+        seeds = [request.spec.sampling.seed for request in rig.ended]
         assert seeds[0] == 7
         assert len(set(seeds)) == 3
 
@@ -178,7 +178,7 @@ def test_without_a_limit_an_answer_may_fill_the_context() -> None:
         async with rig.client.post(CHAT, chat(max_completion_tokens=None)) as exchange:
             await exchange.json()
         (request,) = rig.ended
-        assert request.ask.max_tokens == 200 - 8
+        assert request.spec.max_tokens == 200 - 8
 
     play(scene)
 
@@ -188,7 +188,7 @@ def test_a_request_without_a_seed_gets_one_and_a_seed_is_kept() -> None:
         for body in (chat(), chat(), chat(seed=-5)):
             async with rig.client.post(CHAT, body) as exchange:
                 await exchange.json()
-        first, second, third = (request.ask.sampling.seed for request in rig.ended)
+        first, second, third = (request.spec.sampling.seed for request in rig.ended)
         assert first != second
         assert third == -5
 
@@ -210,7 +210,7 @@ def test_sampling_fields_reach_the_engine() -> None:
         }
         async with rig.client.post(CHAT, chat(**fields)) as exchange:
             await exchange.json()
-        ask = rig.ended[0].ask
+        ask = rig.ended[0].spec
         assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.5, 0.9, 5)
         assert (ask.sampling.min_p, ask.sampling.repetition_penalty) == (0.1, 1.1)
         assert (ask.sampling.presence_penalty, ask.sampling.frequency_penalty) == (1, -1)
@@ -224,7 +224,7 @@ def test_an_empty_nucleus_is_greedy() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(top_p=0)) as exchange:
             await exchange.json()
-        assert rig.ended[0].ask.sampling.temperature == 0.0
+        assert rig.ended[0].spec.sampling.temperature == 0.0
 
     play(scene)
 

@@ -49,7 +49,7 @@ def test_a_prompt_may_be_spelled_four_ways(prompt: object, ids: list[tuple[int, 
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text(prompt=prompt)) as exchange:
             reply = await exchange.json()
-        assert [request.ask.prompt for request in rig.ended] == ids
+        assert [request.spec.prompt for request in rig.ended] == ids
         assert [choice["index"] for choice in reply["choices"]] == list(range(len(ids)))
         assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
 
@@ -65,7 +65,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
         for chunk in chunks:
             said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
         assert said == ["one", "two", "three", "four"]
-        seeds = [request.ask.sampling.seed for request in sorted_by_id(rig)]
+        seeds = [request.spec.sampling.seed for request in sorted_by_id(rig)]
         assert seeds[:2] == seeds[2:]
         assert seeds[0] == 3 != seeds[1]
 

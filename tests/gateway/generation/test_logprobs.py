@@ -38,7 +38,7 @@ def test_chat_tells_each_token_with_its_likeliest_ones() -> None:
             "content": [entry(b"H", 72, 73), entry(b"i", 105, 106)],
             "refusal": None,
         }
-        assert rig.ended[0].ask.logprobs == 2
+        assert rig.ended[0].spec.logprobs == 2
 
     play(scene, Setting(texts=("Hi",)))
 

@@ -41,7 +41,7 @@ def test_tiers_are_classes_of_priority_and_are_echoed(
             *chunks, _ = [event async for event in exchange.events()]
         assert {chunk["service_tier"] for chunk in chunks} == {tier}
 
-    assert {request.ask.priority for request in play(scene).ended} == {priority}
+    assert {request.spec.priority for request in play(scene).ended} == {priority}
 
 
 def test_under_the_priority_policy_the_tiers_go_in_their_order() -> None:
@@ -53,7 +53,7 @@ def test_under_the_priority_policy_the_tiers_go_in_their_order() -> None:
         await asyncio.gather(*map(ask, ("flex", "default", "priority")))
 
     ended = play(scene, Setting(policy="priority", max_batch_size=1)).ended
-    assert [request.ask.priority for request in ended] == [-10, 0, 10]
+    assert [request.spec.priority for request in ended] == [-10, 0, 10]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -65,7 +65,7 @@ def test_every_policy_accepts_every_field(policy: str, path: str, body: dict[str
         assert exchange.status == 200, reply
 
     (request,) = play(scene, Setting(policy=policy)).ended
-    ask = request.ask
+    ask = request.spec
     assert (ask.priority, ask.salt, ask.ttft_deadline, ask.deadline) == (3, "s", 5.0, 60.0)
 
 
@@ -77,7 +77,7 @@ def test_a_tenant_is_a_key_and_its_name_does_not_give_the_key_away() -> None:
                 await exchange.json()
 
     ended = play(scene, Setting(keys=("secret-1", "secret-2"))).ended
-    first, second, third = (request.ask.tenant for request in ended)
+    first, second, third = (request.spec.tenant for request in ended)
     assert first == third != second
     assert len(first) == len(second) == 16
     assert "secret" not in first + second
@@ -89,7 +89,7 @@ def test_without_keys_all_are_one_tenant() -> None:
         async with rig.client.post(CHAT, chat(), bearer) as exchange:
             await exchange.json()
 
-    assert [request.ask.tenant for request in play(scene).ended] == [""]
+    assert [request.spec.tenant for request in play(scene).ended] == [""]
 
 
 @STREAMED_OR_NOT

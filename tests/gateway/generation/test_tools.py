@@ -41,7 +41,7 @@ async def reply_to(rig: Rig, **fields: Any) -> Any:
 
 
 def told_grammar(rig: Rig) -> Any:
-    grammar = rig.ended[0].ask.grammar
+    grammar = rig.ended[0].spec.grammar
     assert grammar is not None
     return grammar.kind, json.loads(grammar.text) if grammar.text else None
 
@@ -54,8 +54,8 @@ def test_a_call_is_told_as_one_and_the_template_sees_the_tools() -> None:
         (call,) = choice["message"]["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
         assert choice["finish_reason"] == "tool_calls"
-        assert rig.ended[0].ask.grammar is None
-        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:f,g\n")
+        assert rig.ended[0].spec.grammar is None
+        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
     play(scene, hermes("Let me see.\n" + CALL))
 
@@ -66,7 +66,7 @@ def test_without_tools_or_where_none_may_be_called_text_is_content() -> None:
             (choice,) = (await reply_to(rig, **fields))["choices"]
             assert choice["message"]["content"] == CALL
             assert choice["finish_reason"] == "stop"
-        assert not any(bytes(ended.ask.prompt).startswith(b"tools:") for ended in rig.ended)
+        assert not any(bytes(ended.spec.prompt).startswith(b"tools:") for ended in rig.ended)
 
     play(scene, hermes(CALL))
 
@@ -101,7 +101,7 @@ def test_allowed_tools_are_all_that_the_model_sees() -> None:
     async def scene(rig: Rig) -> None:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
         await reply_to(rig, tools=[F, G], tool_choice=choice)
-        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:g\n")
+        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:g\n")
 
     play(scene, hermes())
 
@@ -113,7 +113,7 @@ def test_a_strict_tool_is_held_where_it_is_called() -> None:
         await reply_to(rig, tools=[strict, G])
         kind, tags = told_grammar(rig)
         assert (kind, tags["at_least"], tags["has_text"]) == (GrammarKind.TAGS, 0, True)
-        assert bytes(rig.ended[0].ask.prompt).startswith(b"tools:f,g\n")
+        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
     play(scene, hermes())
 
@@ -149,7 +149,7 @@ def test_an_old_call_and_its_result_are_shown_as_a_tools() -> None:
         ]
         async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
             assert exchange.status == 200 or await exchange.json()
-        assert bytes(rig.ended[0].ask.prompt) == b"user:hi\nassistant:\ntool:9\n"
+        assert bytes(rig.ended[0].spec.prompt) == b"user:hi\nassistant:\ntool:9\n"
 
     play(scene)
 
@@ -197,7 +197,7 @@ def test_every_spelling_of_a_grammar_reaches_the_engine(
 ) -> None:
     async def scene(rig: Rig) -> None:
         await reply_to(rig, **fields)
-        assert rig.ended[0].ask.grammar == (kind, text)
+        assert rig.ended[0].spec.grammar == (kind, text)
 
     play(scene)
 
@@ -207,7 +207,7 @@ def test_under_a_grammar_ignored_ends_come_only_when_nothing_else_may() -> None:
         body = chat(guided_regex="Hi", ignore_eos=True)
         async with rig.client.post(CHAT, body) as exchange:
             await exchange.json()
-        ask = rig.ended[0].ask
+        ask = rig.ended[0].spec
         assert ask.end_ids == ask.avoided_ids == {256}
 
     play(scene)

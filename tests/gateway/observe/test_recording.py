@@ -13,7 +13,7 @@ import pytest
 from engine.control.event_recorder import RecordingHeader, Row
 from engine.control.scheduler import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.policy import PolicySettings
 from engine.simulated.replay import read_recording
 from gateway.observe import recording as module
@@ -52,7 +52,7 @@ def test_the_same_content_has_one_name_in_a_file_and_another_in_the_next(tmp_pat
 
 def test_a_file_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     with (
-        pytest.raises(RefusedToStart, match="cannot write the recording"),
+        pytest.raises(StartupError, match="cannot write the recording"),
         recording(tmp_path / "none" / "record.jsonl", HEADER),
     ):
         pass

@@ -45,7 +45,7 @@ async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tup
 
 
 def prompts(rig: Rig) -> list[str]:
-    return [bytes(request.ask.prompt).decode() for request in rig.ended]
+    return [bytes(request.spec.prompt).decode() for request in rig.ended]
 
 
 def texts(response: Any) -> str:
@@ -210,7 +210,7 @@ def test_tools_are_chosen_as_in_a_chat(choice: Any, must_call: bool) -> None:
         told = await created(rig, tools=[TOOL], tool_choice=choice)
         assert told["tool_choice"] == choice
         assert told["tools"] == [TOOL | {"strict": False}]
-        assert (rig.ended[0].ask.grammar is not None) == must_call
+        assert (rig.ended[0].spec.grammar is not None) == must_call
 
     play(scene, Setting(texts=(CALL,), dialect=HERMES))
 
@@ -224,7 +224,7 @@ def test_a_format_holds_the_text() -> None:
         assert told["text"]["format"] == form
         await created(rig, text={"format": {"type": "json_object"}})
         await created(rig, text={"format": {"type": "text"}})
-        kinds = [request.ask.grammar and request.ask.grammar.kind.value for request in rig.ended]
+        kinds = [request.spec.grammar and request.spec.grammar.kind.value for request in rig.ended]
         assert None not in kinds[:2]
         assert kinds[2] is None
 

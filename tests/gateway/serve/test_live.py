@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.request import Abort
 from gateway.serve.server import bind
 from tests.gateway.rig import MODEL, Setting
@@ -184,5 +184,5 @@ def test_a_drain_lets_running_answers_finish(live: Live) -> None:
 
 
 def test_a_port_in_use_is_refused_in_one_line(live: Live) -> None:
-    with pytest.raises(RefusedToStart, match=f"cannot listen on 127.0.0.1:{live.port}"):
+    with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{live.port}"):
         bind("127.0.0.1", live.port)

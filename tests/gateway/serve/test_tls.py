@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.serve.tls import Certificate
 from tests.certificates import make_certificate
 from tests.gateway.rig import MODEL, Setting
@@ -65,7 +65,7 @@ def test_files_that_are_no_certificate_are_refused_in_one_line(tmp_path: Path) -
     _, other = make_certificate(tmp_path, "two")
     (tmp_path / "text").write_text("hello")
     for pair in ((certificate, other), (key, certificate), (tmp_path / "text", key)):
-        with pytest.raises(RefusedToStart, match="cannot use"):
+        with pytest.raises(StartupError, match="cannot use"):
             Certificate(*pair)
-    with pytest.raises(RefusedToStart, match=r"cannot read .*No such file"):
+    with pytest.raises(StartupError, match=r"cannot read .*No such file"):
         Certificate(certificate, tmp_path / "none")

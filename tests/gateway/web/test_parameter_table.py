@@ -81,7 +81,7 @@ def test_what_is_taken_changes_nothing_and_what_is_refused_is_named(row: Row) ->
                 reply = await exchange.json()
             if row.how == "taken":
                 assert exchange.status == 200
-                assert rig.ended[-1].ask.grammar is None
+                assert rig.ended[-1].spec.grammar is None
             else:
                 assert (exchange.status, reply["error"]["param"]) == (400, row.name)
 

@@ -309,7 +309,7 @@ def test_a_whole_conversation_is_read() -> None:
         async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
             reply = await exchange.json()
             assert exchange.status == 200, reply
-        prompt = bytes(rig.ended[0].ask.prompt).decode()
+        prompt = bytes(rig.ended[0].spec.prompt).decode()
         assert (
             prompt == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\ntool:f\nassistant:no\n"
         )

@@ -55,7 +55,7 @@ def test_what_is_rendered_is_what_is_computed() -> None:
     async def scene(rig: Rig) -> None:
         rendered = await posted(rig, RENDER, chat())
         await posted(rig, CHAT, chat())
-        assert rig.ended[0].ask.prompt == tuple(rendered["token_ids"])
+        assert rig.ended[0].spec.prompt == tuple(rendered["token_ids"])
 
     play(scene)
 

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 
 VECTOR_BYTES = 16  # what a thread reads at once
 
@@ -43,11 +43,11 @@ class FlashInferKernels:
     """See `Kernels`."""
 
     def __init__(self) -> None:
-        """Raises `RefusedToStart` with one line if FlashInfer cannot be imported."""
+        """Raises `StartupError` with one line if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
-            raise RefusedToStart(f"flashinfer cannot be imported: {error}") from error
+            raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self._package = package
         self._norm = package.rmsnorm
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from engine.step import HELD_TOKEN, RequestId, Step, StepEntry
+from engine.step import LAST_TOKEN, RequestId, Step, StepEntry
 from engine.worker.model.layout import Int64s
 
 
@@ -51,7 +51,7 @@ class DeviceLastTokens:
 
     def open(self, step: Step) -> None:
         """The step is about to be launched: until `keep` there are stand-ins for its tokens."""
-        draws = [entry.request_id for entry in step.entries if entry.draw is not None]
+        draws = [entry.request_id for entry in step.entries if entry.sample is not None]
         self._before = self._now
         self._now = _LastToken({request_id: at for at, request_id in enumerate(draws)}, None)
 
@@ -64,7 +64,7 @@ class DeviceLastTokens:
 
         Raises `ValueError` where no token is held.
         """
-        held = [entry.request_id for entry in step.entries if entry.tokens[0] == HELD_TOKEN]
+        held = [entry.request_id for entry in step.entries if entry.tokens[0] == LAST_TOKEN]
         if not held:
             return NOTHING_HELD
         places = np.array([self._place(request_id) for request_id in held], dtype=np.int64)
@@ -80,11 +80,11 @@ class DeviceLastTokens:
         return replace(step, entries=entries)
 
     def _completed(self, entry: StepEntry, known: list[int]) -> StepEntry:
-        if not _asks(entry) or entry.draw is None:
+        if not _asks(entry) or entry.sample is None:
             return entry
         token = known[self._place(entry.request_id)]
-        draw = entry.draw._replace(output=(*entry.draw.output, token))
-        return entry._replace(tokens=(token,), draw=draw)
+        draw = entry.sample._replace(output=(*entry.sample.output, token))
+        return entry._replace(tokens=(token,), sample=draw)
 
     def _place(self, request_id: RequestId) -> int:
         if request_id not in self._before.places:
@@ -94,5 +94,5 @@ class DeviceLastTokens:
 
 def _asks(entry: StepEntry) -> bool:
     """Whether the host has to know the token that the entry goes on from."""
-    draw = entry.draw
-    return entry.tokens[0] == HELD_TOKEN and draw is not None and draw.reads_output
+    draw = entry.sample
+    return entry.tokens[0] == LAST_TOKEN and draw is not None and draw.reads_output

@@ -61,7 +61,7 @@ class PendingOutput:
         if self.drawing is not None:
             pending, carried, late_rows = self.drawing
             drawn = pending.finish(carried.arrived())
-        entries = [at for at, entry in enumerate(self.step.entries) if entry.draw is not None]
+        entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
         faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
         told = self._prompt_logprobs()
         line = "the model computed NaN or infinite logits in its prompt"
@@ -100,7 +100,7 @@ class DeviceOutputReader:
 
     def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> _Drawing:
         wanted = self.constraints.begin(step)
-        draws = [entry.draw for entry in step.entries if entry.draw is not None]
+        draws = [entry.sample for entry in step.entries if entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)

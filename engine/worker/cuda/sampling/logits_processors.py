@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar import Mask
-from engine.step import Draw
+from engine.step import SampleSpec
 from engine.worker.cuda.sampling.sampling_kernels import Put
 from engine.worker.sampling.logits_processors import Places, biased, distinct, places_of
 from engine.worker.sampling.sampler import RowFault
@@ -22,7 +22,7 @@ from engine.worker.sampling.sampler import RowFault
 Bools = NDArray[np.bool_]
 
 
-def permitted(mask: Mask, draw: Draw, vocab_size: int) -> tuple[Bools, Draw]:
+def permitted(mask: Mask, draw: SampleSpec, vocab_size: int) -> tuple[Bools, SampleSpec]:
     """Which ids the grammar allows, and the draw, less bans that would end it.
 
     Raises `RowFault` where it allows nothing.
@@ -30,14 +30,14 @@ def permitted(mask: Mask, draw: Draw, vocab_size: int) -> tuple[Bools, Draw]:
     bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little")
     allowed = bits[:vocab_size].astype(np.bool_)
     if mask.accepts:
-        allowed[list(draw.ends)] = True
+        allowed[list(draw.end_ids)] = True
     if not allowed.any():
-        raise RowFault("its grammar allows no token here", is_asked_for=True)
+        raise RowFault("its grammar allows no token here", is_caller_error=True)
     if draw.banned and mask.accepts:
         left = allowed.copy()
         left[list(draw.banned)] = False
         if not left.any():
-            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
+            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
     return allowed, draw
 
 
@@ -56,7 +56,9 @@ class _UploadedEdits:
         return list(torch.split(put(np.concatenate(self.parts)), sizes))
 
 
-def edit(logits: Tensor, draws: Mapping[int, Draw], allowed: Mapping[int, Bools], put: Put) -> None:
+def edit(
+    logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put
+) -> None:
     """Apply the draws to these rows of `[rows, vocab]` float32, in place, in vLLM's order."""
     if allowed:
         _forbid(logits, allowed, put)
@@ -89,7 +91,9 @@ def _forbid(logits: Tensor, allowed: Mapping[int, Bools], put: Put) -> None:
     logits.index_copy_(0, rows, left)
 
 
-def _bias(rows: Sequence[int], draws: Sequence[Draw], vocab: int) -> tuple[Places, NDArray[Any]]:
+def _bias(
+    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
+) -> tuple[Places, NDArray[Any]]:
     """Each place once, and the sum of what is added to it."""
     each = places_of(rows, [biased(draw) for draw in draws])
     amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
@@ -100,7 +104,7 @@ def _bias(rows: Sequence[int], draws: Sequence[Draw], vocab: int) -> tuple[Place
 
 
 def _repetition(
-    rows: Sequence[int], draws: Sequence[Draw], vocab: int
+    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
 ) -> tuple[Places, NDArray[Any]]:
     """Each token of prompt and output once, and its row's penalty."""
     penalties = [draw.sampling.repetition_penalty for draw in draws]
@@ -113,7 +117,7 @@ def _repetition(
 
 
 def _presence_and_frequency(
-    rows: Sequence[int], draws: Sequence[Draw], vocab: int
+    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
 ) -> tuple[Places, NDArray[Any]]:
     """Each token of the output once, and what it costs."""
     presence = [draw.sampling.presence_penalty for draw in draws]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.step import Draw
+from engine.step import SampleSpec
 from engine.worker.cuda.sampling.logits_processors import Bools, edit, permitted
 from engine.worker.cuda.sampling.sampling_kernels import Put, SamplingTensors, sample
 from engine.worker.sampling.logprobs import Likelihoods, likelihoods, tell
@@ -39,7 +39,7 @@ class Pending:
 
     ids: Tensor  # int64 [rows]
     sources: tuple[Tensor, ...]
-    draws: tuple[Draw, ...]
+    draws: tuple[SampleSpec, ...]
     worked_on: tuple[int, ...]  # rows that the device may find to have nothing left
     faults: Mapping[int, RowFault]  # that the host knew of
 
@@ -64,7 +64,7 @@ class Pending:
 class _Work(NamedTuple):
     """Rows whose logits are changed before the draw, and what grammars allow in some of them."""
 
-    draws: dict[int, Draw]
+    draws: dict[int, SampleSpec]
     allowed: dict[int, Bools]
     faults: dict[int, RowFault]
 
@@ -79,7 +79,7 @@ class DeviceSampler:
     def draw(
         self,
         logits: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> SampledToken:
@@ -90,7 +90,7 @@ class DeviceSampler:
     def begin(
         self,
         logits: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> Pending:
@@ -111,7 +111,7 @@ class DeviceSampler:
             sources += likelihoods(untouched, self._rows(ids, asking), most)
         return Pending(ids, tuple(sources), tuple(draws), tuple(work.draws), work.faults)
 
-    def _prepare(self, draws: Sequence[Draw], masks: Masks) -> _Work:
+    def _prepare(self, draws: Sequence[SampleSpec], masks: Masks) -> _Work:
         """What the host decides: no logits are needed for it."""
         faults = dict(masks.faults)
         rows = {
@@ -144,7 +144,7 @@ class DeviceSampler:
         self,
         logits: Tensor,
         ids: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SampleSpec],
         positions: Sequence[int],
         idle: set[int],
     ) -> Tensor:

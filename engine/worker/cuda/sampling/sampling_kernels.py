@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.step import Sampling
+from engine.step import SamplingParams
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
 MOST_SORTED = 1024  # more of the largest than these are found by bisection
@@ -39,7 +39,7 @@ class SamplingTensors:
 
     @classmethod
     def of(
-        cls, samplings: Sequence[Sampling], points: Sequence[float], vocab_size: int, put: Put
+        cls, samplings: Sequence[SamplingParams], points: Sequence[float], vocab_size: int, put: Put
     ) -> Self:
         """One copy for all of them."""
         limits = [one.top_k if 0 < one.top_k < vocab_size else 0 for one in samplings]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import (
-    Draw,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -80,7 +80,7 @@ def test_kv_takes_what_the_utilization_leaves() -> None:
 
 def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> None:
     gpu = StandingGpu(total_bytes=1_000 * MIB, used=850 * MIB)
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         measure(gpu, 0.9, nothing)
     line = str(refused.value)
     for part in (
@@ -119,7 +119,7 @@ def test_settings_that_no_gpu_serves_are_refused(
     settings: dict[str, str], says: str, tmp_path: Path
 ) -> None:
     asked = replace(settings_for(tmp_path), **settings)  # type: ignore[arg-type]
-    with pytest.raises(RefusedToStart, match=says):
+    with pytest.raises(StartupError, match=says):
         CudaDevice(asked, StandingGpu())
 
 
@@ -134,7 +134,7 @@ def test_8_bit_floats_are_refused_where_no_tensor_core_multiplies_them(
     capability: tuple[int, int], dtype: str, says: str
 ) -> None:
     settings = WorkerSettings(model="", dtype=dtype, weights="fp8")
-    with pytest.raises(RefusedToStart, match=says):
+    with pytest.raises(StartupError, match=says):
         CudaDevice(settings, StandingGpu(capability=capability))
 
 
@@ -162,7 +162,7 @@ def test_kernels_are_run_once_with_progress_and_what_cannot_be_compiled_is_named
 
     warm_up({"norms": lambda: ran.append("norms")}, lambda *news: heard.append(news))
     assert (ran, heard) == (["norms"], [("kernels", 0, 1), ("kernels", 1, 1)])
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         warm_up({"norms": nothing, "silu": fail}, nothing)
     says = "kernels for silu cannot be compiled or run: ninja exited with 1"
     assert str(refused.value) == says
@@ -173,9 +173,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(tmp_path: Path) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     device = CudaDevice(settings_for(tmp_path), StandingGpu())
-    with pytest.raises(
-        RefusedToStart, match=r"the largest step does not fit on cpu .*--max-batch-"
-    ):
+    with pytest.raises(StartupError, match=r"the largest step does not fit on cpu .*--max-batch-"):
         device.room(too_large)
 
 
@@ -211,13 +209,17 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
         shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, None, torch.bfloat16
     )
     attention = device.backend(ReferenceAttention, spec, device.allocate(shape, 8))
-    entry = StepEntry(RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), Draw(GREEDY))
+    entry = StepEntry(
+        RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), SampleSpec(GREEDY)
+    )
     layout = build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 256, 8, 4))
     stage = Stage(model, attention, device.place)
     with torch.inference_mode():
         logits = stage.logits(layout)
         assert logits is not None
-        pending = device.sampler(97, operators).begin(logits, [Draw(Sampling(top_p=0.5))], [3])
+        pending = device.sampler(97, operators).begin(
+            logits, [SampleSpec(SamplingParams(top_p=0.5))], [3]
+        )
     assert pending.ids.device.type == "meta"
 
 

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step import Sampling
+from engine.step import SamplingParams
 from engine.worker.cuda.sampling import sampling_kernels as drawing
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
 
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.floats(0.05, 5),
     min_p=st.just(0.0) | st.floats(0, 1),
     top_k=st.just(0) | st.integers(1, 3000),
@@ -29,7 +29,7 @@ def rows_of(seed: int, rows: int, vocab: int, *, ties: bool) -> Floats:
     return (noise.round() if ties else noise).astype(np.float32)
 
 
-def wishes(some: Sequence[Sampling], points: Sequence[float], vocab: int) -> SamplingTensors:
+def wishes(some: Sequence[SamplingParams], points: Sequence[float], vocab: int) -> SamplingTensors:
     return SamplingTensors.of(some, points, vocab, torch.from_numpy)
 
 
@@ -41,7 +41,7 @@ def wishes(some: Sequence[Sampling], points: Sequence[float], vocab: int) -> Sam
     ties=st.booleans(),
 )
 def test_the_same_ids_are_kept_with_the_same_weights(
-    asked: list[Sampling], vocab: int, seed: int, ties: bool
+    asked: list[SamplingParams], vocab: int, seed: int, ties: bool
 ) -> None:
     logits = rows_of(seed, len(asked), vocab, ties=ties)
     found = drawing.probabilities(
@@ -60,7 +60,7 @@ def test_the_same_ids_are_kept_with_the_same_weights(
             np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-38)
 
 
-def _distance(weights: Floats, sampling: Sampling) -> float:
+def _distance(weights: Floats, sampling: SamplingParams) -> float:
     """How near a sum of the largest weights comes to top-p, where roundings would decide."""
     if sampling.top_p in (0, 1):
         return 1.0
@@ -96,7 +96,7 @@ def test_the_same_point_is_the_same_id(
 
 
 def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
-    count, asked = 4000, Sampling(temperature=0.8, top_k=20, top_p=0.9)
+    count, asked = 4000, SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
     logits = rows_of(1, 1, 700, ties=False)
     points = ((np.arange(count) + 0.5) / count).tolist()
     some = torch.from_numpy(logits).expand(count, -1)
@@ -108,10 +108,10 @@ def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
 
 def test_batch_mates_do_not_change_a_rows_token() -> None:
     asked = [
-        Sampling(top_p=0.9),
-        Sampling(top_k=5),
-        Sampling(temperature=0.3),
-        Sampling(top_k=1500),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=5),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=1500),
     ]
     logits = torch.from_numpy(rows_of(3, 4, 2000, ties=True))
     points = [0.1, 0.5, 0.9, 0.999]
@@ -128,7 +128,7 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
     value: float,
 ) -> None:
     logits = torch.from_numpy(rows_of(4, 3, 600, ties=False))
-    asked = [Sampling(top_p=0.9, top_k=7, min_p=0.01)] * 3
+    asked = [SamplingParams(top_p=0.9, top_k=7, min_p=0.01)] * 3
     before = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
     logits[1] = value
     after = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
@@ -139,7 +139,11 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
 def test_nothing_of_a_draw_is_read_by_the_host() -> None:
     """On the meta device there are no values: whoever reads one fails."""
     nowhere = torch.device("meta")
-    for asked in (Sampling(top_p=0.9, top_k=7, min_p=0.1), Sampling(top_k=2000), Sampling()):
+    for asked in (
+        SamplingParams(top_p=0.9, top_k=7, min_p=0.1),
+        SamplingParams(top_k=2000),
+        SamplingParams(),
+    ):
         there = SamplingTensors.of(
             [asked] * 3, [0.5] * 3, 3000, lambda a: torch.from_numpy(a).to(nowhere)
         )

@@ -18,7 +18,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
-from engine.step import BlockMove, Sampling
+from engine.step import BlockMove, SamplingParams
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.launching import LaunchesSteps, LaunchingExecutor, on_stand_ins
@@ -27,8 +27,8 @@ from tests.inline import play
 
 VOCAB = 97
 COUNT = 14
-GREEDY = Sampling(temperature=0.0)
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
 WAYS = (
     GREEDY,
     SEEDED,
@@ -172,7 +172,7 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         assert one.logprobs == pytest.approx(whole.logprobs[: len(one.logprobs)], abs=1e-4)
         assert len(one.logprobs) == (len(one.tokens) if number % 2 else 0)
         assert one.prompt_logprobs == pytest.approx(whole.prompt_logprobs, abs=1e-4)
-    assert {one.error for one in said} == {"", "NothingAllowed"}
+    assert {one.error for one in said} == {"", "NoAllowedToken"}
     if num_blocks < 128:
         assert told.num_swaps if host_kv_bytes else told.num_recomputed
     replays = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engine.errors import WorkerLost
 from engine.step import (
-    HELD_TOKEN,
+    LAST_TOKEN,
     BlockMove,
     Direction,
-    Draw,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -27,8 +27,8 @@ from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.process.driving import load_worker
 
-GREEDY = Draw(Sampling(temperature=0.0))
-PENALISED = Draw(Sampling(temperature=0.0, presence_penalty=1.5))
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
+PENALISED = SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def on_gpu(model: Path) -> OnStandIns:
     return on_stand_ins(model, max_batch_size=4, max_batch_tokens=16, host_kv_bytes=1 << 16)
 
 
-def entry(request: int, start: int, *tokens: int, draw: Draw | None = GREEDY) -> StepEntry:
+def entry(request: int, start: int, *tokens: int, draw: SampleSpec | None = GREEDY) -> StepEntry:
     """Request n has blocks 4n, 4n + 1, …"""
     blocks = np.arange(4 * request, 4 * request + 4, dtype="<i4").tobytes()
     return StepEntry(RequestId(request), start, tokens, blocks, draw)
@@ -54,11 +54,11 @@ def step(number: int, *entries: StepEntry, moves: tuple[BlockMove, ...] = ()) ->
 def test_a_step_goes_on_from_a_token_that_nobody_has_read(on_gpu: OnStandIns, model: Path) -> None:
     plain = load_worker(model)
     (first,) = plain.run(step(0, entry(0, 0, 7, 8, 9))).tokens
-    told = Draw(replace(PENALISED.sampling), output=(first,))
+    told = SampleSpec(replace(PENALISED.sampling), output=(first,))
     (second,) = plain.run(step(1, entry(0, 3, first, draw=told))).tokens
     launched = [
         on_gpu.launch(step(0, entry(0, 0, 7, 8, 9))),
-        on_gpu.launch(step(1, entry(0, 3, HELD_TOKEN, draw=PENALISED))),
+        on_gpu.launch(step(1, entry(0, 3, LAST_TOKEN, draw=PENALISED))),
     ]
     assert all(one.is_late for one in launched)
     results = [one.collect() for one in launched]
@@ -75,7 +75,7 @@ def test_a_step_that_fails_while_it_is_launched_leaves_those_around_it_alone(
     before = on_gpu.launch(step(1, entry(1, 0, 5, 6)))
     with pytest.raises(ValueError, match="token ids out of range"):
         on_gpu.worker.launch(step(2, entry(2, 0, 1000)))
-    ahead = entry(2, 1, HELD_TOKEN)  # of the step that failed: whatever it yields is dropped
+    ahead = entry(2, 1, LAST_TOKEN)  # of the step that failed: whatever it yields is dropped
     after = on_gpu.launch(step(3, ahead, entry(1, 0, 5, 6)))
     assert before.collect().result.tokens == alone
     assert after.collect().result.tokens[1:] == alone
@@ -83,7 +83,7 @@ def test_a_step_that_fails_while_it_is_launched_leaves_those_around_it_alone(
 
 def test_a_token_that_is_not_held_fails_the_step(on_gpu: OnStandIns) -> None:
     with pytest.raises(ValueError, match="request 9: no token of it is held"):
-        on_gpu.worker.launch(step(1, entry(9, 1, HELD_TOKEN)))
+        on_gpu.worker.launch(step(1, entry(9, 1, LAST_TOKEN)))
 
 
 def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
@@ -102,9 +102,9 @@ def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
     monkeypatch.setattr(on_gpu.worker._launcher, "_reader", replace(reader, head=spoilt))
     bad = on_gpu.launch(step(1, entry(0, 0, 3, 4), entry(1, 0, 5, 6)))
     monkeypatch.undo()
-    ahead = on_gpu.launch(step(2, entry(0, 2, HELD_TOKEN), entry(1, 0, 5, 6)))
+    ahead = on_gpu.launch(step(2, entry(0, 2, LAST_TOKEN), entry(1, 0, 5, 6)))
     result = bad.collect().result
-    assert [(fault.entry, fault.is_asked_for) for fault in result.faults] == [(0, False)]
+    assert [(fault.entry, fault.is_caller_error) for fault in result.faults] == [(0, False)]
     assert result.tokens[1:] == alone
     assert ahead.collect().result.tokens[1:] == alone
 

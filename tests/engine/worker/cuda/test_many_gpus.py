@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.cuda.device import CudaDevice
 from engine.worker.cuda.nccl import NcclCarrier
 from engine.worker.process.worker import Worker
@@ -67,5 +67,5 @@ def test_shards_on_gpus_compute_what_one_computes(
 
 def test_without_nccl_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(RefusedToStart, match="several workers on GPUs need NCCL, which torch "):
+    with pytest.raises(StartupError, match="several workers on GPUs need NCCL, which torch "):
         NcclCarrier.open(torch.device("cuda", 0), torch.bfloat16)

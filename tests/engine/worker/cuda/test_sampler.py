@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.grammar import Mask
-from engine.step import Draw, Sampling
+from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.sampling.sampler import Masks, RowFault, SampledToken, Sampler
@@ -21,7 +21,7 @@ NOWHERE = torch.device("meta")
 ids = st.integers(0, VOCAB - 1)
 some_ids = st.lists(ids, max_size=6).map(tuple)
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
     top_p=st.sampled_from([1.0, 0.8]),
     top_k=st.sampled_from([0, 3]),
@@ -33,13 +33,13 @@ samplings = st.builds(
     seed=st.integers(0, 99),
 )
 draws = st.builds(
-    Draw,
+    SampleSpec,
     sampling=samplings,
     banned=some_ids,
     prompt=some_ids,
     output=some_ids,
     logprobs=st.none() | st.integers(0, 5),
-    ends=st.lists(ids, max_size=2).map(tuple),
+    end_ids=st.lists(ids, max_size=2).map(tuple),
 )
 masks = st.none() | st.builds(
     Mask,
@@ -56,7 +56,7 @@ def logits_of(rows: int, seed: int) -> Tensor:
 
 
 def both(
-    logits: Tensor, asked: list[Draw], given_masks: Masks
+    logits: Tensor, asked: list[SampleSpec], given_masks: Masks
 ) -> tuple[SampledToken, SampledToken]:
     """What the CPU draws, and what the device does."""
     places = [17 * row for row in range(len(asked))]
@@ -69,7 +69,7 @@ def both(
 
 
 def told(drawn: SampledToken) -> dict[int, tuple[str, bool]]:
-    return {row: (str(fault), fault.is_asked_for) for row, fault in drawn.faults}
+    return {row: (str(fault), fault.is_caller_error) for row, fault in drawn.faults}
 
 
 @settings(deadline=None, max_examples=200)
@@ -80,7 +80,7 @@ def told(drawn: SampledToken) -> dict[int, tuple[str, bool]]:
     broken=st.sets(st.integers(0, 6), max_size=2),
 )
 def test_both_samplers_say_the_same(
-    asked: list[tuple[Draw, Mask | None]], seed: int, late: set[int], broken: set[int]
+    asked: list[tuple[SampleSpec, Mask | None]], seed: int, late: set[int], broken: set[int]
 ) -> None:
     count = len(asked)
     logits = logits_of(count, seed)
@@ -109,12 +109,12 @@ def test_both_samplers_say_the_same(
 
 def test_the_first_half_reads_nothing_from_the_device() -> None:
     """On the meta device there are no values: whoever reads one fails."""
-    sampling = Sampling(top_p=0.9, logit_bias=((1, 1.0),), repetition_penalty=1.2)
+    sampling = SamplingParams(top_p=0.9, logit_bias=((1, 1.0),), repetition_penalty=1.2)
     all_bits = np.full(5, 255, dtype=np.uint8).tobytes()
     asked = [
-        Draw(sampling, banned=(2,), prompt=(3,), output=(4, 4), logprobs=3, ends=(5,)),
-        Draw(Sampling(temperature=0.0)),
-        Draw(Sampling(), logprobs=1),
+        SampleSpec(sampling, banned=(2,), prompt=(3,), output=(4, 4), logprobs=3, end_ids=(5,)),
+        SampleSpec(SamplingParams(temperature=0.0)),
+        SampleSpec(SamplingParams(), logprobs=1),
     ]
     sampler = DeviceSampler(VOCAB, lambda array: torch.from_numpy(array).to(NOWHERE))
     pending = sampler.begin(
@@ -126,13 +126,13 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
 
 def test_a_fault_that_is_known_beforehand_draws_nothing() -> None:
     faults: Mapping[int, RowFault] = {0: RowFault("no such grammar")}
-    exact, found = both(logits_of(2, 1), [Draw(Sampling())] * 2, Masks({}, faults))
+    exact, found = both(logits_of(2, 1), [SampleSpec(SamplingParams())] * 2, Masks({}, faults))
     assert told(found) == told(exact) == {0: ("no such grammar", False)}
     assert found.tokens[1] == exact.tokens[1]
 
 
 def test_an_id_outside_the_vocabulary_fails_its_row_only() -> None:
-    asked = [Draw(Sampling(), banned=(VOCAB,)), Draw(Sampling())]
+    asked = [SampleSpec(SamplingParams(), banned=(VOCAB,)), SampleSpec(SamplingParams())]
     exact, found = both(logits_of(2, 2), asked, Masks())
     assert told(found) == told(exact)
     assert "banned holds an id outside the vocabulary of 37" in told(found)[0][0]
@@ -142,5 +142,7 @@ def test_an_id_outside_the_vocabulary_fails_its_row_only() -> None:
 def test_a_row_whose_logits_are_no_numbers_gives_the_next_step_an_id_that_exists() -> None:
     logits = logits_of(2, 3)
     logits[1] = torch.nan
-    pending = DeviceSampler(VOCAB, torch.from_numpy).begin(logits, [Draw(Sampling())] * 2, [0, 0])
+    pending = DeviceSampler(VOCAB, torch.from_numpy).begin(
+        logits, [SampleSpec(SamplingParams())] * 2, [0, 0]
+    )
     assert int(pending.ids[1]) == 0

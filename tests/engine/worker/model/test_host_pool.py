@@ -10,11 +10,11 @@ import torch
 from engine.control.admission import SwapMode
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.cost.model import LiveCost
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.policy import build
 from engine.request import Request, RequestSpec
-from engine.step import BlockMove, Direction, Sampling, WorkerSettings
+from engine.step import BlockMove, Direction, SamplingParams, WorkerSettings
 from engine.worker.model.host_pool import HostPool, choose_num_host_blocks
 from engine.worker.model.kv_tensors import allocate
 from engine.worker.ports import ModelShape
@@ -114,9 +114,9 @@ def test_host_memory_that_cannot_be_had_is_refused() -> None:
         return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
 
     assert (chosen(0), chosen(100), chosen(999)) == (0, 1, 9)
-    with pytest.raises(RefusedToStart, match=r"host_kv_bytes=99 is less than one block"):
+    with pytest.raises(StartupError, match=r"host_kv_bytes=99 is less than one block"):
         chosen(99)
-    with pytest.raises(RefusedToStart, match=r"host_kv_bytes=1001 .* 1000 bytes"):
+    with pytest.raises(StartupError, match=r"host_kv_bytes=1001 .* 1000 bytes"):
         chosen(1001)
 
 
@@ -175,7 +175,7 @@ def test_who_was_swapped_out_and_in_writes_the_same_text_bit_for_bit(
         RequestSpec(
             prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),
             max_tokens=16 + number,
-            sampling=Sampling(temperature=0.9, seed=number) if number % 2 else GREEDY,
+            sampling=SamplingParams(temperature=0.9, seed=number) if number % 2 else GREEDY,
         )
         for number in range(6)
     ]

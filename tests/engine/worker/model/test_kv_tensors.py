@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.device import Room
 from engine.worker.model.kv_tensors import (
@@ -60,7 +60,7 @@ def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
     ],
 )
 def test_room_that_cannot_be_had_is_refused(settings: dict[str, int], named: str) -> None:
-    with pytest.raises(RefusedToStart, match=named):
+    with pytest.raises(StartupError, match=named):
         blocks(**settings)
 
 

@@ -13,7 +13,16 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import HELD_TOKEN, Draw, Fault, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import (
+    LAST_TOKEN,
+    Fault,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.transport.inline import InlineExecutor
 from engine.worker.model.last_tokens import STAND_IN, LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -23,7 +32,7 @@ from tests.engine.worker.process.driving import GREEDY, load_worker
 
 VOCAB = 97
 LIMITS = LayoutLimits(VOCAB, 64, 16, 4)
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
 SAMPLINGS = (
     GREEDY,
     SEEDED,
@@ -91,8 +100,8 @@ def test_lookahead_changes_no_text(worker: Worker, num_blocks: int) -> None:
     assert {len(said) for said in without} > {30}, "all of them ran to the limit"
 
 
-def entry(number: int, token: int, draw: Draw | None = None) -> StepEntry:
-    return StepEntry(RequestId(number), 3, (token,), bytes(4), draw or Draw(GREEDY))
+def entry(number: int, token: int, draw: SampleSpec | None = None) -> StepEntry:
+    return StepEntry(RequestId(number), 3, (token,), bytes(4), draw or SampleSpec(GREEDY))
 
 
 def complete(held: LastTokens, *entries: StepEntry) -> tuple[list[int], tuple[StepEntry, ...]]:
@@ -114,7 +123,7 @@ def run(held: LastTokens, tokens: Sequence[int], *entries: StepEntry) -> None:
 def test_tokens_are_filled_in_where_they_are_held_back() -> None:
     held = LastTokens(num_steps=1)
     run(held, [70, 71], entry(0, 1), entry(1, 2))
-    ids, entries = complete(held, entry(1, HELD_TOKEN), entry(5, 9), entry(0, HELD_TOKEN))
+    ids, entries = complete(held, entry(1, LAST_TOKEN), entry(5, 9), entry(0, LAST_TOKEN))
     assert ids == [71, 9, 70]
     assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
 
@@ -122,15 +131,15 @@ def test_tokens_are_filled_in_where_they_are_held_back() -> None:
 def test_the_output_is_completed_for_those_who_read_it() -> None:
     held = LastTokens(num_steps=1)
     run(held, [70, 71], entry(0, 1), entry(1, 2))
-    reads = Draw(Sampling(presence_penalty=1.0), output=(5,))
-    _, entries = complete(held, entry(0, HELD_TOKEN, reads), entry(1, HELD_TOKEN))
-    assert [each.draw.output for each in entries if each.draw] == [(5, 70), ()]
+    reads = SampleSpec(SamplingParams(presence_penalty=1.0), output=(5,))
+    _, entries = complete(held, entry(0, LAST_TOKEN, reads), entry(1, LAST_TOKEN))
+    assert [each.sample.output for each in entries if each.sample] == [(5, 70), ()]
 
 
 def test_of_a_step_that_failed_a_stand_in_is_held() -> None:
     held = LastTokens(num_steps=1)
     run(held, (), entry(0, 1))
-    assert complete(held, entry(0, HELD_TOKEN))[0] == [STAND_IN]
+    assert complete(held, entry(0, LAST_TOKEN))[0] == [STAND_IN]
 
 
 def test_of_a_row_that_failed_a_stand_in_is_held() -> None:
@@ -138,28 +147,28 @@ def test_of_a_row_that_failed_a_stand_in_is_held() -> None:
     step = Step(StepId(0), (entry(0, 1), entry(1, 1)))
     held.open(step)
     held.keep(step, [999, 71], [Fault(0, "it failed")])
-    assert complete(held, entry(0, HELD_TOKEN), entry(1, HELD_TOKEN))[0] == [STAND_IN, 71]
+    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [STAND_IN, 71]
 
 
 def test_tokens_are_held_for_as_many_steps_as_are_asked_for() -> None:
     held = LastTokens(num_steps=2)
     run(held, [70], entry(0, 1))
     run(held, [71], entry(1, 1))
-    assert complete(held, entry(0, HELD_TOKEN))[0] == [70]
+    assert complete(held, entry(0, LAST_TOKEN))[0] == [70]
     with pytest.raises(ValueError, match="request 0: no token of it is held"):
-        complete(LastTokens(1), entry(0, HELD_TOKEN))
+        complete(LastTokens(1), entry(0, LAST_TOKEN))
 
 
 def test_a_worker_that_fails_a_step_runs_the_one_planned_on_top(worker: Worker) -> None:
-    bad = Draw(replace(GREEDY, logit_bias=((VOCAB + 5, 1.0),)))
+    bad = SampleSpec(replace(GREEDY, logit_bias=((VOCAB + 5, 1.0),)))
     blocks = bytes(4)
     first = StepEntry(RequestId(0), 0, (1,) * 3, blocks, bad)
-    mate = StepEntry(RequestId(1), 0, (1, 2, 3), b"\1\0\0\0", Draw(GREEDY))
+    mate = StepEntry(RequestId(1), 0, (1, 2, 3), b"\1\0\0\0", SampleSpec(GREEDY))
     alone = worker.run(Step(StepId(0), (mate,))).tokens
     try:
         faults = worker.run(Step(StepId(1), (first,))).faults
     except ValueError:
         faults = (Fault(0, "all of it"),)
     assert faults
-    ahead = StepEntry(RequestId(0), 3, (HELD_TOKEN,), blocks, Draw(GREEDY))
+    ahead = StepEntry(RequestId(0), 3, (LAST_TOKEN,), blocks, SampleSpec(GREEDY))
     assert worker.run(Step(StepId(2), (ahead, mate))).tokens[1:] == alone

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.model.layout import LayoutLimits, build_layout, padded
 
 LIMITS = LayoutLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
 
 
 def entry(start: int, tokens: tuple[int, ...], blocks: list[int], draws: bool = True) -> StepEntry:
-    draw = Draw(Sampling()) if draws else None
+    draw = SampleSpec(SamplingParams()) if draws else None
     return StepEntry(RequestId(7), start, tokens, np.array(blocks, "<i4").tobytes(), draw)
 
 

@@ -11,14 +11,14 @@ import psutil
 import pytest
 import torch
 
-from engine.errors import RefusedToStart, StepFailed, WorkerLost
+from engine.errors import StartupError, StepFailed, WorkerLost
 from engine.step import (
-    HELD_TOKEN,
-    Draw,
+    LAST_TOKEN,
     Placement,
     PromptTargets,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -90,7 +90,7 @@ def test_logits_of_a_ragged_mix_are_those_of_one_worker(alone: Worker, together:
 
 def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> None:
     one, many = Driver(alone, seed=1), Driver(together, seed=2)
-    drawn = Sampling(temperature=0.8, top_p=0.9, seed=3)
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     prompt = text(11, seed=8)
     assert many.generate(0, prompt, 20) == one.generate(0, prompt, 20)
     assert many.tokens((1, prompt, drawn)) == one.tokens((1, prompt, drawn))
@@ -104,7 +104,7 @@ def test_a_piece_of_a_prompt_yields_no_token_anywhere(together: Fleet) -> None:
 
 def test_a_step_that_is_wrong_is_refused_alike_and_the_next_one_runs(together: Fleet) -> None:
     expected = Driver(together).generate(0, [1, 2, 3], 4)
-    outside = StepEntry(RequestId(0), 0, (97,), bytes(4), Draw(GREEDY))
+    outside = StepEntry(RequestId(0), 0, (97,), bytes(4), SampleSpec(GREEDY))
     wrong = Step(StepId(0), (outside,))
     for worker in together.workers:
         with pytest.raises(ValueError, match="token ids out of range"):
@@ -117,7 +117,7 @@ def test_a_stage_that_fails_tells_the_stages_after_it_why(tmp_path: Path) -> Non
     with fleet(tmp_path, 3, 1) as workers:
         first, *later = workers.workers
         expected = Driver(workers).generate(0, [1, 2, 3], 4)
-        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], Draw(GREEDY)),))
+        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], SampleSpec(GREEDY)),))
         with failing_layers(), pytest.raises(ZeroDivisionError):
             first.run(step)
         first.abandon(step, "no luck")
@@ -132,7 +132,7 @@ def test_a_rank_that_leaves_its_stage_in_the_middle_is_lost(tmp_path: Path) -> N
     make_checkpoint(tmp_path)
     with fleet(tmp_path, 1, 2) as workers:
         first = workers.workers[0]
-        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], Draw(GREEDY)),))
+        step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], SampleSpec(GREEDY)),))
         with failing_layers(), pytest.raises(ZeroDivisionError):
             first.run(step)
         with pytest.raises(WorkerLost, match="in the middle of step 7: no luck"):
@@ -144,7 +144,9 @@ def test_hidden_states_come_in_while_the_stage_computes(tmp_path: Path) -> None:
     with fleet(tmp_path, 2, 1) as workers:
         first, last = workers.workers
         driver = Driver(workers)
-        steps = [Step(StepId(at), (driver.entry(0, [5, at], Draw(GREEDY)),)) for at in range(1, 4)]
+        steps = [
+            Step(StepId(at), (driver.entry(0, [5, at], SampleSpec(GREEDY)),)) for at in range(1, 4)
+        ]
         for step in steps:
             last.learn(step)
         for step in steps:
@@ -166,7 +168,9 @@ def test_steps_go_on_from_tokens_that_only_the_workers_know(
         steps: list[Step] = []
         for turn in range(8):
             for request, prompt in prompts.items():
-                entry = driver.entry(request, prompt if turn == 0 else [HELD_TOKEN], Draw(GREEDY))
+                entry = driver.entry(
+                    request, prompt if turn == 0 else [LAST_TOKEN], SampleSpec(GREEDY)
+                )
                 steps.append(Step(StepId(len(steps)), (entry,)))
         answers = workers.on_all(lambda worker: [worker.run(step).tokens for step in steps])
     told = [token for (token,) in next(each for each in answers if each[0])]
@@ -179,8 +183,8 @@ def test_a_step_that_failed_still_lets_the_first_stage_go_on(tmp_path: Path) -> 
         first, last = workers.workers
         driver = Driver(workers)
         steps = [
-            Step(StepId(at), (driver.entry(0, tokens, Draw(GREEDY)),))
-            for at, tokens in enumerate(([5, 6], [HELD_TOKEN]))
+            Step(StepId(at), (driver.entry(0, tokens, SampleSpec(GREEDY)),))
+            for at, tokens in enumerate(([5, 6], [LAST_TOKEN]))
         ]
         with failing_layers(), pytest.raises(ZeroDivisionError):
             first.run(steps[0])
@@ -261,7 +265,7 @@ def test_a_heavy_head_leaves_the_last_stage_fewer_layers() -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(placement: Placement, line: str) -> None:
-    with pytest.raises(RefusedToStart, match=line):
+    with pytest.raises(StartupError, match=line):
         Shard.of(SHAPE, placement, None)
 
 
@@ -276,7 +280,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused(placement: Placement, line: st
     ],
 )
 def test_a_layer_that_cannot_be_cut_so_is_refused(shape: ModelShape, line: str) -> None:
-    with pytest.raises(RefusedToStart, match=line):
+    with pytest.raises(StartupError, match=line):
         Shard.of(shape, Placement(num_ranks=2), None)
 
 
@@ -284,7 +288,7 @@ def test_log_probabilities_of_a_prompt_come_from_all_ranks(alone: Worker, togeth
     prompt, targets = (1, 2, 3, 4, 5), PromptTargets(3, 0, (2, 3, 4, 5))
     told = []
     for runs in (alone, together):
-        entry = Driver(runs).entry(0, prompt, Draw(GREEDY, logprobs=2))
+        entry = Driver(runs).entry(0, prompt, SampleSpec(GREEDY, logprobs=2))
         result = runs.run(Step(StepId(0), (entry._replace(prompt_logprobs=targets),)))
         told.append([*result.prompt_logprobs[0], *result.logprobs])
     for one, many in zip(*told, strict=True):

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from engine.step import (
-    Draw,
     RequestId,
-    Sampling,
+    SampleSpec,
+    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -21,7 +21,7 @@ from engine.step import (
 )
 from engine.worker.process.worker import Worker
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class RunsSteps(Protocol):
@@ -90,7 +90,7 @@ class Driver:
         self.free = list(range(self.worker.report.num_blocks))
         Random(self.seed).shuffle(self.free)
 
-    def entry(self, request: int, tokens: Sequence[int], draw: Draw | None) -> StepEntry:
+    def entry(self, request: int, tokens: Sequence[int], draw: SampleSpec | None) -> StepEntry:
         """The next tokens of a request; takes blocks as needed."""
         start = self.lengths.get(request, 0)
         self.lengths[request] = start + len(tokens)
@@ -103,16 +103,17 @@ class Driver:
 
     def logits(self, *pieces: tuple[int, Sequence[int]]) -> Tensor:
         """One step over (request, tokens) pieces; logits after each piece's last token."""
-        draw = Draw(GREEDY)
+        draw = SampleSpec(GREEDY)
         entries = tuple(self.entry(request, tokens, draw) for request, tokens in pieces)
         logits = self.worker.logits(Step(StepId(0), entries))
         assert logits is not None, "a worker that holds the head"
         return logits
 
-    def tokens(self, *pieces: tuple[int, Sequence[int], Sampling]) -> tuple[int, ...]:
+    def tokens(self, *pieces: tuple[int, Sequence[int], SamplingParams]) -> tuple[int, ...]:
         """One step over (request, tokens, sampling) pieces; the token drawn for each."""
         entries = tuple(
-            self.entry(request, tokens, Draw(sampling)) for request, tokens, sampling in pieces
+            self.entry(request, tokens, SampleSpec(sampling))
+            for request, tokens, sampling in pieces
         )
         return self.worker.run(Step(StepId(0), entries)).tokens
 

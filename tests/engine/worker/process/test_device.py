@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
 from engine.worker.cpu import device as cpu
 from engine.worker.cuda import requirements as lacking
@@ -36,7 +36,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def refusal(settings: WorkerSettings) -> str:
-    with pytest.raises(RefusedToStart) as refused:
+    with pytest.raises(StartupError) as refused:
         open_device(settings)
     line = str(refused.value)
     assert "\n" not in line
@@ -125,12 +125,14 @@ def test_auto_falls_back_to_the_cpu_and_says_why(
 
 
 def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
-    places = [Placement(rank=n, num_ranks=4, num_neighbours=2, neighbour=n % 2) for n in range(4)]
+    places = [
+        Placement(rank=n, num_ranks=4, num_local_workers=2, local_index=n % 2) for n in range(4)
+    ]
     assert [gpu_index("auto", place, 2) for place in places] == [0, 1, 0, 1]
     assert [gpu_index("cuda:1", place, 3) for place in places] == [1, 2, 1, 2]
-    with pytest.raises(RefusedToStart, match="2 workers of this machine need a GPU each, but 1 "):
+    with pytest.raises(StartupError, match="2 workers of this machine need a GPU each, but 1 "):
         gpu_index("cuda", places[0], 1)
-    with pytest.raises(RefusedToStart, match="need a GPU each from cuda:1 on, but 2 are visible"):
+    with pytest.raises(StartupError, match="need a GPU each from cuda:1 on, but 2 are visible"):
         gpu_index("cuda:1", places[0], 2)
 
 
@@ -155,7 +157,7 @@ def test_on_the_cpu_kv_usually_takes_4_gib_or_a_quarter_of_what_there_is(
     available: int, neighbours: int, usual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available_bytes", lambda: available)
-    placement = Placement(num_neighbours=neighbours)
+    placement = Placement(num_local_workers=neighbours)
     device = open_device(replace(SETTINGS, device="cpu", threads=1, placement=placement))
     room = device.room(lambda: pytest.fail("the CPU does not rehearse"))
     assert (room.most, room.usual) == (available, usual)

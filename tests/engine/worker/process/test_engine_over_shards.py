@@ -17,7 +17,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
-from engine.step import BlockMove, Sampling
+from engine.step import BlockMove, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
@@ -45,7 +45,10 @@ class Told(NullObserver):
 def an_ask(number: int) -> RequestSpec:
     prompt = Random(number).choices(range(97), k=3 + 5 * number % 31)
     return RequestSpec(
-        tuple(prompt), 12 + 3 * number % 17, Sampling(temperature=0.0), priority=COUNT - number
+        tuple(prompt),
+        12 + 3 * number % 17,
+        SamplingParams(temperature=0.0),
+        priority=COUNT - number,
     )
 
 

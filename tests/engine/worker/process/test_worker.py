@@ -8,8 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import RefusedToStart
-from engine.step import Draw, RequestId, Sampling, Step, StepEntry, StepId, WorkerSettings
+from engine.errors import StartupError
+from engine.step import (
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+    WorkerSettings,
+)
 from engine.worker.cpu.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
@@ -30,8 +38,8 @@ def text(length: int, seed: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def sampling_of(request: int) -> Sampling:
-    return Sampling(temperature=0.9, top_p=0.95, seed=request) if request % 2 else GREEDY
+def sampling_of(request: int) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_p=0.95, seed=request) if request % 2 else GREEDY
 
 
 def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[int]:
@@ -56,7 +64,7 @@ def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Work
             if arrives[request] > turn or len(out[request]) >= wanted[request]:
                 continue
             size = len(rest) if len(rest) == 1 else rng.randrange(1, len(rest) + 1)
-            draw = Draw(sampling_of(request)) if size == len(rest) else None
+            draw = SampleSpec(sampling_of(request)) if size == len(rest) else None
             entries.append((request, driver.entry(request, rest[:size], draw)))
             left[request] = rest[size:]
         if not entries:
@@ -65,7 +73,7 @@ def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Work
         result = worker.run(Step(StepId(turn), tuple(entry for _, entry in entries)))
         tokens = iter(result.tokens)
         for request, entry in entries:
-            if entry.draw is not None:
+            if entry.sample is not None:
                 out[request].append(next(tokens))
                 left[request] = out[request][-1:]
     assert {request: len(tokens) for request, tokens in out.items()} == wanted
@@ -149,18 +157,16 @@ def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
 
 def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(
-        RefusedToStart, match="weights 'int4' is not supported on cpu; known: auto, "
-    ):
+    with pytest.raises(StartupError, match="weights 'int4' is not supported on cpu; known: auto, "):
         load_worker(tmp_path, weights="int4")
-    with pytest.raises(RefusedToStart, match="weights='int8' needs another attention"):
+    with pytest.raises(StartupError, match="weights='int8' needs another attention"):
         load_worker(tmp_path, attention="reference", weights="int8")
 
 
 def test_a_piece_of_a_prompt_yields_no_token(worker: Worker) -> None:
     driver = Driver(worker)
     piece = driver.entry(0, [1, 2, 3], None)
-    result = worker.run(Step(StepId(41), (driver.entry(1, [5], Draw(GREEDY)), piece)))
+    result = worker.run(Step(StepId(41), (driver.entry(1, [5], SampleSpec(GREEDY)), piece)))
     assert (result.step_id, len(result.tokens)) == (StepId(41), 1)
     assert worker.run(Step(StepId(42), (driver.entry(2, [1, 2], None),))).tokens == ()
     assert result.seconds > 0
@@ -168,8 +174,8 @@ def test_a_piece_of_a_prompt_yields_no_token(worker: Worker) -> None:
 
 def test_a_wrong_step_fails_and_the_next_one_runs(worker: Worker) -> None:
     expected = Driver(worker).generate(0, [1, 2, 3], 4)
-    outside = StepEntry(RequestId(0), 0, (1,), struct.pack("<i", 1 << 20), Draw(GREEDY))
-    for entry in (outside, StepEntry(RequestId(0), 0, (VOCAB,), bytes(4), Draw(GREEDY))):
+    outside = StepEntry(RequestId(0), 0, (1,), struct.pack("<i", 1 << 20), SampleSpec(GREEDY))
+    for entry in (outside, StepEntry(RequestId(0), 0, (VOCAB,), bytes(4), SampleSpec(GREEDY))):
         with pytest.raises(ValueError, match="out of range"):
             worker.run(Step(StepId(0), (entry,)))
     assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
@@ -187,8 +193,8 @@ def test_a_weight_that_is_no_number_fails_the_requests_that_meet_it(
     save_file(tensors, path)
     worker = load_worker(tmp_path, attention=attention)
     driver = Driver(worker)
-    bad = driver.entry(0, [1, absent, 3], Draw(GREEDY))
-    good = driver.entry(1, [1, 2, 3], Draw(GREEDY))
+    bad = driver.entry(0, [1, absent, 3], SampleSpec(GREEDY))
+    good = driver.entry(1, [1, 2, 3], SampleSpec(GREEDY))
     result = worker.run(Step(StepId(0), (bad, good)))
     assert [fault.entry for fault in result.faults] == [0]
     assert result.tokens[1] == expected[0]
@@ -200,13 +206,13 @@ def test_weights_that_are_no_numbers_are_refused_at_start(tmp_path: Path) -> Non
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = float("nan")
     save_file(tensors, path)
-    with pytest.raises(RefusedToStart, match="NaN or infinite logits"):
+    with pytest.raises(StartupError, match="NaN or infinite logits"):
         load_worker(tmp_path, attention="cpu")
 
 
 def test_a_new_worker_goes_on_where_another_stopped(worker: Worker) -> None:
     """Recompute after a loss: prompt and output as one prompt give the same next tokens."""
-    sampling = Sampling(temperature=1.0, seed=11)
+    sampling = SamplingParams(temperature=1.0, seed=11)
     driver, out, feed = Driver(worker), [], text(20, 8)
     for _ in range(10):
         (token,) = driver.tokens((0, feed, sampling))

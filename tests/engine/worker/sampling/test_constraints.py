@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from engine.grammar import GrammarError, Mask
-from engine.step import Draw, Grammar, GrammarKind, RequestId, Sampling, Step, StepEntry, StepId
+from engine.step import (
+    Grammar,
+    GrammarKind,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.sampling.constraints import MAX_PLACES, Constraints
 from engine.worker.sampling.sampler import Masks, RowFault, Sampler, constrain
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 16
 
 
@@ -64,7 +73,7 @@ def an_entry(
     request: int, text: str | None, output: tuple[int, ...] = (), *, may_be_late: bool = True
 ) -> StepEntry:
     grammar = None if text is None else Grammar(GrammarKind.REGEX, text)
-    draw = Draw(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
+    draw = SampleSpec(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
     return StepEntry(RequestId(request), 0, (1,), bytes(4), draw)
 
 
@@ -141,7 +150,7 @@ def test_what_is_wrong_with_a_grammar_or_an_output_is_a_fault_of_its_row() -> No
             0: "its grammar: no such thing",
             1: "its grammar: unlucky",
         }
-        assert all(fault.is_asked_for for fault in found.faults.values())
+        assert all(fault.is_caller_error for fault in found.faults.values())
         assert sizes(found) == {2: 1}
 
 
@@ -153,23 +162,25 @@ def mask(*ids: int, accepts: bool = False) -> Mask:
 @pytest.mark.parametrize(
     ("allowed", "draw", "left"),
     [
-        (mask(1, 2), Draw(GREEDY, ends=(9,)), {1, 2}),
-        (mask(1, 2, accepts=True), Draw(GREEDY, ends=(9,)), {1, 2, 9}),
-        (mask(1, 9), Draw(GREEDY, ends=(8, 9)), {1, 9}),
-        (mask(1, 2, accepts=True), Draw(GREEDY, ends=(9,), banned=(9,)), {1, 2}),
-        (mask(accepts=True), Draw(GREEDY, ends=(8, 9), banned=(8, 9)), {8, 9}),
-        (mask(accepts=True), Draw(GREEDY, ends=(8, 9), banned=(9,)), {8}),
-        (mask(9, accepts=True), Draw(GREEDY, ends=(9,), banned=(9,)), {9}),
+        (mask(1, 2), SampleSpec(GREEDY, end_ids=(9,)), {1, 2}),
+        (mask(1, 2, accepts=True), SampleSpec(GREEDY, end_ids=(9,)), {1, 2, 9}),
+        (mask(1, 9), SampleSpec(GREEDY, end_ids=(8, 9)), {1, 9}),
+        (mask(1, 2, accepts=True), SampleSpec(GREEDY, end_ids=(9,), banned=(9,)), {1, 2}),
+        (mask(accepts=True), SampleSpec(GREEDY, end_ids=(8, 9), banned=(8, 9)), {8, 9}),
+        (mask(accepts=True), SampleSpec(GREEDY, end_ids=(8, 9), banned=(9,)), {8}),
+        (mask(9, accepts=True), SampleSpec(GREEDY, end_ids=(9,), banned=(9,)), {9}),
     ],
 )
 def test_end_tokens_come_when_the_grammar_accepts(
-    allowed: Mask, draw: Draw, left: set[int]
+    allowed: Mask, draw: SampleSpec, left: set[int]
 ) -> None:
     grammar = Grammar(GrammarKind.REGEX, "x")
     found = set()
     for token in range(VOCAB):
         bias = ((token, 50.0),)
-        wish = draw._replace(sampling=Sampling(temperature=0.0, logit_bias=bias), grammar=grammar)
+        wish = draw._replace(
+            sampling=SamplingParams(temperature=0.0, logit_bias=bias), grammar=grammar
+        )
         sampler = Sampler(VOCAB, TorchOperators())
         drawn = sampler.draw(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
         assert not drawn.faults
@@ -179,7 +190,7 @@ def test_end_tokens_come_when_the_grammar_accepts(
 
 def test_a_dead_end_is_a_fault() -> None:
     with pytest.raises(RowFault, match="allows no token"):
-        constrain(np.zeros(VOCAB, dtype=np.float32), mask(), Draw(GREEDY, ends=(9,)))
+        constrain(np.zeros(VOCAB, dtype=np.float32), mask(), SampleSpec(GREEDY, end_ids=(9,)))
 
 
 def test_rows_that_are_late_draw_nothing_and_change_nobody() -> None:
@@ -187,9 +198,9 @@ def test_rows_that_are_late_draw_nothing_and_change_nobody() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     grammar = Grammar(GrammarKind.REGEX, "x")
     draws = [
-        Draw(Sampling(seed=1)),
-        Draw(Sampling(seed=2), grammar=grammar),
-        Draw(Sampling(seed=3)),
+        SampleSpec(SamplingParams(seed=1)),
+        SampleSpec(SamplingParams(seed=2), grammar=grammar),
+        SampleSpec(SamplingParams(seed=3)),
     ]
     alone = sampler.draw(logits[[0, 2]], [draws[0], draws[2]], [4, 4])
     drawn = sampler.draw(logits.clone(), draws, [4] * 3, Masks(late=frozenset({1})))

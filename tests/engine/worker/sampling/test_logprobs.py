@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.step import Draw, Sampling
+from engine.step import SampleSpec, SamplingParams
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
@@ -12,7 +12,7 @@ from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats
 from engine.worker.sampling.sampler import Sampler
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -29,12 +29,14 @@ def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: 
     expected = logits.log_softmax(-1)
     samplings = [
         GREEDY,
-        Sampling(temperature=2.0, top_p=0.5),
-        Sampling(logit_bias=((7, 99.0),)),
-        Sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=5.0),
+        SamplingParams(temperature=2.0, top_p=0.5),
+        SamplingParams(logit_bias=((7, 99.0),)),
+        SamplingParams(temperature=0.0, presence_penalty=2.0, repetition_penalty=5.0),
     ]
     draws = [
-        Draw(sampling, banned=(int(logits[0].argmax()),), prompt=(1, 2), output=(3,), logprobs=row)
+        SampleSpec(
+            sampling, banned=(int(logits[0].argmax()),), prompt=(1, 2), output=(3,), logprobs=row
+        )
         for row, sampling in enumerate(samplings)
     ]
     tokens, logprobs, _ = Sampler(300, operators).draw(logits, draws, [0] * 4)
@@ -50,8 +52,8 @@ def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: 
 
 def test_only_who_asks_is_told_log_probabilities(operators: Operators) -> None:
     sampler, logits = Sampler(9, operators), torch.rand(3, 9)
-    assert sampler.draw(logits, [Draw(GREEDY)] * 3, [0] * 3).logprobs == ()
-    draws = [Draw(GREEDY), Draw(GREEDY, logprobs=0), Draw(GREEDY, logprobs=50)]
+    assert sampler.draw(logits, [SampleSpec(GREEDY)] * 3, [0] * 3).logprobs == ()
+    draws = [SampleSpec(GREEDY), SampleSpec(GREEDY, logprobs=0), SampleSpec(GREEDY, logprobs=50)]
     first, second, third = sampler.draw(logits, draws, [0] * 3).logprobs
     assert first is None
     assert second is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from engine.step import Draw, Sampling
+from engine.step import SampleSpec, SamplingParams
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
@@ -22,7 +22,7 @@ from engine.worker.sampling.sampler import Sampler, uniform
 
 Doubles = NDArray[np.float64]
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -34,7 +34,7 @@ def noise(vocab: int, seed: int = 0) -> Floats:
     return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
 
 
-def processed(logits: Floats, draw: Draw) -> Floats:
+def processed(logits: Floats, draw: SampleSpec) -> Floats:
     out = logits.copy()
     process(out[None], [0], [draw])
     return out
@@ -65,7 +65,7 @@ def normal(weights: Doubles | Floats) -> Doubles:
 
 
 def test_logit_bias_is_added() -> None:
-    draw = Draw(Sampling(logit_bias=((3, 2.5), (5, -100.0))))
+    draw = SampleSpec(SamplingParams(logit_bias=((3, 2.5), (5, -100.0))))
     expected = noise(8)
     expected[3] += 2.5
     expected[5] -= 100
@@ -73,7 +73,7 @@ def test_logit_bias_is_added() -> None:
 
 
 def test_banned_ids_cannot_be_drawn_even_when_biased_up() -> None:
-    draw = Draw(Sampling(logit_bias=((3, 100.0),)), banned=(3, 1))
+    draw = SampleSpec(SamplingParams(logit_bias=((3, 100.0),)), banned=(3, 1))
     found = processed(noise(8), draw)
     assert found[3] == found[1] == -np.inf
     assert np.isfinite(np.delete(found, [1, 3])).all()
@@ -81,30 +81,32 @@ def test_banned_ids_cannot_be_drawn_even_when_biased_up() -> None:
 
 def test_repetition_penalty_shrinks_what_prompt_or_output_hold() -> None:
     logits = np.array([2.0, -2.0, 1.0, 4.0], dtype=np.float32)
-    draw = Draw(Sampling(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
+    draw = SampleSpec(SamplingParams(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
     assert processed(logits, draw).tolist() == [1.0, -4.0, 1.0, 4.0]
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = np.zeros(4, dtype=np.float32)
-    draw = Draw(
-        Sampling(presence_penalty=0.5, frequency_penalty=0.25), prompt=(0,), output=(1, 2, 1, 1)
+    draw = SampleSpec(
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
+        prompt=(0,),
+        output=(1, 2, 1, 1),
     )
     assert processed(logits, draw).tolist() == [0.0, -1.25, -0.75, 0.0]
 
 
 def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
     logits = np.array([-1.0, 0.0], dtype=np.float32)
-    sampling = Sampling(logit_bias=((0, 3.0),), repetition_penalty=2.0, presence_penalty=0.5)
-    assert processed(logits, Draw(sampling, output=(0,))).tolist() == [0.5, 0.0]
+    sampling = SamplingParams(logit_bias=((0, 3.0),), repetition_penalty=2.0, presence_penalty=0.5)
+    assert processed(logits, SampleSpec(sampling, output=(0,))).tolist() == [0.5, 0.0]
 
 
 def test_rows_are_processed_together_as_each_alone() -> None:
     rng, vocab = Random(2), 60
     rows = [noise(vocab, seed) for seed in range(40)]
     draws = [
-        Draw(
-            Sampling(
+        SampleSpec(
+            SamplingParams(
                 logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(bias)),
                 repetition_penalty=rng.choice([1.0, 1.0, 0.6, 1.7]),
                 presence_penalty=rng.choice([0.0, 0.0, 1.2]),
@@ -126,20 +128,20 @@ def test_rows_are_processed_together_as_each_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
 def test_temperature_divides_the_logits(temperature: float) -> None:
-    found = normal(probabilities(noise(300), Sampling(temperature=temperature)))
+    found = normal(probabilities(noise(300), SamplingParams(temperature=temperature)))
     np.testing.assert_allclose(found, softmax(noise(300), temperature), rtol=1e-4, atol=1e-12)
 
 
 def test_min_p_is_measured_by_the_largest() -> None:
     expected = softmax(noise(300))
     expected[expected < 0.1 * expected.max()] = 0
-    found = normal(probabilities(noise(300), Sampling(min_p=0.1)))
+    found = normal(probabilities(noise(300), SamplingParams(min_p=0.1)))
     np.testing.assert_allclose(found, normal(expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 17, 299, 300, 5000])
 def test_top_k_keeps_the_k_largest(top_k: int) -> None:
-    found = probabilities(noise(300), Sampling(top_k=top_k))
+    found = probabilities(noise(300), SamplingParams(top_k=top_k))
     kept = set(np.flatnonzero(found).tolist())
     assert kept == set(np.argsort(-noise(300))[:top_k].tolist())
 
@@ -153,7 +155,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(
     logits: Floats, top_p: float, divisor: float
 ) -> None:
     scaled = logits / np.float32(divisor)
-    found = probabilities(scaled, Sampling(top_p=top_p))
+    found = probabilities(scaled, SamplingParams(top_p=top_p))
     exact = softmax(scaled)
     order = np.lexsort((np.arange(len(exact)), -exact))
     before = np.cumsum(exact[order]) - exact[order]
@@ -164,7 +166,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(
 
 
 def test_filters_follow_one_another_on_what_is_left() -> None:
-    sampling = Sampling(temperature=0.8, min_p=0.01, top_k=20, top_p=0.7)
+    sampling = SamplingParams(temperature=0.8, min_p=0.01, top_k=20, top_p=0.7)
     probs = softmax(noise(300), 0.8)
     probs[probs < 0.01 * probs.max()] = 0
     probs[np.argsort(-probs)[20:]] = 0
@@ -176,7 +178,7 @@ def test_filters_follow_one_another_on_what_is_left() -> None:
 
 def test_top_p_near_zero_is_greedy() -> None:
     for top_p in (0.0, 1e-9):
-        found = probabilities(noise(300), Sampling(top_p=top_p))
+        found = probabilities(noise(300), SamplingParams(top_p=top_p))
         assert np.flatnonzero(found).tolist() == [int(noise(300).argmax())]
 
 
@@ -220,16 +222,18 @@ def test_pick_is_exact_over_many_runs(vocab: int, point: float, seed: int) -> No
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=0.6, top_p=0.8),
-        Sampling(temperature=1.5, top_k=12, min_p=0.02),
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=12, min_p=0.02),
     ],
 )
-def test_draws_follow_the_filtered_distribution(operators: Operators, sampling: Sampling) -> None:
+def test_draws_follow_the_filtered_distribution(
+    operators: Operators, sampling: SamplingParams
+) -> None:
     logits, count = noise(40), 4000
     probs = normal(probabilities(logits, sampling))
     rows = torch.from_numpy(logits).repeat(count, 1)
-    draws = [Draw(replace(sampling, seed=seed)) for seed in range(count)]
+    draws = [SampleSpec(replace(sampling, seed=seed)) for seed in range(count)]
     tokens = Sampler(40, operators).draw(rows, draws, [5] * count).tokens
     counts = np.bincount(tokens, minlength=40)
     assert counts[probs == 0].sum() == 0
@@ -245,8 +249,8 @@ def test_batch_mates_and_batch_order_change_nothing(operators: Operators) -> Non
     vocab, rng = 700, Random(3)
     rows = [noise(vocab, seed) for seed in range(12)]
     draws = [
-        Draw(
-            Sampling(
+        SampleSpec(
+            SamplingParams(
                 temperature=rng.choice([0.0, 0.5, 1.0]),
                 top_p=rng.choice([0.5, 1.0]),
                 top_k=rng.choice([0, 30]),
@@ -283,7 +287,7 @@ GRID = 500
     logits=hnp.arrays(np.float32, st.integers(1, 900), elements=st.integers(-40, 40)),
     divisor=st.sampled_from([1.0, 3.7, 11.3]),
     sampling=st.builds(
-        Sampling,
+        SamplingParams,
         temperature=st.sampled_from([0.3, 1.0, 1.7]),
         top_k=st.sampled_from([0, 1, 3, 40]),
         top_p=st.sampled_from([1.0, 0.0, 0.5, 0.93]),
@@ -291,7 +295,7 @@ GRID = 500
     ),
 )
 def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
-    operators: Operators, logits: Floats, divisor: float, sampling: Sampling
+    operators: Operators, logits: Floats, divisor: float, sampling: SamplingParams
 ) -> None:
     scaled = logits / np.float32(divisor)
     points = [(i + 0.5) / GRID for i in range(GRID)]
@@ -305,10 +309,10 @@ def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
 def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
     rows = torch.from_numpy(np.stack([noise(50257, seed) for seed in range(8)]))
     samplings = [
-        Sampling(),
-        Sampling(temperature=0.8, top_p=0.95),
-        Sampling(top_k=50, top_p=0.9),
-        Sampling(temperature=1.3, min_p=0.03),
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.95),
+        SamplingParams(top_k=50, top_p=0.9),
+        SamplingParams(temperature=1.3, min_p=0.03),
     ] * 2
     points = [uniform(seed, 0) for seed in range(8)]
     expected = [pick(probabilities(rows[i].numpy(), samplings[i]), points[i]) for i in range(8)]
@@ -317,42 +321,48 @@ def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
 
 
 def test_a_row_without_any_id_left_fails_alone(operators: Operators) -> None:
-    draws = [Draw(GREEDY), Draw(GREEDY, banned=(0, 1, 2)), Draw(Sampling(), banned=(0, 1, 2))]
+    draws = [
+        SampleSpec(GREEDY),
+        SampleSpec(GREEDY, banned=(0, 1, 2)),
+        SampleSpec(SamplingParams(), banned=(0, 1, 2)),
+    ]
     drawn = Sampler(3, operators).draw(torch.eye(3), draws, [0, 0, 0])
     assert drawn.tokens[0] == 0
-    assert [(row, fault.is_asked_for) for row, fault in drawn.faults] == [(1, True), (2, True)]
+    assert [(row, fault.is_caller_error) for row, fault in drawn.faults] == [(1, True), (2, True)]
     assert "banned" in str(drawn.faults[0][1])
 
 
 def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [77, 4100]] = 9.0
-    assert Sampler(5000, operators).draw(logits, [Draw(GREEDY)] * 2, [0, 0]).tokens == (77, 0)
+    assert Sampler(5000, operators).draw(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (77, 0)
 
 
 def test_greedy_heeds_bans_bias_and_penalties(operators: Operators) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
     draws = [
-        Draw(GREEDY, banned=(0,)),
-        Draw(Sampling(temperature=0.0, logit_bias=((3, 10.0),))),
-        Draw(Sampling(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
-        Draw(Sampling(temperature=1e-6)),
+        SampleSpec(GREEDY, banned=(0,)),
+        SampleSpec(SamplingParams(temperature=0.0, logit_bias=((3, 10.0),))),
+        SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
+        SampleSpec(SamplingParams(temperature=1e-6)),
     ]
     assert Sampler(4, operators).draw(logits, draws, [0] * 4).tokens == (1, 3, 1, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(presence_penalty=1.0)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(), SamplingParams(presence_penalty=1.0)]
+)
 def test_logits_that_are_no_numbers_fail_their_row_only(
-    operators: Operators, bad: float, sampling: Sampling
+    operators: Operators, bad: float, sampling: SamplingParams
 ) -> None:
     logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
-    draws = [Draw(sampling, output=(1,), logprobs=2)] * 3
+    draws = [SampleSpec(sampling, output=(1,), logprobs=2)] * 3
     whole = Sampler(50, operators).draw(logits.clone(), draws, [0] * 3)
     logits[1, 20] = bad
     drawn = Sampler(50, operators).draw(logits, draws, [0] * 3)
     ((row, fault),) = drawn.faults
-    assert (row, fault.is_asked_for) == (1, False)
+    assert (row, fault.is_caller_error) == (1, False)
     assert "NaN or infinite" in str(fault)
     assert (drawn.tokens[::2], drawn.logprobs[::2]) == (whole.tokens[::2], whole.logprobs[::2])
 
@@ -360,16 +370,16 @@ def test_logits_that_are_no_numbers_fail_their_row_only(
 @pytest.mark.parametrize(
     ("draw", "named"),
     [
-        (Draw(GREEDY, banned=(50,)), "banned"),
-        (Draw(Sampling(logit_bias=((-1, 1.0),))), "logit_bias"),
-        (Draw(Sampling(repetition_penalty=1.1), prompt=(50,)), "prompt"),
-        (Draw(Sampling(presence_penalty=1.1), output=(50,)), "output"),
+        (SampleSpec(GREEDY, banned=(50,)), "banned"),
+        (SampleSpec(SamplingParams(logit_bias=((-1, 1.0),))), "logit_bias"),
+        (SampleSpec(SamplingParams(repetition_penalty=1.1), prompt=(50,)), "prompt"),
+        (SampleSpec(SamplingParams(presence_penalty=1.1), output=(50,)), "output"),
     ],
 )
-def test_ids_outside_the_vocabulary_fail_their_row_only(draw: Draw, named: str) -> None:
+def test_ids_outside_the_vocabulary_fail_their_row_only(draw: SampleSpec, named: str) -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = 1.0
-    drawn = Sampler(50, TorchOperators()).draw(logits, [draw, Draw(GREEDY)], [0, 0])
+    drawn = Sampler(50, TorchOperators()).draw(logits, [draw, SampleSpec(GREEDY)], [0, 0])
     ((row, fault),) = drawn.faults
-    assert (row, fault.is_asked_for, drawn.tokens[1]) == (0, True, 7)
+    assert (row, fault.is_caller_error, drawn.tokens[1]) == (0, True, 7)
     assert named in str(fault)

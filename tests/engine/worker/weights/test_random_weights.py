@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.worker.weights import random as random_weights
 from engine.worker.weights.random import SPREAD, RandomWeights
 from tests.engine.worker.process.driving import Driver, load_worker
@@ -38,7 +38,7 @@ def test_tensors_differ_by_name_and_have_the_spread_of_fresh_checkpoints() -> No
 
 def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "available_bytes", lambda: 1000)
-    with pytest.raises(RefusedToStart, match=r"tensor a.weight needs 1024 bytes, but 1000 are"):
+    with pytest.raises(StartupError, match=r"tensor a.weight needs 1024 bytes, but 1000 are"):
         drawn().take("a.weight", 16, 16)
 
 
@@ -47,7 +47,7 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_drawn(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(random_weights, "available_bytes", lambda: 1 << 23)
-    with pytest.raises(RefusedToStart, match=r"weights of 0.0 GiB do not fit into the 0.0 GiB"):
+    with pytest.raises(StartupError, match=r"weights of 0.0 GiB do not fit into the 0.0 GiB"):
         load_worker("random:TINY", attention="cpu")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from gateway.commands.bench import command as bench
 from gateway.commands.offline_bench import command, machine
 from gateway.commands.offline_bench.roofline import Limit
@@ -80,7 +80,7 @@ def test_steps_may_be_in_flight_together_and_limits_known(tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_run_is_refused_by_name(flags: list[str], says: str) -> None:
-    with pytest.raises(RefusedToStart, match=says):
+    with pytest.raises(StartupError, match=says):
         bench.main(flags)
 
 
@@ -97,16 +97,16 @@ def test_wrong_numbers_are_refused(
 
 
 async def test_a_device_without_limits_is_refused() -> None:
-    with pytest.raises(RefusedToStart, match="the limits of nowhere could not be measured: "):
+    with pytest.raises(StartupError, match="the limits of nowhere could not be measured: "):
         await machine.measure_limits("nowhere", 1)
 
 
 def test_limits_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedToStart, match=r"cannot read .*none.json: No such file"):
+    with pytest.raises(StartupError, match=r"cannot read .*none.json: No such file"):
         machine.read_limits(tmp_path / "none.json")
     for text in ("{", "{}", '{"limits": {"read": 3}}'):
         (tmp_path / "some.json").write_text(text)
-        with pytest.raises(RefusedToStart, match=r"some.json was not written by podway bench"):
+        with pytest.raises(StartupError, match=r"some.json was not written by podway bench"):
             machine.read_limits(tmp_path / "some.json")
 
 

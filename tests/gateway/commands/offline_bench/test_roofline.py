@@ -3,7 +3,7 @@
 import pytest
 
 from adapters.models.named_shapes import SHAPES
-from engine.errors import RefusedToStart
+from engine.errors import StartupError
 from engine.step import WorkerReport
 from gateway.commands.offline_bench.roofline import (
     Limit,
@@ -89,7 +89,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(RefusedToStart, match="hidden_size is None, expected a positive integer"):
+    with pytest.raises(StartupError, match="hidden_size is None, expected a positive integer"):
         WeightSizes.of({"vocab_size": 3})
 
 
