@@ -1,8 +1,8 @@
-"""What the order of work on a GPU is written against: streams, events, graphs, pinned memory.
+"""The port for GPU streams, events, graphs and pinned memory.
 
-The host gives work to a stream and goes on; a stream does its work in order, beside the others.
-An event marks a place in a stream. `engine.worker.cuda.streams` has torch.cuda's; the tests have
-some that record the order and hold to the rules.
+The host submits work to a stream and continues; each stream runs its work in order, concurrently
+with other streams. `engine.worker.cuda.streams` implements the port with torch.cuda; the tests have
+an implementation that records the order and checks the rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,46 +15,47 @@ T = TypeVar("T")
 
 
 class StreamEvent(Protocol):
-    """A place in a stream, reached when all work given before it is done."""
+    """A point in a stream, reached when all work submitted before it is done."""
 
     @property
     def is_reached(self) -> bool: ...
 
     def wait(self) -> None:
-        """Until it is reached: this is the host's wait. Raises `WorkerLost` if the device fails."""
+        """Block the host until the event is reached. Raises `WorkerLost` if the device fails."""
         ...
 
     def seconds_since(self, earlier: "StreamEvent") -> float:
-        """On the device's clock; both were marked with a time and are reached."""
+        """Seconds on the device's clock; both events were recorded with `is_timed` and are
+        reached."""
         ...
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """A queue of work that runs in order."""
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Give it work, which runs at once on the host and later on the device."""
+    def submit(self, work: Callable[[], object]) -> None:
+        """Call `work` now, with this stream current: its kernels and copies run in this stream."""
         ...
 
-    def mark(self, *, is_timed: bool = False) -> StreamEvent:
-        """An event after what was given so far."""
+    def record(self, *, is_timed: bool = False) -> StreamEvent:
+        """An event after all work submitted so far."""
         ...
 
-    def hold(self, event: StreamEvent) -> None:
-        """What is given from now on waits for the event; the host does not."""
+    def wait_for(self, event: StreamEvent) -> None:
+        """Work submitted from now on waits for the event; the host does not."""
         ...
 
 
 class Graph(Protocol):
-    """Work captured once: the same kernels on the same addresses, given as one."""
+    """A captured CUDA graph: the same kernels on the same addresses, launched at once."""
 
     def replay(self) -> None:
-        """Give it to the stream that computes."""
+        """Launch the graph in the compute stream."""
         ...
 
 
 class Streams(Protocol):
-    """One device. What is written outside of any `do` goes to `compute`."""
+    """The streams of one device. Work outside of any `submit` runs in `compute`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -63,28 +64,25 @@ class Streams(Protocol):
     def compute(self) -> Stream: ...
 
     def side(self) -> Stream:
-        """Another stream."""
+        """A new stream."""
         ...
 
     def pinned(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device reads and writes by itself; its content is undefined."""
+        """Uninitialised page-locked host memory."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Between pinned memory and the device, in the current stream: pinned memory must stay
-        as it is until an event marked after the copy is reached."""
+        """Copy between pinned memory and the device in the current stream. The pinned memory must
+        not change until an event recorded after the copy is reached."""
         ...
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        """The graph of `work` and what it returned, which every replay writes again.
+        """The graph of `work`, and its result, which every replay overwrites.
 
-        All graphs share one pool of memory: one overwrites what another returned.
+        All graphs share one memory pool: a replay may overwrite the results of other graphs.
         """
         ...
 
-    def settle(self) -> None:
-        """Wait until all that was given to any stream is done: for the start, and for failures.
-
-        Raises `WorkerLost` if the device fails.
-        """
+    def synchronize(self) -> None:
+        """Wait until all work of all streams is done. Raises `WorkerLost` if the device fails."""
         ...

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.gpu import TorchGpu
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchProducts
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchGemm8Bit
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits, prepare_environment
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators
@@ -56,7 +56,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def operators(
     gpu: TorchGpu, kernels: FlashInferKernels | None, dtype: torch.dtype
 ) -> CudaOperators:
-    return CudaOperators(gpu.place, dtype, "auto", TorchProducts(), kernels)
+    return CudaOperators(gpu.place, dtype, "auto", TorchGemm8Bit(), kernels)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
@@ -104,7 +104,7 @@ def test_linears(gpu: TorchGpu, dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 17, 500])
 def test_products_of_8_bit_integers_are_exact(gpu: TorchGpu, rows: int) -> None:
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
-    linear = int8_linear([weight], None, torch.bfloat16, TorchProducts())
+    linear = int8_linear([weight], None, torch.bfloat16, TorchGemm8Bit())
     assert isinstance(linear, CudaInt8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / 127
     sums = (x.float() / scales).round().double() @ linear.weight.values.double().T
@@ -116,7 +116,7 @@ def test_products_of_8_bit_floats(gpu: TorchGpu, rows: int) -> None:
     if gpu.capability < FP8_BY_ROW:
         pytest.skip("this GPU has no such products")
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
-    linear = fp8_linear([weight], None, torch.bfloat16, TorchProducts())
+    linear = fp8_linear([weight], None, torch.bfloat16, TorchGemm8Bit())
     assert isinstance(linear, CudaFp8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / FP8_MOST
     wanted = (x.float() / scales).to(FP8).double() @ linear.values.double().T
@@ -155,6 +155,10 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
 def test_weights_arrive_as_they_were(gpu: TorchGpu) -> None:
     whole = torch.randn(1000, 3333, generator=torch.Generator().manual_seed(2)).bfloat16()
     staging = Staging(gpu, piece_bytes=1 << 20)
-    found = [staging.bring(whole), staging.bring(whole[:, 7:900]), staging.bring(whole.t())]
+    found = [
+        staging.copy_to_gpu(whole),
+        staging.copy_to_gpu(whole[:, 7:900]),
+        staging.copy_to_gpu(whole.t()),
+    ]
     for one, wanted in zip(found, (whole, whole[:, 7:900], whole.t()), strict=True):
         assert torch.equal(one.cpu(), wanted)

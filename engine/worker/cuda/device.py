@@ -1,4 +1,5 @@
-"""A GPU as a `Device`: 16-bit weights, FlashInfer's attention, KV in what memory is left."""
+"""A CUDA GPU as a `Device`: 16-bit weights, FlashInfer attention, and the KV cache in the memory
+that is left."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.memory import fitting, measure
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchProducts
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, prepare_environment
 from engine.worker.cuda.model.operators import STORED, CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
@@ -44,11 +45,11 @@ DTYPES = {
 }
 DEFAULT_ATTENTION = "flashinfer"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
-NUM_SPARE = 1  # blocks that rows of padding write to
+NUM_SPARE = 1  # blocks that padding rows write to
 
 
-class NoTeam:
-    """In the place of a team of threads: nothing here is shared out among cores."""
+class NoThreadPool:
+    """Stands where a CPU backend gets its thread pool; a GPU backend must not use it."""
 
     threads = 1
     tape = None
@@ -56,14 +57,15 @@ class NoTeam:
     def room(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        raise AssertionError("memory for a kernel of the CPU was asked for on a GPU")
+        raise AssertionError("a GPU backend requested memory of the CPU thread pool")
 
     def run(self, kernel: int, operands: int, chunks: int) -> None:
-        raise AssertionError("a kernel of the CPU was asked for on a GPU")
+        raise AssertionError("a GPU backend ran a CPU kernel")
 
 
 class CudaDevice:
-    """See `Device`. Whatever needs a real GPU is behind `gpu`."""
+    """A `Device` on one GPU. Everything that needs a real GPU is behind `gpu`, so tests replace
+    it."""
 
     threads = 1
     kernels = "torch"
@@ -88,12 +90,13 @@ class CudaDevice:
         self._streams = gpu.streams()
         is_plain = self.attentions == (PLAIN_ATTENTION,) or self.dtype is torch.float32
         self._kernels = None if is_plain else kernels
-        self._operators: CudaOperators | None = None  # once somebody asked for them
-        self._progress: Progress = _unheard  # until `prepare`
+        self._operators: CudaOperators | None = None  # set by `operators`
+        self._progress: Progress = _no_progress  # replaced by `prepare`
 
     @classmethod
     def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CudaDevice":
-        """Raises `StartupError` where the worker's number is beyond the GPUs there are."""
+        """Open the GPU of this worker; raises `StartupError` if there are fewer GPUs than
+        workers."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
@@ -102,82 +105,84 @@ class CudaDevice:
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
-        """What this machine lacks, in one line."""
+        """What this machine lacks to run on a GPU, in one line; empty if nothing."""
         return missing(wants_kernels=settings.attention != PLAIN_ATTENTION)
 
     def prepare(self, progress: Progress) -> None:
-        """See `Device`. Which kernels the model needs is known when it is built: see `room`."""
+        """Keep `progress` for `room`: which kernels to compile is known once the model is built."""
         self._progress = progress
 
     def operators(self) -> Operators:
-        """See `Device`."""
+        """Operators that place weights on the GPU in the configured weight format."""
         self._operators = CudaOperators(
-            self.place, self.dtype, self._format, TorchProducts(), self._kernels
+            self.place, self.dtype, self._format, TorchGemm8Bit(), self._kernels
         )
         return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """See `Device`; nothing is recorded yet."""
+        """The model itself: on a GPU decode steps are captured as CUDA graphs, by `launcher`."""
         return model
 
     def sampler(self, vocab_size: int, operators: Operators) -> DeviceSampler:
-        """See `Device`."""
+        """A sampler that works on logits on the GPU."""
         return DeviceSampler(vocab_size, self._gpu.put)
 
     def source(self, weights: WeightSource) -> WeightSource:
-        """See `Device`."""
+        """A weight source that copies each tensor to the GPU through pinned memory."""
         return OnDevice(weights, self._gpu)
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
-        """See `Device`."""
-        return makes(spec, cache, NoTeam())
+        """The attention backend over this cache."""
+        return makes(spec, cache, NoThreadPool())
 
     def block_bytes(self, shape: ModelShape) -> int:
-        """See `Device`."""
+        """Bytes of one KV block, keys and values of all layers."""
         size = self._settings.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def room(self, rehearse: Callable[[], None]) -> Room:
-        """What `--gpu-memory-utilization` leaves beside the largest step.
+        """Memory that `--gpu-memory-utilization` leaves for KV beside the largest step.
 
-        All kernels are run once before that is measured: what was never run on this machine is
-        compiled then.
+        Every kernel runs once before the measurement, so that kernels which were never run on
+        this machine are compiled first.
         """
-        asked = {} if self._operators is None else self._operators.asked
+        first_runs = {} if self._operators is None else self._operators.first_runs
         with fitting(self._gpu):
-            warm_up({**asked, "attention and all else": rehearse}, self._progress)
+            warm_up({**first_runs, "attention and all else": rehearse}, self._progress)
         budget = measure(self._gpu, self._settings.gpu_memory_utilization, rehearse)
-        logger.info("KV has %d bytes: %s", budget.left, budget)
+        logger.info("KV cache: %d bytes (%s)", budget.left, budget)
         return Room(budget.left, budget.left, available_bytes(), is_shared=False)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        """See `Device`."""
+        """A zeroed KV cache `[layers, 2, blocks, block_size, kv_heads, head_dim]`, with a spare
+        block."""
         sizes = self._sizes(shape, num_blocks + NUM_SPARE)
         cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
-        """See `Device`; the host's blocks are pinned, each with all its layers in one piece."""
+        """Moves KV blocks to pinned host memory, where all layers of a block are contiguous."""
         layers, both, _, *block = self._sizes(shape, num_host_blocks)
         sizes = (num_host_blocks, layers, both, *block)
         return DeviceMover(self._streams, cache, self._streams.pinned(sizes, self.kv_dtype))
 
     def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
-        """See `Device`; with graphs where attention can be captured and nobody declined them."""
+        """Launches steps ahead; uses CUDA graphs if attention supports them and they are
+        enabled."""
         return make_launcher(self._streams, whole, self._settings, progress)
 
     def carrier(self) -> Carrier:
-        """See `Device`: from GPU to GPU, without the host."""
+        """NCCL: tensors go from GPU to GPU without passing through the host."""
         return self._gpu.carrier(self.dtype)
 
     def blank(self, *sizes: int) -> Tensor:
-        """See `Device`."""
+        """A zeroed tensor in the activations' dtype on the GPU."""
         return torch.zeros(sizes, dtype=self.dtype, device=self.place)
 
     def awake(self) -> AbstractContextManager[None]:
-        """Nothing has to be woken."""
+        """A no-op: only the CPU thread pool has to be woken."""
         return nullcontext()
 
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
@@ -186,7 +191,7 @@ class CudaDevice:
 
 
 def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredFormat) -> str:
-    """The format of linear layers; raises `StartupError` for what this GPU does not compute."""
+    """The weight format of linear layers; raises `StartupError` if this GPU cannot compute it."""
     own = str(dtype).removeprefix("torch.")
     if asked == "auto" and suits is not PreferredFormat.FLOATS:
         return "int8" if suits is PreferredFormat.ROUNDED else STORED
@@ -208,13 +213,14 @@ def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredForm
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values: that of the model, or 8-bit floats."""
+    """The dtype of the KV cache: that of the model, or 8-bit floats (fp8 e4m3)."""
     own = str(dtype).removeprefix("torch.")
     return choose("kv_dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:
-    """Run each once; raises `StartupError` naming the one that cannot be compiled or run."""
+    """Run each function once; raises `StartupError` naming the one that fails to compile or
+    run."""
     progress("kernels", 0, len(runs))
     for done, (name, run) in enumerate(runs.items(), 1):
         try:
@@ -227,20 +233,20 @@ def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> Non
         progress("kernels", done, len(runs))
 
 
-def _unheard(what: str, done: int, total: int) -> None:
-    """Progress that nobody hears."""
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
 
 
 def gpu_index(device: str, placement: Placement, count: int) -> int:
-    """Which of `count` GPUs a worker takes: its own, one after the other from the named one on.
+    """The index of this worker's GPU: workers take consecutive GPUs, starting at `device`'s index.
 
-    Raises `StartupError` where there are fewer than workers on this machine.
+    Raises `StartupError` if `count` GPUs are fewer than this machine's workers.
     """
     first = int(device.partition(":")[2] or 0)
     if first + placement.num_local_workers > count:
-        named = f" from {device} on" if first else ""
+        named = f" starting at {device}" if first else ""
         raise StartupError(
-            f"{placement.num_local_workers} workers of this machine need a GPU each{named}, but "
-            f"{count} are visible"
+            f"this machine's {placement.num_local_workers} workers need one GPU each{named}, but only "
+            f"{count} GPUs are visible"
         )
     return first + placement.local_index

@@ -1,7 +1,7 @@
-"""One GPU as the rest of the room sees it: its memory, its name, host memory that it can reach.
+"""The port to one GPU: its name, memory, pinned host memory, streams and events.
 
-Everything that only works where there is a GPU stands here, so that all else runs, and is
-tested, on tensors of the CPU.
+Only this file and `streams`, `nccl` need a real GPU. All other code of this package also runs, and
+is tested, on CPU tensors.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from engine.worker.model.data_plane import Carrier
 from engine.worker.streams import Streams
 
 
-class Mark(Protocol):
-    """A place in the work of a GPU."""
+class Fence(Protocol):
+    """A point in the current stream."""
 
     def wait(self) -> None:
-        """Until all work given before it is done."""
+        """Block the host until all work submitted before this point is done."""
         ...
 
 
 class Gpu(Protocol):
-    """A GPU of which this process has the current device."""
+    """The current CUDA device of this process."""
 
     @property
     def place(self) -> torch.device: ...
 
     @property
     def model(self) -> str:
-        """Its maker's name for it."""
+        """The product name, for example "NVIDIA H200"."""
         ...
 
     @property
@@ -45,41 +45,41 @@ class Gpu(Protocol):
     def total_bytes(self) -> int: ...
 
     def used_bytes(self) -> int:
-        """Taken on this GPU, by whichever process, tensors and all else."""
+        """Memory in use on this GPU by all processes, tensors and everything else."""
         ...
 
-    def held_bytes(self) -> int:
-        """In tensors of this process."""
+    def tensor_bytes(self) -> int:
+        """Memory in tensors of this process."""
         ...
 
     def peak_bytes(self) -> int:
-        """The most that was held since `forget_peak`."""
+        """The largest `tensor_bytes` since `reset_peak`."""
         ...
 
-    def forget_peak(self) -> None: ...
+    def reset_peak(self) -> None: ...
 
-    def give_back(self) -> None:
-        """Wait for all work, then return memory that no tensor holds."""
+    def release_cached(self) -> None:
+        """Wait for all work, then return cached memory that no tensor uses to the driver."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Zeroed bytes of host memory that copies need not stage."""
+        """Zeroed page-locked host memory."""
         ...
 
     def put(self, array: NDArray[Any]) -> Tensor:
-        """The array on the GPU, for work given from now on; nobody waits for the copy."""
+        """Copy the array to the GPU asynchronously; work submitted from now on sees it."""
         ...
 
     def carrier(self, dtype: torch.dtype) -> Carrier:
-        """The way of tensors between GPUs; raises `StartupError` where there is none."""
+        """Communication between GPUs; raises `StartupError` if torch was built without NCCL."""
         ...
 
     def streams(self) -> Streams:
-        """Those of this GPU; all its parts share one of these."""
+        """The streams of this GPU; make one and share it."""
         ...
 
-    def mark(self) -> Mark:
-        """After all work given to the current stream so far."""
+    def fence(self) -> Fence:
+        """A fence after all work submitted to the current stream so far."""
         ...
 
 
@@ -98,16 +98,16 @@ class TorchGpu:
         free, total = torch.cuda.mem_get_info(self.place)
         return total - free
 
-    def held_bytes(self) -> int:
+    def tensor_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.place)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.place)
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.place)
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         torch.cuda.synchronize(self.place)
         torch.cuda.empty_cache()
 
@@ -115,7 +115,7 @@ class TorchGpu:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def put(self, array: NDArray[Any]) -> Tensor:
-        source = torch.from_numpy(array).pin_memory()  # torch keeps it until it has been read
+        source = torch.from_numpy(array).pin_memory()  # torch keeps it until the copy is done
         return source.to(self.place, non_blocking=True)
 
     def carrier(self, dtype: torch.dtype) -> NcclCarrier:
@@ -124,14 +124,14 @@ class TorchGpu:
     def streams(self) -> CudaStreams:
         return CudaStreams(self.place)
 
-    def mark(self) -> Mark:
+    def fence(self) -> Fence:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
         event.record()
-        return _Mark(event)
+        return _TorchFence(event)
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _TorchFence:
     event: torch.cuda.Event
 
     def wait(self) -> None:

@@ -1,6 +1,7 @@
-"""How much of a GPU's memory is left for KV: what `--gpu-memory-utilization` allows, less all else.
+"""How much GPU memory the KV cache gets: what `--gpu-memory-utilization` allows, less everything
+else.
 
-total ─ × utilization ─▶ allowed = weights and what else is there now │ largest step │ graphs │ KV
+total ─ × utilization ─▶ allowed = in use now (weights, context) │ largest step │ graphs │ KV
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +13,13 @@ import torch
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
 
-GRAPHS_BYTES = (
-    512 << 20
-)  # CUDA graphs of all batch sizes, which are captured when the cache is there
+GRAPHS_BYTES = 512 << 20  # reserved for CUDA graphs, which are captured after the cache exists
 MIB = 1 << 20
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes of one GPU. `used` is there for good, `step` comes and goes with the largest step."""
+    """Bytes of one GPU. `used` is permanent; `step` is what the largest step allocates in
+    passing."""
 
     total: int
     utilization: float
@@ -29,7 +29,7 @@ class MemoryBudget(NamedTuple):
 
     @property
     def left(self) -> int:
-        """For KV; negative where there is too little for the rest."""
+        """Bytes for the KV cache; negative if the rest does not fit."""
         return int(self.total * self.utilization) - self.used - self.step - self.graphs
 
     def __str__(self) -> str:
@@ -40,31 +40,34 @@ class MemoryBudget(NamedTuple):
 
 @contextmanager
 def fitting(gpu: Gpu) -> Iterator[None]:
-    """What is run inside are largest steps: where they do not fit, the start is refused."""
-    before = gpu.held_bytes()
+    """Turn running out of memory in the largest step into a `StartupError` that names the
+    flags."""
+    before = gpu.tensor_bytes()
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise StartupError(
-            f"the largest step does not fit on {gpu.place} ({gpu.model}): {before // MIB:,} of "
-            f"{gpu.total_bytes // MIB:,} MiB hold weights; lower --max-batch-tokens or "
-            "--max-batch-size, or share the model among more GPUs"
+            f"the largest step does not fit on {gpu.place} ({gpu.model}): weights take "
+            f"{before // MIB:,} of {gpu.total_bytes // MIB:,} MiB; lower --max-batch-tokens or "
+            "--max-batch-size, or use more GPUs (--tensor-ranks, --pipeline-stages)"
         ) from error
 
 
 def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> MemoryBudget:
-    """Run the largest step and see what is left; raises `StartupError` where nothing is."""
-    gpu.give_back()
-    gpu.forget_peak()
-    before = gpu.held_bytes()
+    """Run the largest step and compute the budget; raises `StartupError` if nothing is left for
+    KV."""
+    gpu.release_cached()
+    gpu.reset_peak()
+    before = gpu.tensor_bytes()
     with fitting(gpu):
         rehearse()
     step = gpu.peak_bytes() - before
-    gpu.give_back()
+    gpu.release_cached()
     budget = MemoryBudget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
     if budget.left <= 0:
         raise StartupError(
-            f"no memory is left for KV on {gpu.place} ({gpu.model}): {budget}; raise "
-            "--gpu-memory-utilization, lower --max-batch-tokens or share the model among more GPUs"
+            f"no memory is left for the KV cache on {gpu.place} ({gpu.model}): {budget}; raise "
+            "--gpu-memory-utilization, lower --max-batch-tokens or use more GPUs "
+            "(--tensor-ranks, --pipeline-stages)"
         )
     return budget

@@ -1,8 +1,8 @@
-"""Tensors from GPU to GPU by NCCL: hidden states from stage to stage, sums within a stage.
+"""NCCL communication between GPUs: hidden states between stages, all-reduce within a stage.
 
-NCCL's work runs on streams. What is sent or added up follows what the computing stream was given
-before, and the computing stream waits for it, not the host. Hidden states arrive on a stream of
-their own: the thread that receives them must not hold up the step that is being computed.
+NCCL operations run on streams. A send or all-reduce runs after the work already submitted to the
+compute stream; the compute stream waits for it, the host does not. Hidden states are received on a
+separate stream, so that receiving them does not delay the step that is being computed.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from engine.worker.model.data_plane import HIDDEN_TAG, Group
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, Work
 
-WAITING = timedelta(hours=24)  # the watchdog that counts is the executor's
+WAITING = timedelta(hours=24)  # the executor's own watchdog applies first
 
 
 class NcclCarrier:
-    """See `Carrier`."""
+    """A `Carrier` over NCCL."""
 
     has_own_groups = True
 
@@ -33,7 +33,7 @@ class NcclCarrier:
 
     @classmethod
     def open(cls, place: torch.device, dtype: torch.dtype) -> "NcclCarrier":
-        """Raises `StartupError` where torch has no NCCL."""
+        """Raises `StartupError` if torch was built without NCCL."""
         if not distributed.is_nccl_available():
             raise StartupError(
                 f"several workers on GPUs need NCCL, which torch {torch.__version__} lacks"
@@ -41,7 +41,7 @@ class NcclCarrier:
         return cls(place, dtype)
 
     def group(self, store: "Store", rank: int, size: int) -> Group:
-        """See `Carrier`; its members connect when they first exchange something."""
+        """A process group; its members connect at their first exchange."""
         from torch._C._distributed_c10d import ProcessGroupNCCL  # only where torch has NCCL
 
         options = ProcessGroupNCCL.Options()
@@ -51,8 +51,8 @@ class NcclCarrier:
     def receive(
         self, group: Group, header: "Work", sizes: tuple[int, int], peer: int
     ) -> tuple[Tensor, Callable[[], None]]:
-        """See `Carrier`. Before the header is there nothing is given to the GPU, which would spin
-        on it."""
+        """Receive hidden states `[tokens, hidden]`. The host waits for the header first: a receive
+        submitted earlier would make the GPU spin."""
         header.wait()
         with torch.cuda.stream(self._arrivals):
             hidden = torch.empty(sizes, dtype=self._dtype, device=self._place)

@@ -1,4 +1,5 @@
-"""What this machine lacks to compute on a GPU, each in one line that says how to get it."""
+"""Requirements of GPU support: what is missing on this machine, in one line that says how to get
+it."""
 
 import ctypes
 import importlib.util
@@ -12,7 +13,8 @@ INSTALL = "pip install 'podway[cuda]'"
 
 
 def missing(*, wants_kernels: bool) -> str:
-    """The first thing that is not there, empty if nothing; `wants_kernels` are FlashInfer's."""
+    """The first missing requirement, empty if none; `wants_kernels`: whether FlashInfer is
+    needed."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a build of it with CUDA"
     if not _has_driver():
@@ -27,20 +29,20 @@ def missing(*, wants_kernels: bool) -> str:
 
 
 def missing_kernels() -> str:
-    """The same of FlashInfer and of what compiles it."""
+    """The first missing requirement of FlashInfer, empty if none."""
     if importlib.util.find_spec("flashinfer") is None:
         return f"flashinfer is not installed ({INSTALL})"
     if nvcc() is None and not has_cached_kernels():
         return (
             "flashinfer compiles its kernels at the first start and there is no nvcc: install the "
-            "CUDA toolkit and set CUDA_HOME, or bring the kernels of another machine in "
+            "CUDA toolkit and set CUDA_HOME, or copy compiled kernels of another machine to "
             f"{kernel_cache()}"
         )
     return ""
 
 
 def nvcc() -> Path | None:
-    """CUDA's compiler, where FlashInfer looks for it."""
+    """The CUDA compiler, searched for where FlashInfer searches."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is not None:
         candidate = Path(home) / "bin" / "nvcc"
@@ -50,13 +52,13 @@ def nvcc() -> Path | None:
 
 
 def kernel_cache() -> Path:
-    """Where FlashInfer keeps what it compiled, for each version and kind of GPU."""
+    """FlashInfer's cache of compiled kernels."""
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
     return (Path(base) if base else Path.home()) / ".cache" / "flashinfer"
 
 
 def has_cached_kernels() -> bool:
-    """Whether any kernel was compiled before, here or ahead of time into the package."""
+    """Whether compiled kernels exist, in the cache or in an installed ahead-of-time package."""
     if any(kernel_cache().glob("*/*/cached_ops/*/*.so")):
         return True
     found = importlib.util.find_spec("flashinfer")

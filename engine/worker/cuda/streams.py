@@ -1,4 +1,4 @@
-"""torch.cuda behind the port of `engine.worker.streams`."""
+"""The port `engine.worker.streams`, implemented with torch.cuda."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
-    """See `StreamEvent`."""
+    """A `torch.cuda.Event`."""
 
     event: torch.cuda.Event
 
@@ -27,7 +27,7 @@ class CudaEvent:
     def wait(self) -> None:
         try:
             self.event.synchronize()
-        except RuntimeError as error:  # whatever went wrong on the device is told here first
+        except RuntimeError as error:  # a failed kernel surfaces at the next wait
             raise WorkerLost(f"the GPU failed: {error}") from error
 
     def seconds_since(self, earlier: StreamEvent) -> float:
@@ -37,21 +37,21 @@ class CudaEvent:
 
 @dataclass(frozen=True, slots=True)
 class CudaStream:
-    """See `Stream`; None is the stream that is current when nobody chose another."""
+    """A `torch.cuda.Stream`; None is the default stream."""
 
     stream: torch.cuda.Stream | None
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             work()
 
-    def mark(self, *, is_timed: bool = False) -> CudaEvent:
-        # Waiting sleeps: the answering thread leaves its core to the one that launches.
+    def record(self, *, is_timed: bool = False) -> CudaEvent:
+        # Blocking: a waiting thread sleeps instead of spinning beside the thread that launches.
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._current())
         return CudaEvent(event)
 
-    def hold(self, event: StreamEvent) -> None:
+    def wait_for(self, event: StreamEvent) -> None:
         self._current().wait_event(cast(CudaEvent, event).event)
 
     def _current(self) -> torch.cuda.Stream:
@@ -59,7 +59,7 @@ class CudaStream:
 
 
 class CudaStreams:
-    """See `Streams`. The device must be the current one of the process."""
+    """The streams of `device`, which must be the current device of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class CudaStreams:
             result = work()
         return graph, result
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:

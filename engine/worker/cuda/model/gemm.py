@@ -1,4 +1,4 @@
-"""Matrix products of 8 bits: torch's, which want sizes that suit the tensor cores."""
+"""8-bit GEMMs by torch; sizes must be multiples of what the tensor cores take."""
 
 from typing import Protocol
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first with tensor cores of 8-bit floats
-FP8_BY_ROW = (9, 0)  # the first whose products take a scale for each row
-INT8_ROWS = 17  # the fewest rows that torch takes
+FP8_CAPABILITY = (8, 9)  # Ada, the first compute capability with fp8 tensor cores
+FP8_BY_ROW = (9, 0)  # the first with one scale per row
+INT8_ROWS = 17  # torch._int_mm takes no fewer rows
 INT8_ALIGNMENT = 8  # of both dimensions of a weight
 FP8_ALIGNMENT = 16
 
 
-class Products(Protocol):
-    """What computes with 8 bits; weights `[out, in]` lie row by row."""
+class Gemm8Bit(Protocol):
+    """8-bit matrix products; weights are `[out, in]`, row-major."""
 
     def int8(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x @ weight.T` in int32, of at least `INT8_ROWS` rows."""
+        """`x @ weight.T` in int32; `x` int8 `[rows, in]` with at least `INT8_ROWS` rows."""
         ...
 
     def fp8(
@@ -28,8 +28,8 @@ class Products(Protocol):
         ...
 
 
-class TorchProducts:
-    """See `Products`."""
+class TorchGemm8Bit:
+    """8-bit products by torch."""
 
     def int8(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch._int_mm(x, weight.t())

@@ -1,7 +1,7 @@
-"""FlashInfer's kernels for what lies between the linears; 16-bit numbers only.
+"""FlashInfer's norm and gated-activation kernels; 16-bit dtypes only.
 
-The package is imported when the first of them is made: the import reads its settings from the
-environment, which `prepare_environment` fills.
+FlashInfer is imported when `FlashInferKernels` is made, after `prepare_environment` has set the
+environment variables that it reads at import.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 
-VECTOR_BYTES = 16  # what a thread reads at once
+VECTOR_BYTES = 16  # one vectorised load of a thread
 
 # FlashInfer's names of gated activations, by Hugging Face's.
 GATED = {
@@ -27,23 +27,24 @@ GATED = {
 
 
 class Kernels(Protocol):
-    """Norms and gated activations that read and write once."""
+    """Fused norms and gated activations."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`[rows, hidden]`, or `[rows, heads, dim]` with rows that may lie apart; `out` may be
-        `x`."""
+        """Into `out`, which may be `x`; `[rows, hidden]`, or `[rows, heads, dim]` with strided
+        rows."""
         ...
 
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
-        """`gate(x, out)`: from `[rows, 2 * width]` to `[rows, width]`; None if there is none."""
+        """`gate(x, out)` from `[rows, 2 * width]` to `[rows, width]`; None if there is no
+        kernel."""
         ...
 
 
 class FlashInferKernels:
-    """See `Kernels`."""
+    """Kernels of the installed FlashInfer."""
 
     def __init__(self) -> None:
-        """Raises `StartupError` with one line if FlashInfer cannot be imported."""
+        """Raises `StartupError` if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
@@ -61,15 +62,14 @@ class FlashInferKernels:
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
-    """Whether rows of this width can be read in whole vectors."""
+    """Whether rows of `width` elements are a whole number of vectorised loads."""
     return width * dtype.itemsize % VECTOR_BYTES == 0
 
 
 def prepare_environment(capability: tuple[int, int]) -> None:
-    """What FlashInfer reads when it is imported; whatever the operator has set stays.
+    """Set the environment variables that FlashInfer reads at import, unless they are set already.
 
-    The kind of GPU is named so that it need not be asked, nothing is fetched from a network, and
-    norms are compiled from CUDA whatever else is installed.
+    They name the GPU architecture, forbid downloads, and select the CUDA implementation of norms.
     """
     major, minor = capability
     suffix = "a" if major >= 9 else ""

@@ -1,7 +1,7 @@
-"""Linear layers on a GPU, in the formats of their weights.
+"""Linear layers on a GPU: float, int8 and fp8 weights.
 
-With 8 bits each output channel of the weight has a scale, and each token of the input gets one when
-it comes. Sums are int32 or float32; the scales are applied to them, then they are rounded once.
+8-bit weights have one scale per output channel; activations are quantized per token on the fly.
+Products accumulate in int32 or float32, are scaled, and are rounded once to the output dtype.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,24 @@ from engine.worker.cuda.model.gemm import (
     FP8_MOST,
     INT8_ALIGNMENT,
     INT8_ROWS,
-    Products,
+    Gemm8Bit,
 )
 from engine.worker.ports import Linear
 from engine.worker.weights.int8_weight import MOST, Int8Weight, Weight
 
-ROWS_AT_ONCE = 4096  # output channels that are rounded or expanded together
+ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class FloatLinear:
-    """The weight in the dtype of the activations."""
+    """A weight in the dtype of the activations."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """See `Linear`. The sum is made in float32, with what it is added to, and rounded once."""
+        """`x @ weight.T + bias`, added to `add_to` if given; accumulated in float32, rounded
+        once."""
         if add_to is None:
             return F.linear(x, self.weight, self.bias)
         add_to.addmm_(x, self.weight.t())
@@ -42,44 +43,47 @@ class FloatLinear:
 
 @dataclass(frozen=True, slots=True)
 class CudaInt8Linear:
-    """Weight and activations in 8-bit integers."""
+    """Weight and activations in int8."""
 
     weight: Int8Weight
     bias: Tensor | None
-    products: Products
+    gemm: Gemm8Bit
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        steps, scales = rounded_rows(x, MOST)
+        steps, scales = quantized_rows(x, MOST)
         values = steps.round_().to(torch.int8)
         if len(x) < INT8_ROWS:
             values = F.pad(values, (0, 0, 0, INT8_ROWS - len(x)))
-        sums = self.products.int8(values, self.weight.values)[: len(x)]
-        return finish(sums.float().mul_(scales).mul_(self.weight.scales), self.bias, x, add_to)
+        sums = self.gemm.int8(values, self.weight.values)[: len(x)]
+        return scaled_output(
+            sums.float().mul_(scales).mul_(self.weight.scales), self.bias, x, add_to
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFp8Linear:
-    """Weight and activations in 8-bit floats (e4m3)."""
+    """Weight and activations in fp8 (e4m3)."""
 
     values: Tensor  # float8_e4m3fn [out, in]
     scales: Tensor  # float32 [out, 1]
     bias: Tensor | None
-    products: Products
+    gemm: Gemm8Bit
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        steps, scales = rounded_rows(x, FP8_MOST)
-        y = self.products.fp8(steps.to(FP8), self.values, scales, self.scales, x.dtype)
+        steps, scales = quantized_rows(x, FP8_MOST)
+        y = self.gemm.fp8(steps.to(FP8), self.values, scales, self.scales, x.dtype)
         if self.bias is not None:
             y += self.bias
         return y if add_to is None else add_to.add_(y)
 
 
-def rounded_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Rows in float32, each divided by its scale so that none exceeds `most`, and the scales.
+def quantized_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Quantize rows: `x / scale` in float32 `[rows, width]`, at most `most` in size, and scales
+    `[rows, 1]`.
 
-    `[rows, width]` and `[rows, 1]`; a row of zeros has scale 1.
+    A row of zeros has scale 1.
     """
     values = x.float()
     largest = values.abs().amax(dim=1, keepdim=True)
@@ -87,46 +91,47 @@ def rounded_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     return (values / scales).clamp_(-most, most), scales
 
 
-def finish(sums: Tensor, bias: Tensor | None, x: Tensor, add_to: Tensor | None) -> Tensor:
-    """Float32 sums with bias, as the dtype of `x`, or added to what is there."""
+def scaled_output(sums: Tensor, bias: Tensor | None, x: Tensor, add_to: Tensor | None) -> Tensor:
+    """Float32 sums plus bias in the dtype of `x`, or added in place to `add_to`."""
     if bias is not None:
         sums += bias
     return sums.to(x.dtype) if add_to is None else add_to.add_(sums)
 
 
 def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-    """One matrix below the other, in the dtype; what is rounded is expanded."""
-    parts = [_expand(weight, dtype) for weight in weights]
+    """The weights stacked along the output dimension, dequantized to `dtype`."""
+    parts = [_dequantize(weight, dtype) for weight in weights]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def int8_linear(
-    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, products: Products
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
 ) -> Linear:
-    """In 8-bit integers, or expanded where the tensor cores do not take the size."""
-    rounded = [_round_int8(weight) for weight in weights]
-    width, height = rounded[0].shape[1], sum(len(each.scales) for each in rounded)
+    """An int8 linear, or a float one if the tensor cores do not take the size."""
+    quantized = [_quantize_int8(weight) for weight in weights]
+    width, height = quantized[0].shape[1], sum(len(each.scales) for each in quantized)
     if width % INT8_ALIGNMENT or height % INT8_ALIGNMENT:
-        return FloatLinear(stacked(rounded, dtype), bias)
+        return FloatLinear(stacked(quantized, dtype), bias)
     whole = Int8Weight(
-        torch.cat([each.values for each in rounded]), torch.cat([each.scales for each in rounded])
+        torch.cat([each.values for each in quantized]),
+        torch.cat([each.scales for each in quantized]),
     )
-    return CudaInt8Linear(whole, bias, products)
+    return CudaInt8Linear(whole, bias, gemm)
 
 
 def fp8_linear(
-    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, products: Products
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
 ) -> Linear:
-    """In 8-bit floats, or expanded where the tensor cores do not take the size."""
-    rounded = [_round_fp8(weight) for weight in weights]
-    values, scales = (torch.cat(parts) for parts in zip(*rounded, strict=True))
+    """An fp8 linear, or a float one if the tensor cores do not take the size."""
+    quantized = [_quantize_fp8(weight) for weight in weights]
+    values, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
     if any(size % FP8_ALIGNMENT for size in values.shape):
         return FloatLinear((values.float() * scales).to(dtype), bias)
-    return CudaFp8Linear(values, scales, bias, products)
+    return CudaFp8Linear(values, scales, bias, gemm)
 
 
-def _expand(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Slice by slice, so that no whole matrix is there in float32."""
+def _dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Dequantize in slices, so that no whole matrix exists in float32."""
     if not isinstance(weight, Int8Weight):
         return weight
     found = torch.empty(weight.shape, dtype=dtype, device=weight.values.device)
@@ -137,19 +142,19 @@ def _expand(weight: Weight, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _round_int8(weight: Weight) -> Int8Weight:
+def _quantize_int8(weight: Weight) -> Int8Weight:
     if isinstance(weight, Int8Weight):
         return weight
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for at in range(0, len(weight), ROWS_AT_ONCE):
-        steps, each = rounded_rows(weight[at : at + ROWS_AT_ONCE], MOST)
+        steps, each = quantized_rows(weight[at : at + ROWS_AT_ONCE], MOST)
         values[at : at + ROWS_AT_ONCE] = steps.round_()
         scales[at : at + ROWS_AT_ONCE] = each[:, 0]
     return Int8Weight(values, scales)
 
 
-def _round_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
+def _quantize_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
     """Values and scales `[out, 1]`."""
     source = weight.values if isinstance(weight, Int8Weight) else weight
     values = torch.empty(weight.shape, dtype=FP8, device=source.device)
@@ -161,6 +166,6 @@ def _round_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
             if isinstance(weight, Tensor)
             else weight.cut(here, slice(None)).dequantize()
         )
-        steps, scales[here] = rounded_rows(part, FP8_MOST)
+        steps, scales[here] = quantized_rows(part, FP8_MOST)
         values[here] = steps.to(FP8)
     return values, scales

@@ -1,4 +1,4 @@
-"""What layers are made of on a GPU: torch's matrix products, FlashInfer's kernels between them."""
+"""Layer operators on a GPU: torch GEMMs, and FlashInfer kernels for norms and activations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.model.gemm import Products
+from engine.worker.cuda.model.gemm import Gemm8Bit
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import FloatLinear, fp8_linear, int8_linear, stacked
 from engine.worker.model.torch_operators import TorchOperators
@@ -14,12 +14,12 @@ from engine.worker.ports import Linear, Norm
 from engine.worker.weights.int8_weight import Int8Weight, Weight
 
 STORED = "stored"
-TRIAL_WIDTH = 64  # of a gate's result, when it is run for the first time
+TRIAL_WIDTH = 64  # output width of a gate's first run, which compiles it
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRmsNorm:
-    """Root mean square norm in one kernel."""
+    """RMS norm in one kernel."""
 
     weight: Tensor
     eps: float
@@ -39,22 +39,23 @@ class FusedGate:
     """A gated activation in one kernel."""
 
     gate: Callable[[Tensor, Tensor], None]
-    otherwise: Callable[[Tensor], Tensor]
+    fallback: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         width = x.shape[1] // 2
         if not fits(width, x.dtype):
-            return self.otherwise(x)
+            return self.fallback(x)
         y = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
         self.gate(x, y)
         return y
 
 
 class CudaOperators(TorchOperators):
-    """See `Operators`; without `kernels`, plain torch. `weights` is "int8", "fp8", a dtype's, or
-    `STORED`: each linear as the checkpoint has it.
+    """Operators on a GPU. `weights` is "int8", "fp8", the name of a dtype, or `STORED`: each linear
+    in the checkpoint's own format.
 
-    What has no kernel is torch's: LayerNorm, odd activations and widths, float32.
+    Plain torch is used without `kernels`, and for LayerNorm, float32, and activations or widths for
+    which there is no kernel.
     """
 
     def __init__(
@@ -62,24 +63,22 @@ class CudaOperators(TorchOperators):
         place: torch.device,
         dtype: torch.dtype,
         weights: str,
-        products: Products,
+        gemm: Gemm8Bit,
         kernels: Kernels | None,
     ) -> None:
         self._place = place
         self._dtype = dtype
         self._weights = weights
-        self._products = products
+        self._gemm = gemm
         self._kernels = kernels
-        self.asked: dict[
-            str, Callable[[], object]
-        ] = {}  # kernels of the model, each to be run once
+        self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        are_rounded = all(isinstance(weight, Int8Weight) for weight in weights)
-        if self._weights == "int8" or (self._weights == STORED and are_rounded):
-            return int8_linear(weights, bias, self._dtype, self._products)
+        are_quantized = all(isinstance(weight, Int8Weight) for weight in weights)
+        if self._weights == "int8" or (self._weights == STORED and are_quantized):
+            return int8_linear(weights, bias, self._dtype, self._gemm)
         if self._weights == "fp8":
-            return fp8_linear(weights, bias, self._dtype, self._products)
+            return fp8_linear(weights, bias, self._dtype, self._gemm)
         return FloatLinear(stacked(weights, self._dtype), bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ class CudaOperators(TorchOperators):
         if self._kernels is None or not fits(len(weight), self._dtype):
             return super().rms_norm(weight, eps)
         norm = FusedRmsNorm(weight, eps, self._kernels)
-        self.asked.setdefault("norms", lambda: norm(self._zeros(len(weight))))
+        self.first_runs.setdefault("norms", lambda: norm(self._zeros(len(weight))))
         return norm
 
     def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
@@ -98,7 +97,7 @@ class CudaOperators(TorchOperators):
         if gate is None:
             return plain
         fused = FusedGate(gate, plain)
-        self.asked.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
+        self.first_runs.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
         return fused
 
     def _zeros(self, width: int) -> Tensor:

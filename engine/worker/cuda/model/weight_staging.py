@@ -1,7 +1,6 @@
-"""Weights on their way from files to the GPU: one tensor at a time, through pinned memory.
+"""Copying weights from files to the GPU, one tensor at a time, through two pinned buffers.
 
-Pieces go through two pinned buffers in turn, so that the host reads the next piece of the file
-while the GPU fetches the one before. Nothing is held on the host beyond that.
+The host reads the next piece of the file into one buffer while the GPU copies the other.
 """
 
 from weakref import WeakValueDictionary
@@ -16,19 +15,19 @@ PIECE_BYTES = 32 << 20
 
 
 class OnDevice:
-    """A `WeightSource` that brings what another one gives to the GPU."""
+    """A `WeightSource` that copies the tensors of another source to the GPU."""
 
     def __init__(self, weights: WeightSource, gpu: Gpu) -> None:
         self._weights = weights
         self._gpu = gpu
-        self._there = WeakValueDictionary[tuple[str, range | None, range | None], Tensor]()
-        self._staging: Staging | None = None  # from the first tensor on
+        self._on_gpu = WeakValueDictionary[tuple[str, range | None, range | None], Tensor]()
+        self._staging: Staging | None = None  # made for the first tensor
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
     def skip(self, name: str) -> None:
-        """See `WeightSource`."""
+        """Mark a tensor as used without reading it."""
         self._weights.skip(name)
 
     def take(
@@ -38,9 +37,9 @@ class OnDevice:
         rows: range | None = None,
         columns: range | None = None,
     ) -> Tensor:
-        """See `WeightSource`."""
-        found = self._bring(self._weights.take(name, *shape, rows=rows, columns=columns))
-        self._there[name, rows, columns] = found
+        """As `WeightSource`, on the GPU."""
+        found = self._copy(self._weights.take(name, *shape, rows=rows, columns=columns))
+        self._on_gpu[name, rows, columns] = found
         return found
 
     def take_matrix(
@@ -53,43 +52,43 @@ class OnDevice:
         columns: range | None = None,
         is_transposed: bool = False,
     ) -> Weight:
-        """See `WeightSource`. A tied head is the embedding that is there already."""
+        """As `WeightSource`; a tied output head reuses the embedding that is already on the GPU."""
         weight = self._weights.take_matrix(
             name, outputs, inputs, rows=rows, columns=columns, is_transposed=is_transposed
         )
         if isinstance(weight, Int8Weight):
-            return Int8Weight(self._bring(weight.values), self._bring(weight.scales))
+            return Int8Weight(self._copy(weight.values), self._copy(weight.scales))
         if is_transposed:
-            return self._bring(weight.t()).t()
-        there = self._there.get((name, rows, columns))
-        return self._bring(weight) if there is None else there
+            return self._copy(weight.t()).t()
+        on_gpu = self._on_gpu.get((name, rows, columns))
+        return self._copy(weight) if on_gpu is None else on_gpu
 
-    def _bring(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         if self._staging is None:
             self._staging = Staging(self._gpu)
-        return self._staging.bring(tensor)
+        return self._staging.copy_to_gpu(tensor)
 
 
 class Staging:
-    """Two pinned buffers and the way through them."""
+    """Two pinned buffers, used alternately."""
 
     def __init__(self, gpu: Gpu, piece_bytes: int = PIECE_BYTES) -> None:
         self._gpu = gpu
         self._buffers = [gpu.pinned(piece_bytes) for _ in range(2)]
-        self._leaves = [gpu.mark() for _ in self._buffers]  # when each may be written again
-        self._turn = 0
+        self._free = [gpu.fence() for _ in self._buffers]  # when each may be overwritten
+        self._next = 0
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the GPU, of which pieces may still be on their way."""
+    def copy_to_gpu(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy on the GPU; the last pieces may still be in flight."""
         source = tensor.contiguous().view(-1)
         found = source.new_empty(source.shape, device=self._gpu.place)
         count = len(self._buffers[0]) // source.itemsize
         for start in range(0, len(source), count):
             piece = source[start : start + count]
-            buffer = self._buffers[self._turn].view(source.dtype)[: len(piece)]
-            self._leaves[self._turn].wait()
+            buffer = self._buffers[self._next].view(source.dtype)[: len(piece)]
+            self._free[self._next].wait()
             buffer.copy_(piece)
             found[start : start + count].copy_(buffer, non_blocking=True)
-            self._leaves[self._turn] = self._gpu.mark()
-            self._turn = 1 - self._turn
+            self._free[self._next] = self._gpu.fence()
+            self._next = 1 - self._next
         return found.view(tensor.shape)

@@ -1,8 +1,8 @@
-"""The tokens of the step before, on the device: entries planned ahead go on from them there.
+"""The last sampled token of each request, on the device, where the next step reads it.
 
-As `engine.worker.model.last_tokens`, where the host need not know a token before the next step is
-launched. Who reads the output to draw (penalties, a grammar) does need it on the host: that is
-waited for only when the layers of the step that asks have been given to the device.
+The device-side counterpart of `engine.worker.model.last_tokens`: the next step is launched before
+the host knows the tokens. A row whose sampling reads its own output (penalties, a grammar) does
+need its token on the host; the host waits for it only after this step's layers were submitted.
 """
 
 from dataclasses import replace
@@ -16,63 +16,63 @@ from engine.worker.model.layout import Int64s
 
 
 class LastTokensTensor(Protocol):
-    """One token per draw of a step; stand-ins where the draw failed."""
+    """One token per sampled row of a step; placeholders where sampling failed."""
 
     @property
     def ids(self) -> Tensor | None:
-        """int64, on the device; None if there is no draw."""
+        """int64 on the device; None if the step samples nothing."""
         ...
 
     def known(self) -> list[int]:
-        """The same, on the host; waits for them."""
+        """The same on the host; waits for the copy."""
         ...
 
 
 class _LastToken(NamedTuple):
     places: dict[RequestId, int]
-    drawn: LastTokensTensor | None  # None where the step failed: then all are stand-ins
+    drawn: LastTokensTensor | None  # None if the step failed: placeholders then
 
 
 class Source(NamedTuple):
-    """Where an entry's held token lies among those of the step before."""
+    """Positions of the needed tokens among those of the previous step."""
 
-    ids: Tensor | None  # None: all are stand-ins
+    ids: Tensor | None  # None: all are placeholders
     places: Int64s
 
 
-NOTHING_HELD = Source(None, np.zeros(0, dtype=np.int64))
+NO_SOURCE = Source(None, np.zeros(0, dtype=np.int64))
 
 
 class DeviceLastTokens:
-    """Of the last step and the one that runs; a step is opened before anything can fail in it."""
+    """The tokens of the last two steps; a step is opened before anything in it can fail."""
 
     def __init__(self) -> None:
         self._before = self._now = _LastToken({}, None)
 
     def open(self, step: Step) -> None:
-        """The step is about to be launched: until `keep` there are stand-ins for its tokens."""
+        """Begin a step: until `keep` is called its tokens are placeholders."""
         draws = [entry.request_id for entry in step.entries if entry.sample is not None]
         self._before = self._now
         self._now = _LastToken({request_id: at for at, request_id in enumerate(draws)}, None)
 
     def keep(self, drawn: LastTokensTensor) -> None:
-        """The step that is open has drawn."""
+        """Keep the tokens that the open step sampled."""
         self._now = self._now._replace(drawn=drawn)
 
     def source(self, step: Step) -> Source:
-        """Where the tokens that the open step's entries hold back are, in their order.
+        """Where the tokens are that the open step's entries continue from, in the entries' order.
 
-        Raises `ValueError` where no token is held.
+        Raises `ValueError` if the previous step sampled no token for such a request.
         """
         held = [entry.request_id for entry in step.entries if entry.tokens[0] == LAST_TOKEN]
         if not held:
-            return NOTHING_HELD
+            return NO_SOURCE
         places = np.array([self._place(request_id) for request_id in held], dtype=np.int64)
         return Source(None if self._before.drawn is None else self._before.drawn.ids, places)
 
     def complete(self, step: Step) -> Step:
-        """The open step with the held tokens of those who read the output; may wait for them."""
-        if not any(_asks(entry) for entry in step.entries):
+        """The open step with the tokens filled in that the host needs; may wait for them."""
+        if not any(_needs_token(entry) for entry in step.entries):
             return step
         drawn = self._before.drawn
         known = [0] * len(self._before.places) if drawn is None else drawn.known()
@@ -80,7 +80,7 @@ class DeviceLastTokens:
         return replace(step, entries=entries)
 
     def _completed(self, entry: StepEntry, known: list[int]) -> StepEntry:
-        if not _asks(entry) or entry.sample is None:
+        if not _needs_token(entry) or entry.sample is None:
             return entry
         token = known[self._place(entry.request_id)]
         draw = entry.sample._replace(output=(*entry.sample.output, token))
@@ -88,11 +88,11 @@ class DeviceLastTokens:
 
     def _place(self, request_id: RequestId) -> int:
         if request_id not in self._before.places:
-            raise ValueError(f"request {request_id}: no token of it is held")
+            raise ValueError(f"request {request_id}: its last token is not on this worker")
         return self._before.places[request_id]
 
 
-def _asks(entry: StepEntry) -> bool:
-    """Whether the host has to know the token that the entry goes on from."""
+def _needs_token(entry: StepEntry) -> bool:
+    """Whether the host needs the token that the entry continues from."""
     draw = entry.sample
     return entry.tokens[0] == LAST_TOKEN and draw is not None and draw.reads_output

@@ -1,5 +1,6 @@
-"""From hidden states to a step's result in two parts: what the device is given, and what is read
-when it has come back. As `engine.worker.sampling.logits_output`, whose words are used."""
+"""From hidden states to the `LogitsOutput` of a step, in two parts: work submitted to the device,
+and results read once their copies arrived. See `engine.worker.sampling.logits_output` for the
+CPU."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.cuda.sampling.sampler import DeviceSampler, Pending
-from engine.worker.cuda.step.transfers import Carried, Outward
+from engine.worker.cuda.step.transfers import CopyToHost, HostTransfer
 from engine.worker.model.layout import RaggedLayout
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import Head, LogitsOutput, fault_of, slices
@@ -17,54 +18,54 @@ from engine.worker.sampling.logprobs import Likelihoods, likelihoods, tell
 from engine.worker.sampling.sampler import SampledToken
 
 
-class _Drawing(NamedTuple):
-    """Tokens that the device draws, and their way to the host."""
+class _PendingTokens(NamedTuple):
+    """Tokens that the device samples, and their copy to the host."""
 
     pending: Pending
-    carried: Carried
+    copy: CopyToHost
     late: frozenset[int]  # rows
 
 
-class _Scoring(NamedTuple):
-    """How likely some tokens of prompts are, on the way to the host."""
+class _PendingScores(NamedTuple):
+    """Log-probabilities of prompt tokens, and their copy to the host."""
 
-    carried: Carried
+    copy: CopyToHost
     tops: list[int]
 
     def read(self) -> list[TokenLogprobs | None]:
-        return tell(Likelihoods(*self.carried.arrived()), self.tops)
+        return tell(Likelihoods(*self.copy.wait()), self.tops)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """What was given to the device for a step; `read` waits for it."""
+    """The submitted work of a step; `read` waits for it."""
 
     step: Step
-    drawing: _Drawing | None  # None where nobody draws
-    scoring: tuple[_Scoring, ...]
+    tokens: _PendingTokens | None  # None if the step samples nothing
+    scoring: tuple[_PendingScores, ...]
 
     @property
     def ids(self) -> Tensor | None:
-        """One token per draw, int64 on the device; stand-ins where a row failed."""
-        return None if self.drawing is None else self.drawing.pending.ids
+        """One token per sampled row, int64 on the device; placeholders where a row failed."""
+        return None if self.tokens is None else self.tokens.pending.ids
 
     def known(self) -> list[int]:
-        """The same on the host, waited for."""
-        if self.drawing is None:
+        """The same on the host; waits for the copy."""
+        if self.tokens is None:
             return []
-        ids: list[int] = self.drawing.carried.arrived()[0].numpy().tolist()
+        ids: list[int] = self.tokens.copy.wait()[0].numpy().tolist()
         return ids
 
     def read(self) -> LogitsOutput:
-        """The result, when it is there."""
+        """The result; waits for the copies."""
         drawn, late_rows = SampledToken(()), frozenset[int]()
-        if self.drawing is not None:
-            pending, carried, late_rows = self.drawing
-            drawn = pending.finish(carried.arrived())
+        if self.tokens is not None:
+            pending, copy, late_rows = self.tokens
+            drawn = pending.finish(copy.wait())
         entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
         faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
         told = self._prompt_logprobs()
-        line = "the model computed NaN or infinite logits in its prompt"
+        line = "the model computed NaN or infinite logits for the prompt"
         faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
         scores = tuple(tuple(one for one in found if one is not None) for found in told)
         late = tuple(entries[row] for row in late_rows)
@@ -80,34 +81,34 @@ class PendingOutput:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputReader:
-    """`head` makes logits `[rows, vocab]` in float32 of hidden states; there is one rank."""
+    """`head` computes logits `[rows, vocab]` in float32 from hidden states; there is one rank."""
 
     head: Head
     sampler: DeviceSampler
     constraints: Constraints
-    outward: Outward
+    transfer: HostTransfer
 
     def begin(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> PendingOutput:
-        """Give the device what is left of a step after its layers.
+        """Submit the part of a step that follows its layers.
 
-        `hidden` are those of the layout's sampled rows, then of its scored rows. Masks of
-        grammars are waited for: threads of the host compute them beside the layers.
+        `hidden` `[sampled rows, then scored rows, hidden]`. Waits for grammar masks, which host
+        threads compute while the layers run.
         """
         num_draws = len(layout.sampled_rows)
-        drawing = self._draw(step, layout, hidden[:num_draws]) if num_draws else None
+        tokens = self._draw(step, layout, hidden[:num_draws]) if num_draws else None
         scoring = self._score(step, hidden[num_draws:]) if len(layout.scored_rows) else ()
-        return PendingOutput(step, drawing, scoring)
+        return PendingOutput(step, tokens, scoring)
 
-    def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> _Drawing:
+    def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> _PendingTokens:
         wanted = self.constraints.begin(step)
         draws = [entry.sample for entry in step.entries if entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
         pending = self.sampler.begin(logits, draws, positions, masks)
-        return _Drawing(pending, self.outward.carry(*pending.sources), masks.late)
+        return _PendingTokens(pending, self.transfer.start(*pending.sources), masks.late)
 
-    def _score(self, step: Step, hidden: Tensor) -> tuple[_Scoring, ...]:
+    def _score(self, step: Step, hidden: Tensor) -> tuple[_PendingScores, ...]:
         orders = [entry.prompt_logprobs for entry in step.entries]
         targets = [target for order in orders if order is not None for target in order.ids]
         tops = [order.top for order in orders if order is not None for _ in order.ids]
@@ -115,10 +116,10 @@ class DeviceOutputReader:
         found = []
         for part in slices(len(targets), self.sampler.vocab_size):
             likely = likelihoods(self._logits(hidden[part]), ids[part], max(tops[part]))
-            found.append(_Scoring(self.outward.carry(*likely), tops[part]))
+            found.append(_PendingScores(self.transfer.start(*likely), tops[part]))
         return tuple(found)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        assert logits is not None, "a rank that follows"
+        assert logits is not None, "only rank 0 has logits"
         return logits

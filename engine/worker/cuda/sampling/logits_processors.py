@@ -1,7 +1,7 @@
-"""Grammars, bias, bans and penalties on the device: what `sampler.constrain` and
-`engine.worker.sampling.logits_processors` do to logits in numpy.
+"""Logits processors on the device: grammar masks, logit bias, banned tokens and penalties.
 
-The host makes lists of places and amounts and sends them in one piece; it reads nothing.
+The same as `engine.worker.sampling.logits_processors` does in numpy. The host prepares lists of
+positions and amounts and uploads them in one piece each; it reads nothing back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,27 +23,27 @@ Bools = NDArray[np.bool_]
 
 
 def permitted(mask: Mask, draw: SampleSpec, vocab_size: int) -> tuple[Bools, SampleSpec]:
-    """Which ids the grammar allows, and the draw, less bans that would end it.
+    """The ids that the grammar allows, and the row without bans that would leave no token.
 
-    Raises `RowFault` where it allows nothing.
+    Raises `RowFault` if the grammar allows no token.
     """
     bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little")
     allowed = bits[:vocab_size].astype(np.bool_)
     if mask.accepts:
-        allowed[list(draw.end_ids)] = True
+        allowed[list(draw.ends)] = True
     if not allowed.any():
-        raise RowFault("its grammar allows no token here", is_caller_error=True)
+        raise RowFault("its grammar allows no token here", is_asked_for=True)
     if draw.banned and mask.accepts:
         left = allowed.copy()
         left[list(draw.banned)] = False
         if not left.any():
-            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
+            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
     return allowed, draw
 
 
 @dataclass(slots=True)
 class _UploadedEdits:
-    """Numbers of one kind for the device, sent as one array and taken out again in order."""
+    """Arrays of one dtype, uploaded as one array and split again on the device."""
 
     dtype: type[np.generic]
     parts: list[NDArray[Any]] = field(default_factory=list)
@@ -56,10 +56,9 @@ class _UploadedEdits:
         return list(torch.split(put(np.concatenate(self.parts)), sizes))
 
 
-def edit(
-    logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put
-) -> None:
-    """Apply the draws to these rows of `[rows, vocab]` float32, in place, in vLLM's order."""
+def edit(logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put) -> None:
+    """Apply logits processors to these rows of `[rows, vocab]` float32 in place, in vLLM's
+    order."""
     if allowed:
         _forbid(logits, allowed, put)
     rows, some, vocab = list(draws), list(draws.values()), logits.shape[1]
@@ -91,10 +90,8 @@ def _forbid(logits: Tensor, allowed: Mapping[int, Bools], put: Put) -> None:
     logits.index_copy_(0, rows, left)
 
 
-def _bias(
-    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
-) -> tuple[Places, NDArray[Any]]:
-    """Each place once, and the sum of what is added to it."""
+def _bias(rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int) -> tuple[Places, NDArray[Any]]:
+    """Each biased position once, with the sum of its biases."""
     each = places_of(rows, [biased(draw) for draw in draws])
     amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
     keys, inverse = np.unique(each.rows * vocab + each.ids, return_inverse=True)
@@ -106,7 +103,7 @@ def _bias(
 def _repetition(
     rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
 ) -> tuple[Places, NDArray[Any]]:
-    """Each token of prompt and output once, and its row's penalty."""
+    """Each distinct token of prompt and output, with its row's repetition penalty."""
     penalties = [draw.sampling.repetition_penalty for draw in draws]
     seen = [
         draw.prompt + draw.output if penalty != 1.0 else ()
@@ -119,7 +116,7 @@ def _repetition(
 def _presence_and_frequency(
     rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
 ) -> tuple[Places, NDArray[Any]]:
-    """Each token of the output once, and what it costs."""
+    """Each distinct output token, with its presence and frequency penalty."""
     presence = [draw.sampling.presence_penalty for draw in draws]
     frequency = [draw.sampling.frequency_penalty for draw in draws]
     output = [
@@ -132,7 +129,7 @@ def _presence_and_frequency(
 
 
 def _of_rows(rows: Sequence[int], numbers: Sequence[float], places: Places) -> NDArray[Any]:
-    """The number of each place's row, float32."""
+    """The value of each position's row, float32."""
     table = np.zeros(max(rows) + 1, dtype=np.float32)
     table[list(rows)] = numbers
     return table[places.rows]

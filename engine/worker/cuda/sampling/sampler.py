@@ -1,7 +1,7 @@
-"""Logits to tokens on a GPU: what `engine.worker.sampling.sampler` does, in two halves.
+"""SamplingParams on a GPU, in two halves.
 
-`begin` gives all work to the device and reads nothing back: the ids are there for the step that
-goes on from them before the host knows them. `finish` makes plain words of what arrived.
+`begin` submits all work and reads nothing back, so the next step can use the ids before the host
+knows them. `finish` converts the copied results to plain Python values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,26 +31,26 @@ from engine.worker.sampling.sampler import (
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A batch whose tokens the device draws.
+    """A batch whose tokens the device is sampling.
 
-    `sources` are what `finish` wants to read of them, on the device; `ids` `[rows]` are among
-    them, 0 in rows that have none.
+    `sources` are the device tensors that `finish` needs on the host. `ids` is one of them; it is 0
+    in rows that have no token.
     """
 
     ids: Tensor  # int64 [rows]
     sources: tuple[Tensor, ...]
     draws: tuple[SampleSpec, ...]
-    worked_on: tuple[int, ...]  # rows that the device may find to have nothing left
-    faults: Mapping[int, RowFault]  # that the host knew of
+    processed: tuple[int, ...]  # rows with processed logits, which may have no token left
+    faults: Mapping[int, RowFault]  # found by the host
 
-    def finish(self, arrived: Sequence[Tensor]) -> SampledToken:
-        """`arrived` are `sources` on the host."""
-        ids, are_fine, are_left, *likely = arrived
+    def finish(self, copied: Sequence[Tensor]) -> SampledToken:
+        """The sampled batch; `copied` are `sources` on the host."""
+        ids, are_fine, are_left, *likely = copied
         tokens: list[int] = ids.tolist()
         faults = {row: blemish() for row, is_fine in enumerate(are_fine.tolist()) if not is_fine}
         for row, fault in self.faults.items():
             faults.setdefault(row, fault)
-        for row, is_left in zip(self.worked_on, are_left.tolist(), strict=True):
+        for row, is_left in zip(self.processed, are_left.tolist(), strict=True):
             if not is_left:
                 faults.setdefault(row, nothing_left())
         if not likely:
@@ -62,7 +62,7 @@ class Pending:
 
 
 class _Work(NamedTuple):
-    """Rows whose logits are changed before the draw, and what grammars allow in some of them."""
+    """Rows whose logits are processed before sampling, and the ids that grammars allow."""
 
     draws: dict[int, SampleSpec]
     allowed: dict[int, Bools]
@@ -71,7 +71,7 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampler:
-    """Draws one token per row; `put` brings an array of the host to where the logits are."""
+    """Samples one token per row; `put` copies a host array to the logits' device."""
 
     vocab_size: int
     put: Put
@@ -83,7 +83,7 @@ class DeviceSampler:
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> SampledToken:
-        """As `Sampler.draw`: waits for the device."""
+        """Sample and wait for the result, as the CPU's `Sampler` does."""
         pending = self.begin(logits, draws, positions, masks)
         return pending.finish([source.cpu() for source in pending.sources])
 
@@ -94,30 +94,30 @@ class DeviceSampler:
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> Pending:
-        """One id per row of `[rows, vocab]` float32; may overwrite `logits`."""
-        asking = [row for row, sample in enumerate(draws) if sample.logprobs is not None]
+        """Submit sampling of one id per row of `[rows, vocab]` float32; may overwrite `logits`."""
+        asking = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         untouched = self._rows(logits, asking).clone() if asking else None
         largest = logits.max(dim=-1)
         are_fine = largest.values.isfinite()
         ids, are_left = largest.indices, are_fine[:0]
         work = self._prepare(draws, masks)
         if work.draws:
-            ids, are_left = self._work_on(logits, ids, work)
+            ids, are_left = self._process(logits, ids, work)
         ids = self._draw(logits, ids, draws, positions, idle={*work.faults, *masks.late})
         ids = ids.masked_fill(~are_fine, 0)
         sources = [ids, are_fine, are_left]
         if untouched is not None:
-            most = max(sample.logprobs or 0 for sample in draws)
+            most = max(draw.logprobs or 0 for draw in draws)
             sources += likelihoods(untouched, self._rows(ids, asking), most)
         return Pending(ids, tuple(sources), tuple(draws), tuple(work.draws), work.faults)
 
     def _prepare(self, draws: Sequence[SampleSpec], masks: Masks) -> _Work:
-        """What the host decides: no logits are needed for it."""
+        """The part that the host decides, without logits."""
         faults = dict(masks.faults)
         rows = {
-            row: sample
-            for row, sample in enumerate(draws)
-            if not (is_plain(sample) or row in faults or row in masks.late)
+            row: draw
+            for row, draw in enumerate(draws)
+            if not (is_plain(draw) or row in faults or row in masks.late)
         }
         faults.update(foreign(rows, self.vocab_size))
         work = _Work({}, {}, faults)
@@ -133,8 +133,9 @@ class DeviceSampler:
                 faults[row] = fault
         return work
 
-    def _work_on(self, logits: Tensor, ids: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-        """All rows' likeliest ids after it, and whether these rows have something left."""
+    def _process(self, logits: Tensor, ids: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+        """Process logits: all rows' argmax afterwards, and whether processed rows have a finite
+        logit."""
         edit(logits, work.draws, work.allowed, self.put)
         rows = self.put(np.array(list(work.draws), dtype=np.int64))
         largest = logits.index_select(0, rows).max(dim=-1)
@@ -148,17 +149,17 @@ class DeviceSampler:
         positions: Sequence[int],
         idle: set[int],
     ) -> Tensor:
-        """The ids, with those of the rows that are not greedy drawn."""
-        rows = [row for row, sample in enumerate(draws) if not (is_greedy(sample) or row in idle)]
+        """Replace the ids of rows that are not greedy by sampled ones."""
+        rows = [row for row, draw in enumerate(draws) if not (is_greedy(draw) or row in idle)]
         if not rows:
             return ids
         samplings = [draws[row].sampling for row in rows]
         points = [uniform(draws[row].sampling.seed, positions[row]) for row in rows]
-        wishes = SamplingTensors.of(samplings, points, self.vocab_size, self.put)
+        params = SamplingTensors.of(samplings, points, self.vocab_size, self.put)
         if len(rows) == len(draws):
-            return sample(logits, wishes)
+            return sample(logits, params)
         places = self.put(np.array(rows, dtype=np.int64))
-        return ids.index_copy(0, places, sample(logits.index_select(0, places), wishes))
+        return ids.index_copy(0, places, sample(logits.index_select(0, places), params))
 
     def _rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == len(tensor):

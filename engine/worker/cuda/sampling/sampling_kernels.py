@@ -1,7 +1,9 @@
-"""Temperature, filters and draws for many rows at once, without the host hearing of anything.
+"""Temperature, filters and sampling for all rows at once on the device, without host
+synchronisation.
 
-What is kept and drawn is what `engine.worker.sampling.filters` says, row by row: there by sorting,
-here by bisection of the weights' bits, since the bits of numbers that are not negative order them.
+The result equals `engine.worker.sampling.filters`, which sorts each row. Here thresholds are found
+by bisection over the bits of the weights: the bit patterns of non-negative floats are ordered as
+they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +19,16 @@ from torch.nn import functional as F
 from engine.step import SamplingParams
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
-MOST_SORTED = 1024  # more of the largest than these are found by bisection
-FLOAT_BITS = 31  # of a float32 that is not negative
+MOST_SORTED = 1024  # a larger k is found by bisection
+FLOAT_BITS = 31  # of a non-negative float32
 ONE = 0x3F800000  # the bits of 1.0, the largest weight of each row
 
-Put = Callable[[NDArray[Any]], Tensor]  # an array to where steps are computed, without waiting
+Put = Callable[[NDArray[Any]], Tensor]  # an asynchronous copy to the device
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How rows are drawn, `[rows]` each; the last three tell the host what need not be done."""
+    """Sampling parameters, `[rows]` each; the last three let the host skip unused filters."""
 
     temperatures: Tensor  # float32
     min_ps: Tensor  # float32
@@ -41,7 +43,7 @@ class SamplingTensors:
     def of(
         cls, samplings: Sequence[SamplingParams], points: Sequence[float], vocab_size: int, put: Put
     ) -> Self:
-        """One copy for all of them."""
+        """All parameters in one copy to the device."""
         limits = [one.top_k if 0 < one.top_k < vocab_size else 0 for one in samplings]
         rows = [
             (one.temperature, one.min_p, limit or vocab_size, one.top_p, point)
@@ -61,30 +63,32 @@ class SamplingTensors:
         )
 
 
-def sample(logits: Tensor, wishes: SamplingTensors) -> Tensor:
-    """An id for each row of `[rows, vocab]` float32; some id where a row has no finite largest."""
-    weights = probabilities(logits, wishes)
-    return pick(weights, wishes.points).clamp_(max=logits.shape[1] - 1)
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Sample an id for each row of `[rows, vocab]` float32; any id if a row has no finite
+    maximum."""
+    weights = probabilities(logits, params)
+    return pick(weights, params.points).clamp_(max=logits.shape[1] - 1)
 
 
-def probabilities(logits: Tensor, wishes: SamplingTensors) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Unnormalised probabilities after temperature and filters; the largest of each row is 1.
 
     `[rows, vocab rounded up to whole runs]`; ids beyond the vocabulary have none.
     """
-    scaled = (logits - logits.amax(dim=1, keepdim=True)) / wishes.temperatures[:, None]
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / params.temperatures[:, None]
     weights = F.pad(scaled.exp_(), (0, -scaled.shape[1] % RUN))
-    if wishes.has_min_p:
-        weights.masked_fill_(weights < wishes.min_ps[:, None], 0)
-    if wishes.most:
-        weights.masked_fill_(weights < _smallest_of_top(weights, wishes)[:, None], 0)
-    if wishes.has_top_p:
-        _keep_nucleus(weights, wishes.top_ps)
+    if params.has_min_p:
+        weights.masked_fill_(weights < params.min_ps[:, None], 0)
+    if params.most:
+        weights.masked_fill_(weights < _smallest_of_top(weights, params)[:, None], 0)
+    if params.has_top_p:
+        _keep_nucleus(weights, params.top_ps)
     return weights
 
 
 def pick(weights: Tensor, points: Tensor) -> Tensor:
-    """The ids at which cumulative weights pass `points` of the totals; see `filters.pick`."""
+    """Inverse transform sampling: the ids at which the cumulative weight passes `points` ×
+    total."""
     rows, width = weights.shape
     pieces = weights.view(rows, width // RUN, RUN)
     runs = pieces.sum(dim=2, dtype=torch.float64)
@@ -99,25 +103,26 @@ def pick(weights: Tensor, points: Tensor) -> Tensor:
 
 
 def _last(flags: Tensor) -> Tensor:
-    """The last place of each row that is set, `[rows, 1]`; 0 if none is."""
+    """The last set column of each row, `[rows, 1]`; 0 if none is set."""
     places = torch.arange(flags.shape[1], device=flags.device)
     return (flags * places).amax(dim=1, keepdim=True)
 
 
-def _smallest_of_top(weights: Tensor, wishes: SamplingTensors) -> Tensor:
-    """The least weight that top-k keeps in each row, 0 where it is not asked for."""
+def _smallest_of_top(weights: Tensor, params: SamplingTensors) -> Tensor:
+    """The smallest weight that top-k keeps in each row; 0 in rows without top-k."""
     width = weights.shape[1]
-    if wishes.most > MOST_SORTED:
-        bits = _bisect(weights, lambda over: over.sum(dim=1) >= wishes.top_ks)
+    if params.most > MOST_SORTED:
+        bits = _bisect(weights, lambda over: over.sum(dim=1) >= params.top_ks)
         return bits.to(torch.int32).view(torch.float32)
-    best = weights.topk(min(wishes.most, width), dim=1).values
-    asked = wishes.top_ks <= wishes.most
-    places = (wishes.top_ks.clamp(max=wishes.most) - 1)[:, None]
+    best = weights.topk(min(params.most, width), dim=1).values
+    asked = params.top_ks <= params.most
+    places = (params.top_ks.clamp(max=params.most) - 1)[:, None]
     return best.gather(1, places)[:, 0].where(asked, 0)
 
 
 def _keep_nucleus(weights: Tensor, top_ps: Tensor) -> None:
-    """Zero all but the fewest of the largest whose mass reaches top-p; lowest ids on ties."""
+    """Keep the smallest set of largest weights whose mass reaches top-p; lowest ids first on
+    ties."""
 
     def mass(over: Tensor) -> Tensor:
         return weights.where(over, 0).sum(dim=1, dtype=torch.float64)
@@ -135,7 +140,7 @@ def _keep_nucleus(weights: Tensor, top_ps: Tensor) -> None:
 
 
 def _count_before(flags: Tensor) -> Tensor:
-    """How many are set to the left of each place; in two levels, since rows are long."""
+    """The number of set columns before each column; in two levels, since rows are long."""
     rows, width = flags.shape
     counts = flags.view(rows, width // RUN, RUN).to(torch.int32)
     within = counts.cumsum(dim=2, dtype=torch.int32)
@@ -145,9 +150,10 @@ def _count_before(flags: Tensor) -> Tensor:
 
 
 def _bisect(weights: Tensor, suffices: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest bits of each row such that the weights from there on suffice, int64 `[rows]`.
+    """The largest threshold (as bits) of each row whose weights at or above it suffice, int64
+    `[rows]`.
 
-    `suffices` is asked of a mask of weights; what suffices does so with more weights too.
+    `suffices` maps a mask of weights to a boolean per row and is monotone in the mask.
     """
     bits = weights.view(torch.int32)
     found = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)

@@ -1,8 +1,8 @@
-"""What the layers of a step read besides weights and KV, copied to the device as one piece.
+"""The integer inputs of a step (ids, positions, row indices), copied to the device in one transfer.
 
-Pinned arenas take turns: the host writes the next one while the copy of the last may still be
-read. On the device there is one place, always the same, as graphs want it; the stream that
-computes orders its readers.
+Several pinned buffers are used in rotation: the host fills one while the copy from another may
+still be in flight. On the device there is one buffer with a fixed address, as CUDA graphs need;
+the compute stream orders its readers.
 """
 
 from collections.abc import Sequence
@@ -14,32 +14,33 @@ from torch import Tensor
 from engine.worker.model.layout import Int64s
 from engine.worker.streams import StreamEvent, Streams
 
-NUM_ARENAS = 3
+NUM_BUFFERS = 3
 
 
 class StepArena:
-    """Room for `capacity` int64 in all."""
+    """Buffers of `capacity` int64 each."""
 
     def __init__(self, streams: Streams, capacity: int) -> None:
         self._streams = streams
-        self._pinned = [streams.pinned((capacity,), torch.int64) for _ in range(NUM_ARENAS)]
-        self._read: list[StreamEvent | None] = [None] * NUM_ARENAS
-        self._turn = 0
-        self._place = torch.zeros(capacity, dtype=torch.int64, device=streams.device)
+        self._pinned = [streams.pinned((capacity,), torch.int64) for _ in range(NUM_BUFFERS)]
+        self._copied: list[StreamEvent | None] = [None] * NUM_BUFFERS
+        self._next = 0
+        self._buffer = torch.zeros(capacity, dtype=torch.int64, device=streams.device)
 
     def put(self, *arrays: Int64s) -> list[Tensor]:
-        """The arrays on the device, one behind the other from its beginning, until the next."""
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_ARENAS
-        if (read := self._read[turn]) is not None and not read.is_reached:
-            read.wait()
+        """Copy the arrays to the device, one after the other; the views are valid until the next
+        call."""
+        index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
+        if (copied := self._copied[index]) is not None and not copied.is_reached:
+            copied.wait()
         lengths = [len(array) for array in arrays]
         total = sum(lengths)
-        np.concatenate(arrays, out=self._pinned[turn].numpy()[:total])
-        self._streams.copy(self._place[:total], self._pinned[turn][:total])
-        self._read[turn] = self._streams.compute.mark()
+        np.concatenate(arrays, out=self._pinned[index].numpy()[:total])
+        self._streams.copy(self._buffer[:total], self._pinned[index][:total])
+        self._copied[index] = self._streams.compute.record()
         return self.views(lengths)
 
     def views(self, lengths: Sequence[int]) -> list[Tensor]:
-        """Where arrays of these lengths lie on the device."""
+        """Views of the device buffer for arrays of these lengths."""
         ends = np.cumsum(lengths).tolist()
-        return [self._place[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        return [self._buffer[end - length : end] for length, end in zip(lengths, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Putting together what launches steps: arena, graphs, sampler, the ways in and out."""
+"""Building a `StepLauncher`: input arena, CUDA graphs, sampler, transfers."""
 
 from engine.step import WorkerSettings
 from engine.worker.cuda.sampling.logits_output import DeviceOutputReader
@@ -8,7 +8,7 @@ from engine.worker.cuda.step.forward import Forward
 from engine.worker.cuda.step.graphs import DecodeGraphs, Layers
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.launcher import StepLauncher
-from engine.worker.cuda.step.transfers import Outward
+from engine.worker.cuda.step.transfers import HostTransfer
 from engine.worker.device import Progress, Whole
 from engine.worker.ports import CapturableAttention
 from engine.worker.streams import Streams
@@ -17,22 +17,23 @@ from engine.worker.streams import Streams
 def make_launcher(
     streams: Streams, whole: Whole, settings: WorkerSettings, progress: Progress
 ) -> StepLauncher:
-    """With all graphs captured, where the attention can be and `settings.cuda_graphs`."""
+    """The launcher; captures all graphs if attention supports it and `settings.cuda_graphs` is
+    set."""
     stage, limits = whole.stage, whole.limits
     assert isinstance(whole.mover, DeviceMover), "a mover of this device"
     assert isinstance(whole.sampler, DeviceSampler), "a sampler of this device"
-    most_tokens, most_requests = settings.max_batch_tokens, settings.max_batch_size
-    arena = StepArena(streams, Forward.capacity(most_tokens, most_requests))
+    max_tokens, max_requests = settings.max_batch_tokens, settings.max_batch_size
+    arena = StepArena(streams, Forward.capacity(max_tokens, max_requests))
     spare_block = limits.num_blocks
     graphs = None
     if settings.cuda_graphs and isinstance(stage.attention, CapturableAttention):
         layers = Layers(stage.model, stage.attention)
         graphs = DecodeGraphs(streams, layers, arena, (spare_block, limits.block_size))
-        graphs.capture(most_requests, progress)
+        graphs.capture(max_requests, progress)
     return StepLauncher(
         streams,
         Forward(stage.model, stage.attention, arena, graphs, spare_block),
-        DeviceOutputReader(stage.head, whole.sampler, whole.constraints, Outward(streams)),
+        DeviceOutputReader(stage.head, whole.sampler, whole.constraints, HostTransfer(streams)),
         whole.mover,
         limits,
     )

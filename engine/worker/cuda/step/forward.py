@@ -1,4 +1,5 @@
-"""The layers of one step on the device, by a captured graph where there is one for it."""
+"""The forward pass of one step on the device: by a captured CUDA graph if there is one, else
+eagerly."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +21,7 @@ class _Inputs(NamedTuple):
 
 
 class Forward:
-    """Gives a step's layers to the device and does not wait. Steps of one stage, which is all."""
+    """Submits the layers of a step to the device without waiting. For models of a single stage."""
 
     def __init__(
         self,
@@ -38,13 +39,14 @@ class Forward:
 
     @staticmethod
     def capacity(max_tokens: int, max_requests: int) -> int:
-        """Of the arena: ids, positions, rows that are read, held rows and where they come from."""
+        """The arena's size in int64: ids, positions, output rows, and rows whose token is on the
+        device."""
         return 2 * max(max_tokens, max_requests) + max_tokens + 3 * max_requests
 
     def run(self, layout: RaggedLayout, source: Source, begin: Callable[[], object]) -> Tensor:
-        """Hidden states `[sampled rows, then scored rows, hidden]`, good until the next step.
+        """Hidden states `[sampled rows, then scored rows, hidden]`, valid until the next step.
 
-        `begin` is called when the host is ready and the layers are next.
+        `begin` is called right before the layers are submitted.
         """
         size = None if self._graphs is None else self._graphs.size_for(layout)
         if self._graphs is None or size is None:
@@ -73,7 +75,7 @@ class Forward:
         return hidden[: len(rows)]
 
     def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:
-        """What the layers read, with the tokens that only the device knows."""
+        """The inputs of the layers; tokens that only the device knows are copied there."""
         held = layout.held_rows if source.ids is not None else source.places[:0]
         places = source.places if source.ids is not None else source.places[:0]
         ids, positions, rows, held_rows, held_places = self._arena.put(

@@ -1,8 +1,8 @@
-"""CUDA graphs of the layers for steps of decodes alone, one for each number of rows.
+"""CUDA graphs of decode-only steps, one for each captured batch size.
 
-A step is padded to the next size. Steps with prompts run eagerly: they keep the device busy for
-longer than the host needs to give them. Captured are embedding and layers; logits and sampling come
-after, for the real rows only.
+A step is padded to the next captured size. Steps with prefill run eagerly: their kernels take
+longer than their launches. A graph holds embedding and layers; logits and sampling run after it,
+for the real rows only.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from engine.worker.streams import Graph, Streams
 
 Progress = Callable[[str, int, int], None]
 
-NUM_WARM_UPS = 2  # forwards before a capture: lazy initialisation must not be recorded
+NUM_WARM_UPS = 2  # forward passes before a capture: lazy initialisation must not be captured
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of rows to capture, ascending, so that `most` rows have a graph."""
+    """Batch sizes to capture, ascending; the last is `most`."""
     ladder = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, most + 32, 32))
     below = [size for size in ladder if size < most]
     return (*below, most)
@@ -37,7 +37,7 @@ class _Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What is captured: from ids and positions to hidden states, after attention has planned."""
+    """The captured function: ids and positions to hidden states, after attention was planned."""
 
     model: StageModel
     attention: CapturableAttention
@@ -47,10 +47,10 @@ class Layers:
 
 
 class DecodeGraphs:
-    """Graphs over the beginning of an arena: first `size` ids, then as many positions."""
+    """Graphs that read the start of an arena: `size` ids, then `size` positions."""
 
     def __init__(self, streams: Streams, layers: Layers, arena: StepArena, blank: tuple[int, int]):
-        """`blank` is the spare block, and the size of blocks."""
+        """`blank` is the spare block and the block size."""
         self._streams = streams
         self._layers = layers
         self._arena = arena
@@ -59,11 +59,11 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those captured, ascending."""
+        """Captured batch sizes, ascending."""
         return tuple(sorted(self._captured))
 
     def capture(self, most: int, progress: Progress) -> None:
-        """Capture all sizes up to `most` rows, the largest first: the others fit in its memory."""
+        """Capture all sizes up to `most`, the largest first: smaller graphs reuse its memory."""
         sizes = graph_sizes(most)
         for done, size in enumerate(reversed(sizes)):
             progress("graphs", done, len(sizes))
@@ -71,13 +71,13 @@ class DecodeGraphs:
         progress("graphs", len(sizes), len(sizes))
 
     def size_for(self, layout: RaggedLayout) -> int | None:
-        """The rows to pad this layout to, None where it has to run eagerly."""
+        """The batch size to pad this layout to; None if the step has to run eagerly."""
         if not layout.is_decode_only:
             return None
         return next((size for size in self.sizes if size >= layout.num_requests), None)
 
     def plan(self, layout: RaggedLayout) -> None:
-        """For a layout padded to a captured size; `replay` comes next."""
+        """Plan attention for a layout padded to a captured size, right before `replay`."""
         self._layers.attention.plan_captured(layout)
         baked = self._layers.attention.baked(layout.num_requests)
         assert baked == self._captured[layout.num_requests].baked, (
@@ -85,7 +85,7 @@ class DecodeGraphs:
         )
 
     def replay(self, size: int) -> Tensor:
-        """Hidden states `[size, hidden]`, which the next replay of any size overwrites."""
+        """Replay; hidden states `[size, hidden]`, which the next replay of any size overwrites."""
         captured = self._captured[size]
         captured.graph.replay()
         return captured.hidden
@@ -98,6 +98,6 @@ class DecodeGraphs:
             attention.plan_captured(blank)
             self._layers(ids, positions)
         attention.plan_captured(blank)
-        self._streams.settle()
+        self._streams.synchronize()
         graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
         return _Captured(graph, hidden, attention.baked(size))

@@ -1,13 +1,13 @@
-"""KV blocks between the device and pinned host memory, on a stream of their own.
+"""Copies of KV blocks between the device and pinned host memory, on a separate stream.
 
     compute   … step k-1 ──┐             ┌─ step k ─────────────┐  step k+1 …
                            ▼             │                      │
     moves                  awaited moves ┴ other moves of k ─┐  ▼
                                                              └─ awaited moves of k+1 …
 
-Moves of a step begin after the compute of the steps before it, and one after the other. Blocks
-lie in the host pool one by one, all layers together, so that each is copied as one piece; between
-pool and cache they are gathered and scattered by the device.
+Moves of a step begin after the compute of the previous steps and run one after the other. In the
+host pool all layers of a block are contiguous, so that a block is one copy; the device gathers and
+scatters layers between a staging buffer and the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ from engine.worker.model.host_pool import read_blocks
 from engine.worker.model.kv_tensors import KVTensors, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 
-STAGING_BYTES = 64 << 20  # of the device, at most (or one block)
+STAGING_BYTES = 64 << 20  # device memory for staging, at least one block
 
 
 class _Copy(NamedTuple):
-    """Some blocks of one move, index by index."""
+    """The blocks of one move: `device[i]` and `host[i]` belong together."""
 
     direction: Direction
     device: Tensor  # int64, on the host
@@ -36,7 +36,7 @@ class _Copy(NamedTuple):
 
 
 class DeviceMover:
-    """A `MovesBlocks` between a cache on the device and `pool`, which is pinned.
+    """Moves blocks between a KV cache on the device and the pinned `pool`.
 
     `pool` is `[host blocks, layers, 2, block_size, kv_heads, dim]`.
     """
@@ -51,35 +51,35 @@ class DeviceMover:
         )
         self._pool = as_bytes(pool)
         block_bytes = pool[:1].numel() * pool.element_size() if len(pool) else 1
-        self._most = max(1, STAGING_BYTES // max(1, block_bytes))
+        self._max_blocks = max(1, STAGING_BYTES // max(1, block_bytes))
 
     @contextmanager
     def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
-        """See `MovesBlocks`; on leaving the host has waited. `launch` does not wait."""
+        """Launch the moves; on leaving the block the host waits until all are done."""
         ended = self.launch(moves)
         yield
         if ended is not None:
             ended.wait()
 
     def launch(self, moves: Sequence[BlockMove]) -> StreamEvent | None:
-        """Give the moves to their stream; the event of their end, None if there are none.
+        """Submit the moves without waiting; returns the event of their end, None without moves.
 
-        What is given to the compute stream from now on sees the awaited ones done. Raises
-        `ValueError` for a block out of range, and then moves nothing.
+        Work submitted to the compute stream from now on runs after the awaited moves. Raises
+        `ValueError` if a block is out of range, before anything is moved.
         """
         if not moves:
             return None
         copies = [self._checked(move) for move in moves]
-        self._stream.hold(self._streams.compute.mark())
+        self._stream.wait_for(self._streams.compute.record())
         awaited = [copy for move, copy in zip(moves, copies, strict=True) if move.is_awaited]
         for copy in awaited:
-            self._give(copy)
+            self._submit(copy)
         if awaited:
-            self._streams.compute.hold(self._stream.mark())
+            self._streams.compute.wait_for(self._stream.record())
         for move, copy in zip(moves, copies, strict=True):
             if not move.is_awaited:
-                self._give(copy)
-        return self._stream.mark()
+                self._submit(copy)
+        return self._stream.record()
 
     def _checked(self, move: BlockMove) -> _Copy:
         device = read_blocks(move.device, self._num_blocks, "device")
@@ -88,12 +88,12 @@ class DeviceMover:
             raise ValueError(f"a move of {len(device)} device and {len(host)} host blocks")
         return _Copy(move.direction, device, host)
 
-    def _give(self, copy: _Copy) -> None:
+    def _submit(self, copy: _Copy) -> None:
         out = copy.direction is Direction.OUT
-        for first in range(0, len(copy.device), self._most):
-            part = slice(first, first + self._most)
+        for first in range(0, len(copy.device), self._max_blocks):
+            part = slice(first, first + self._max_blocks)
             move = self._out if out else self._in
-            self._stream.do(partial(move, copy.device[part], copy.host[part]))
+            self._stream.submit(partial(move, copy.device[part], copy.host[part]))
 
     def _out(self, device: Tensor, host: Tensor) -> None:
         at, staging = put(self._streams, device.numpy()), self._staging(len(device))

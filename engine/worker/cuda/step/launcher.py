@@ -1,16 +1,16 @@
-"""A step on a GPU: launched here, collected later, so that the next one is there when it ends.
+"""Steps on a GPU are launched here and collected later, so that the GPU never waits for the host.
 
     host     launch k+1 │ collect k (wait for its copy) … launch k+2 …
     compute  ── k ──────┼── k+1 ──────────┼── k+2 ──
-    outward      ids of k ─┘    ids of k+1 ─┘
+    to host      ids of k ─┘    ids of k+1 ─┘
     moves    KV of k ──────┴── KV of k+1 ──
 
-The host gives a step's work to the streams and never waits for what it has given: ids stay on the
-device, where the next step takes them from. Only who reads the output to draw makes the host wait,
-for the step before, and by then the layers of this one have been given.
+The host submits a step's work to the streams and does not wait for it: sampled ids stay on the
+device, where the next step reads them. Only a row whose sampling reads its own output (penalties, a
+grammar) makes the host wait for the previous step, after this step's layers were submitted.
 
-A step that fails while it is launched answers for itself; first everything given is waited for,
-so that nothing is still on its way when its blocks are used again.
+If launching a step raises, all submitted work is waited for first, so that no copy is in flight
+when the step's blocks are reused; then the step fails with that error.
 """
 
 import time
@@ -32,34 +32,34 @@ from engine.worker.streams import StreamEvent, Streams
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that was launched; `before` is the end of the one before, None for the first."""
+    """A launched step; `before` is the end of the previous step, None for the first."""
 
     step: Step
     began: StreamEvent
     ended: StreamEvent
     before: StreamEvent | None
     moved: StreamEvent | None
-    pending: PendingOutput | None  # None where nothing is drawn or told
+    pending: PendingOutput | None  # None if the step reads no hidden states
 
     @property
     def is_late(self) -> bool:
         return True
 
     def collect(self) -> Collected:
-        """See `Launched`."""
+        """Wait for the step and its moves; its result and times."""
         self.ended.wait()
         if self.moved is not None:
             self.moved.wait()
-        reading = LogitsOutput() if self.pending is None else self.pending.read()
+        output = LogitsOutput() if self.pending is None else self.pending.read()
         seconds = self.ended.seconds_since(self.began)
         idle = 0.0 if self.before is None else self.began.seconds_since(self.before)
         now = time.monotonic()
-        result = StepResult(step_id=self.step.step_id, seconds=seconds, **reading._asdict())
+        result = StepResult(step_id=self.step.step_id, seconds=seconds, **output._asdict())
         return Collected(result, StepTimes(None, now - seconds, now, max(0.0, idle)))
 
 
 class StepLauncher:
-    """Launches steps on the device of a worker that is alone."""
+    """Launches steps on the device of a model with a single worker."""
 
     def __init__(
         self,
@@ -75,15 +75,15 @@ class StepLauncher:
         self._mover = mover
         self._limits = limits
         self._tokens = DeviceLastTokens()
-        self._before: StreamEvent | None = None  # the end of the step launched last
+        self._before: StreamEvent | None = None  # the end of the last launched step
 
     def launch(self, step: Step) -> Launched:
-        """Give the step to the device. What it raises is the step's failure, but `WorkerLost`."""
+        """Submit the step. An exception fails this step; `WorkerLost` ends the worker."""
         try:
             with torch.inference_mode():
                 return self._launch(step)
         except BaseException:
-            self._streams.settle()
+            self._streams.synchronize()
             raise
 
     def _launch(self, step: Step) -> LaunchedStep:
@@ -92,14 +92,14 @@ class StepLauncher:
         source = self._tokens.source(step)
         moved = self._mover.launch(step.moves)
         began: list[StreamEvent] = []
-        hidden = self._forward.run(layout, source, self._marking(began))
+        hidden = self._forward.run(layout, source, self._recording(began))
         pending = None
         if len(hidden):
             pending = self._reader.begin(self._tokens.complete(step), layout, hidden)
             self._tokens.keep(pending)
-        before, ended = self._before, self._streams.compute.mark(is_timed=True)
+        before, ended = self._before, self._streams.compute.record(is_timed=True)
         self._before = ended
         return LaunchedStep(step, began[0], ended, before, moved, pending)
 
-    def _marking(self, events: list[StreamEvent]) -> Callable[[], None]:
-        return lambda: events.append(self._streams.compute.mark(is_timed=True))
+    def _recording(self, events: list[StreamEvent]) -> Callable[[], None]:
+        return lambda: events.append(self._streams.compute.record(is_timed=True))

@@ -1,7 +1,8 @@
-"""Small things between host and device, without anybody waiting.
+"""Small asynchronous copies between host and device.
 
-What goes in lies in pinned memory of its own, which torch keeps until it has been read. What comes
-out is copied on a side stream, so that the next step's compute does not wait for the way.
+Copies to the device start from fresh pinned memory, which torch keeps until the copy is done.
+Copies to the host run on a separate stream, so that the next step's compute does not wait for
+them.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from engine.worker.streams import Stream, StreamEvent, Streams
 
 
 def put(streams: Streams, array: NDArray[Any]) -> Tensor:
-    """The array on the device, for the current stream."""
+    """Copy the array to the device in the current stream."""
     source = torch.from_numpy(array)
     pinned = streams.pinned(source.shape, source.dtype)
     pinned.copy_(source)
@@ -25,33 +26,33 @@ def put(streams: Streams, array: NDArray[Any]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """Tensors on their way to the host; `sources` must live until they are there."""
+class CopyToHost:
+    """An asynchronous copy to the host; keeps `sources` alive until it is done."""
 
     sources: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
-    arrival: StreamEvent
+    done: StreamEvent
 
-    def arrived(self) -> tuple[Tensor, ...]:
-        """The same on the host, waited for."""
-        self.arrival.wait()
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors on the host, once the copy is done."""
+        self.done.wait()
         return self.targets
 
 
-class Outward:
-    """The way from the device to the host."""
+class HostTransfer:
+    """Starts copies from the device to the host."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._stream: Stream = streams.side()
 
-    def carry(self, *sources: Tensor) -> Carried:
-        """Copies of what compute has given by now."""
+    def start(self, *sources: Tensor) -> CopyToHost:
+        """Copy tensors that the compute stream has already been submitted."""
         targets = tuple([self._streams.pinned(one.shape, one.dtype) for one in sources])
-        self._stream.hold(self._streams.compute.mark())
+        self._stream.wait_for(self._streams.compute.record())
         for target, source in zip(targets, sources, strict=True):
-            self._stream.do(_copying(self._streams, target, source))
-        return Carried(sources, targets, self._stream.mark())
+            self._stream.submit(_copying(self._streams, target, source))
+        return CopyToHost(sources, targets, self._stream.record())
 
 
 def _copying(streams: Streams, target: Tensor, source: Tensor) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.step import Step, StepResult, WorkerSettings
-from engine.worker.cuda.device import CudaDevice, NoTeam
+from engine.worker.cuda.device import CudaDevice, NoThreadPool
 from engine.worker.launched import Launched
 from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import RaggedLayout
@@ -25,7 +25,7 @@ from tests.engine.worker.process.driving import settings_for
 class CapturableReference(ReferenceAttention):
     """Holds to it that each run of the layers has a plan of its own, and graphs one of theirs."""
 
-    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: NoTeam) -> None:
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: NoThreadPool) -> None:
         super().__init__(spec, cache, team)
         self._num_layers = len(cache.keys)
         self._left = 0  # layers that may still run under the plan
@@ -63,7 +63,7 @@ class StandInDevice(CudaDevice):
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
-        self.made.append(CapturableReference(spec, cache, NoTeam()))
+        self.made.append(CapturableReference(spec, cache, NoThreadPool()))
         return self.made[-1]
 
 

@@ -66,20 +66,20 @@ class StandInStream:
     num_done: int = 0
     reached: int = 0  # the serial of the last event that the host has waited for
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         if self.is_lazy:
             self.waiting.append(work)
         else:
             work()
 
-    def mark(self, *, is_timed: bool = False) -> StandInEvent:
+    def record(self, *, is_timed: bool = False) -> StandInEvent:
         self.streams.serial += 1
         upto = self.num_done + len(self.waiting)
         now = time.perf_counter()
         return StandInEvent(self, self.streams.serial, now, is_timed, upto)
 
-    def hold(self, event: StreamEvent) -> None:
-        self.do(cast(StandInEvent, event).stream.runner(cast(StandInEvent, event).upto))
+    def wait_for(self, event: StreamEvent) -> None:
+        self.submit(cast(StandInEvent, event).stream.runner(cast(StandInEvent, event).upto))
 
     def runner(self, upto: int) -> Callable[[], None]:
         return lambda: self.run(upto)
@@ -166,7 +166,7 @@ class StandInStreams:
         self.graphs.append(StandInGraph(work, result))
         return self.graphs[-1], result
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for side in self.sides:
             side.run(side.num_done + len(side.waiting))
         self._check_reads(self.serial)

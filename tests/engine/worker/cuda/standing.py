@@ -17,7 +17,7 @@ from tests.engine.worker.cuda.standin import StandInStreams
 CPU = torch.device("cpu")
 
 
-class StandingMark:
+class StandingFence:
     """All work of the CPU is done when it is given."""
 
     def __init__(self, waits: list[int], number: int) -> None:
@@ -38,23 +38,23 @@ class StandingGpu:
     used: int = 100 << 20
     peak: int = 0
     pinned_bytes: int = 0
-    num_marks: int = 0
+    num_fences: int = 0
     waits: list[int] = field(default_factory=list)
     of_it: StandInStreams = field(default_factory=StandInStreams)
 
     def used_bytes(self) -> int:
         return self.used
 
-    def held_bytes(self) -> int:
+    def tensor_bytes(self) -> int:
         return 0
 
     def peak_bytes(self) -> int:
         return self.peak
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self.peak = 0
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         """Nothing is kept."""
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -70,9 +70,9 @@ class StandingGpu:
     def streams(self) -> StandInStreams:
         return self.of_it
 
-    def mark(self) -> StandingMark:
-        self.num_marks += 1
-        return StandingMark(self.waits, self.num_marks - 1)
+    def fence(self) -> StandingFence:
+        self.num_fences += 1
+        return StandingFence(self.waits, self.num_fences - 1)
 
     @contextmanager
     def step(self, num_bytes: int) -> Iterator[None]:

@@ -84,7 +84,7 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> Non
         measure(gpu, 0.9, nothing)
     line = str(refused.value)
     for part in (
-        "no memory is left for KV on cpu (Standing GPU)",
+        "no memory is left for the KV cache on cpu (Standing GPU)",
         "0.9 of 1,000 MiB",
         "weights and context 850 MiB",
         "graphs 512 MiB",
@@ -228,14 +228,14 @@ def test_weights_go_through_pinned_memory_piece_by_piece() -> None:
     staging = Staging(gpu, piece_bytes=64)
     assert gpu.pinned_bytes == 128
     whole = torch.arange(100, dtype=torch.float32).view(20, 5)
-    assert torch.equal(staging.bring(whole), whole)
+    assert torch.equal(staging.copy_to_gpu(whole), whole)
     assert gpu.waits == [0, 1, 2, 3, 4, 5, 6]  # a buffer is written when its last copy has left
     part = whole[:, 1:3]
-    assert torch.equal(staging.bring(part), part)
-    assert staging.bring(part).is_contiguous()
+    assert torch.equal(staging.copy_to_gpu(part), part)
+    assert staging.copy_to_gpu(part).is_contiguous()
     halves = torch.arange(70).bfloat16()
-    assert torch.equal(staging.bring(halves), halves)
-    assert len(staging.bring(torch.empty(0))) == 0
+    assert torch.equal(staging.copy_to_gpu(halves), halves)
+    assert len(staging.copy_to_gpu(torch.empty(0))) == 0
 
 
 def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from engine.step import (
     LAST_TOKEN,
     BlockMove,
     Direction,
-    RequestId,
     SampleSpec,
+    RequestId,
     SamplingParams,
     Step,
     StepEntry,
     StepId,
 )
-from engine.worker.cuda.step.arena import NUM_ARENAS, StepArena
+from engine.worker.cuda.step.arena import NUM_BUFFERS, StepArena
 from engine.worker.cuda.step.graphs import graph_sizes
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
@@ -82,7 +82,7 @@ def test_a_step_that_fails_while_it_is_launched_leaves_those_around_it_alone(
 
 
 def test_a_token_that_is_not_held_fails_the_step(on_gpu: OnStandIns) -> None:
-    with pytest.raises(ValueError, match="request 9: no token of it is held"):
+    with pytest.raises(ValueError, match="request 9: its last token is not on this worker"):
         on_gpu.worker.launch(step(1, entry(9, 1, LAST_TOKEN)))
 
 
@@ -104,7 +104,7 @@ def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
     monkeypatch.undo()
     ahead = on_gpu.launch(step(2, entry(0, 2, LAST_TOKEN), entry(1, 0, 5, 6)))
     result = bad.collect().result
-    assert [(fault.entry, fault.is_caller_error) for fault in result.faults] == [(0, False)]
+    assert [(fault.entry, fault.is_asked_for) for fault in result.faults] == [(0, False)]
     assert result.tokens[1:] == alone
     assert ahead.collect().result.tokens[1:] == alone
 
@@ -115,7 +115,7 @@ def test_a_device_that_is_gone_is_told_instead_of_the_step(
     def gone() -> None:
         raise WorkerLost("the GPU failed")
 
-    monkeypatch.setattr(on_gpu.device.streams, "settle", gone)
+    monkeypatch.setattr(on_gpu.device.streams, "synchronize", gone)
     with pytest.raises(WorkerLost, match="the GPU failed"):
         on_gpu.worker.launch(step(1, entry(2, 0, 1000)))
 
@@ -159,11 +159,11 @@ def test_sizes_end_with_the_largest_batch(most: int, sizes: tuple[int, ...]) -> 
 def test_an_arena_waits_for_the_copy_from_its_memory_before_it_is_written_again() -> None:
     streams = StandInStreams()
     arena = StepArena(streams, 8)
-    for turn in range(2 * NUM_ARENAS):
+    for turn in range(2 * NUM_BUFFERS):
         (found,) = arena.put(np.full(3, turn, dtype=np.int64))
         assert found.tolist() == [turn] * 3
-    assert streams.num_host_waits == NUM_ARENAS
-    streams.settle()
+    assert streams.num_host_waits == NUM_BUFFERS
+    streams.synchronize()
 
 
 def test_the_stand_in_refuses_memory_that_is_written_while_it_is_read() -> None:
@@ -172,4 +172,4 @@ def test_the_stand_in_refuses_memory_that_is_written_while_it_is_read() -> None:
     streams.copy(torch.zeros(3, dtype=torch.int64), pinned)
     pinned.fill_(1)
     with pytest.raises(AssertionError, match="pinned memory was written"):
-        streams.settle()
+        streams.synchronize()

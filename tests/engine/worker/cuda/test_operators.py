@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.cuda.model.gemm import TorchProducts
+from engine.worker.cuda.model.gemm import TorchGemm8Bit
 from engine.worker.cuda.model.kernels import GATED, prepare_environment
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, FloatLinear
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
@@ -52,7 +52,7 @@ class StandingKernels:
 
 
 def make(kernels: StandingKernels | None, dtype: torch.dtype = torch.bfloat16) -> CudaOperators:
-    return CudaOperators(CPU, dtype, "auto", TorchProducts(), kernels)
+    return CudaOperators(CPU, dtype, "auto", TorchGemm8Bit(), kernels)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -101,8 +101,8 @@ def test_what_the_model_asks_for_is_known_and_can_be_run_once() -> None:
         operators.rms_norm(noise(16), 1e-5)
         operators.activation("silu", is_gated=True)
     operators.activation("relu", is_gated=True)
-    assert list(operators.asked) == ["norms", "silu"]
-    for run in operators.asked.values():
+    assert list(operators.first_runs) == ["norms", "silu"]
+    for run in operators.first_runs.values():
         run()
     assert kernels.calls == ["norm", "silu"]
 
@@ -111,7 +111,7 @@ def test_without_kernels_all_is_plain_torch() -> None:
     operators = make(None)
     assert isinstance(operators.rms_norm(noise(16), 1e-5), RmsNorm)
     assert not isinstance(operators.activation("silu", is_gated=True), FusedGate)
-    assert operators.asked == {}
+    assert operators.first_runs == {}
 
 
 @pytest.mark.parametrize(("capability", "named"), [((9, 0), "9.0a"), ((8, 6), "8.6")])
@@ -141,7 +141,7 @@ def test_linears_are_computed_as_stored_or_as_asked() -> None:
         STORED: [FloatLinear, CudaInt8Linear],
     }
     for name, wanted in kinds.items():
-        operators = CudaOperators(CPU, torch.bfloat16, name, TorchProducts(), None)
+        operators = CudaOperators(CPU, torch.bfloat16, name, TorchGemm8Bit(), None)
         found = [type(operators.linear([one], None)) for one in (weight, eight)]
         assert found == wanted
         assert operators.linear([weight, eight], None)(noise(2, 32)).shape == (2, 32)
