@@ -238,7 +238,7 @@ def _no_progress(what: str, done: int, total: int) -> None:
 
 
 def gpu_index(device: str, placement: Placement, count: int) -> int:
-    """The index of this worker's GPU: workers take consecutive GPUs, starting at `device`'s index.
+    """The index of the GPU of this worker: workers take consecutive GPUs, `device`'s index first.
 
     Raises `StartupError` if `count` GPUs are fewer than this machine's workers.
     """
@@ -246,7 +246,7 @@ def gpu_index(device: str, placement: Placement, count: int) -> int:
     if first + placement.num_local_workers > count:
         named = f" starting at {device}" if first else ""
         raise StartupError(
-            f"this machine's {placement.num_local_workers} workers need one GPU each{named}, but only "
-            f"{count} GPUs are visible"
+            f"this machine's {placement.num_local_workers} workers need one GPU each{named}, but "
+            f"only {count} GPUs are visible"
         )
     return first + placement.local_index

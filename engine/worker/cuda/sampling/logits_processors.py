@@ -30,14 +30,14 @@ def permitted(mask: Mask, draw: SampleSpec, vocab_size: int) -> tuple[Bools, Sam
     bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little")
     allowed = bits[:vocab_size].astype(np.bool_)
     if mask.accepts:
-        allowed[list(draw.ends)] = True
+        allowed[list(draw.end_ids)] = True
     if not allowed.any():
-        raise RowFault("its grammar allows no token here", is_asked_for=True)
+        raise RowFault("its grammar allows no token here", is_caller_error=True)
     if draw.banned and mask.accepts:
         left = allowed.copy()
         left[list(draw.banned)] = False
         if not left.any():
-            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.ends)))
+            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
     return allowed, draw
 
 
@@ -56,7 +56,9 @@ class _UploadedEdits:
         return list(torch.split(put(np.concatenate(self.parts)), sizes))
 
 
-def edit(logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put) -> None:
+def edit(
+    logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put
+) -> None:
     """Apply logits processors to these rows of `[rows, vocab]` float32 in place, in vLLM's
     order."""
     if allowed:
@@ -90,7 +92,9 @@ def _forbid(logits: Tensor, allowed: Mapping[int, Bools], put: Put) -> None:
     logits.index_copy_(0, rows, left)
 
 
-def _bias(rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int) -> tuple[Places, NDArray[Any]]:
+def _bias(
+    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
+) -> tuple[Places, NDArray[Any]]:
     """Each biased position once, with the sum of its biases."""
     each = places_of(rows, [biased(draw) for draw in draws])
     amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]

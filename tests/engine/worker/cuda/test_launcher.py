@@ -13,8 +13,8 @@ from engine.step import (
     LAST_TOKEN,
     BlockMove,
     Direction,
-    SampleSpec,
     RequestId,
+    SampleSpec,
     SamplingParams,
     Step,
     StepEntry,
@@ -104,7 +104,7 @@ def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
     monkeypatch.undo()
     ahead = on_gpu.launch(step(2, entry(0, 2, LAST_TOKEN), entry(1, 0, 5, 6)))
     result = bad.collect().result
-    assert [(fault.entry, fault.is_asked_for) for fault in result.faults] == [(0, False)]
+    assert [(fault.entry, fault.is_caller_error) for fault in result.faults] == [(0, False)]
     assert result.tokens[1:] == alone
     assert ahead.collect().result.tokens[1:] == alone
 
