@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.request import Abort
 from gateway.errors import anthropic_error, error_body, error_headers, verdict
 from gateway.generation.choices import ChoiceGroup
-from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished
+from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished_choice
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -67,7 +67,7 @@ async def compose(order: "GenerationPlan", choir: ChoiceGroup) -> bytes:
         await choir.gather()
         candidates = await choir.each(_to_the_end)
         choices = _likeliest(order, choir, candidates)
-        if sum(choice.num_told for choice in choices) > _MANY_TOKENS:
+        if sum(choice.num_reported for choice in choices) > _MANY_TOKENS:
             body = await asyncio.to_thread(order.frames.whole, choices, choir)
         else:
             body = order.frames.whole(choices, choir)
@@ -80,7 +80,7 @@ async def _to_the_end(voice: "ChoiceStream") -> FinishedChoice:
     said: list[Piece | OutputToken | PromptReport] = []
     while voice.end is None:
         said += await voice.next()
-    return finished(said, voice.end)
+    return finished_choice(said, voice.end)
 
 
 def _likeliest(

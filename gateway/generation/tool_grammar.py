@@ -29,11 +29,11 @@ def tool_constraint(
             "tools. (The server can be told of one with --tool-dialect.)",
             plan.param,
         )
-    if not plan.is_held and asked is None:
+    if not plan.is_constrained and asked is None:
         return None
     if plan.must_call:
         asked = None  # no answer but a call will come
-    held = ToolCallGrammar(plan.held(), plan.must_call, plan.max_calls)
+    held = ToolCallGrammar(plan.argument_schemas(), plan.must_call, plan.max_calls)
     if asked is not None:
         held = held._replace(answer=_schema_of(asked, plan.param))
     grammar = dialect.hold_calls(held)

@@ -1,1 +1,2 @@
-"""OpenAI's wire shapes: requests decoded straight from the bytes, answers rendered once."""
+"""The HTTP API's JSON shapes. One dialect of the API (OpenAI, Responses, Anthropic), one folder:
+requests are decoded from bytes into typed structs, responses and events are rendered as bytes."""

@@ -1,7 +1,7 @@
-"""Bytes to a request shape. Every complaint is an `InvalidRequest` that names the field.
+"""Decodes JSON bytes into request structs. Every error is an `InvalidRequest` that names the field.
 
-Shapes are msgspec Structs: strict types, no unknown fields. What they cannot express (ranges,
-allowed words) is checked by the functions here, so that all complaints read alike.
+Requests are msgspec Structs: strict types, no unknown fields. The functions here check what a
+Struct cannot express (ranges, allowed values), so that all error messages have one form.
 """
 
 import re
@@ -28,15 +28,15 @@ _JSON_NAMES = {
     "object": "an object",
     "null": "null",
 }
-_SHOWN = 100  # characters of a caller's value that a message repeats
+_MAX_QUOTED = 100  # characters of a caller's value that an error message repeats
 
 
 def decode(decoder: msgspec.json.Decoder[Shape], body: bytes) -> Shape:
-    """The request in `body`; raises `InvalidRequest` for whatever else it is."""
+    """Decode `body`. Raises `InvalidRequest` if it is not UTF-8, not JSON, or has another shape."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _complaint(str(error)) from None
+        raise _invalid_request(str(error)) from None
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.") from None
     except msgspec.DecodeError as error:
@@ -45,16 +45,19 @@ def decode(decoder: msgspec.json.Decoder[Shape], body: bytes) -> Shape:
         raise InvalidRequest("The request body is nested too deeply.") from None
 
 
-def converted(kind: type[Shape], data: Mapping[str, object]) -> Shape:
-    """The same for what was decoded already, and is to be another shape."""
+def convert(kind: type[Shape], data: Mapping[str, object]) -> Shape:
+    """Convert decoded fields into the struct `kind`. Raises `InvalidRequest` as `decode` does."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise _complaint(str(error)) from None
+        raise _invalid_request(str(error)) from None
 
 
 def check_unicode(body: bytes) -> None:
-    """Raise `InvalidRequest` if a string has half of a surrogate pair: it could not be told."""
+    """Raise `InvalidRequest` if a string has half of a surrogate pair, which UTF-8 cannot encode.
+
+    Only endpoints that repeat the request in their response need this check.
+    """
     if b"\\u" not in body:
         return
     try:
@@ -64,71 +67,75 @@ def check_unicode(body: bytes) -> None:
 
 
 def check_range(value: float | None, param: str, low: float, high: float) -> None:
-    """`value`, if given, must lie in `[low, high]`."""
+    """Raise `InvalidRequest` unless `value` is None or in `[low, high]`."""
     if value is not None and not low <= value <= high:
         raise InvalidRequest(
             f"Invalid value for '{param}': expected a number from {low} to {high}, "
-            f"but got {shown(value)}.",
+            f"but got {quote(value)}.",
             param,
         )
 
 
-def check_least(value: int | None, param: str, least: int) -> None:
-    """`value`, if given, must be at least `least`."""
-    if value is not None and value < least:
+def check_minimum(value: int | None, param: str, minimum: int) -> None:
+    """Raise `InvalidRequest` unless `value` is None or at least `minimum`."""
+    if value is not None and value < minimum:
         raise InvalidRequest(
-            f"Invalid value for '{param}': expected an integer of at least {least}, "
-            f"but got {shown(value)}.",
+            f"Invalid value for '{param}': expected an integer of at least {minimum}, "
+            f"but got {quote(value)}.",
             param,
         )
 
 
-def check_word(value: str, param: str, allowed: Sequence[str]) -> None:
-    """`value` must be one of the allowed words."""
+def check_allowed(value: str, param: str, allowed: Sequence[str]) -> None:
+    """Raise `InvalidRequest` unless `value` is one of `allowed`."""
     if value not in allowed:
-        words = ", ".join(f"'{word}'" for word in allowed)
+        values = ", ".join(f"'{name}'" for name in allowed)
         raise InvalidRequest(
-            f"Invalid value: {shown(value)}. Supported values for '{param}' are: {words}.", param
+            f"Invalid value: {quote(value)}. Supported values for '{param}' are: {values}.", param
         )
 
 
-def refuse_unless(shape: msgspec.Struct, name: str, *neutral: object, prefix: str = "") -> None:
-    """Refuse a parameter that we do not have, unless its value asks for nothing."""
-    value = getattr(shape, name)
-    if value is None or value in neutral:
+def reject_unless(shape: msgspec.Struct, name: str, *no_effect: object, prefix: str = "") -> None:
+    """Raise `InvalidRequest` for an unsupported field, unless it is null or has no effect.
+
+    `no_effect` are the values with which the field changes nothing; `prefix` is the path of the
+    object that contains the field.
+    """
+    given = getattr(shape, name)
+    if given is None or given in no_effect:
         return
-    allowed = ", ".join(["null", *(msgspec.json.encode(word).decode() for word in neutral)])
+    allowed = ", ".join(["null", *(msgspec.json.encode(value).decode() for value in no_effect)])
     raise InvalidRequest(
-        f"'{prefix}{name}' is not supported with the value {shown(value)}; allowed: {allowed}.",
+        f"'{prefix}{name}' is not supported with the value {quote(given)}; allowed: {allowed}.",
         f"{prefix}{name}",
     )
 
 
-def shown(value: object) -> str:
-    """A caller's value for a message; long ones are cut."""
+def quote(value: object) -> str:
+    """A caller's value as an error message repeats it, cut after 100 characters."""
     if isinstance(value, int) and value.bit_length() > 256:
-        return "an integer of enormous size"
+        return "an integer of more than 256 bits"
     if isinstance(value, list | dict):
         return "an array" if isinstance(value, list) else "an object"
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+    return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
 
 
-def _complaint(message: str) -> InvalidRequest:
-    """msgspec's words in OpenAI's: `Expected …, got … - at $.a[0].b` and its kin."""
+def _invalid_request(message: str) -> InvalidRequest:
+    """A msgspec error (`Expected …, got … - at $.a[0].b`) as an error in OpenAI's wording."""
     parts = _AT.match(message)
     assert parts is not None, "the pattern matches any text"
     what = parts["what"]
     path = (parts["path"] or "").removesuffix("[...]").lstrip(".")
     if found := _UNKNOWN.match(what):
-        name = _joined(path, found["field"][:_SHOWN])
+        name = _joined(path, found["field"][:_MAX_QUOTED])
         return InvalidRequest(f"Unrecognized request argument supplied: {name}", name)
     if found := _MISSING.match(what):
         name = _joined(path, found["field"])
         return InvalidRequest(f"Missing required parameter: '{name}'.", name)
     if found := _EXPECTED.match(what):
-        expected = " or ".join(_named(kind) for kind in found["expected"].split(" | "))
-        detail = f"expected {expected}, but got {_named(found['got'])} instead."
+        expected = " or ".join(_json_name(kind) for kind in found["expected"].split(" | "))
+        detail = f"expected {expected}, but got {_json_name(found['got'])} instead."
         if not path:
             return InvalidRequest(f"Invalid request body: {detail}")
         return InvalidRequest(f"Invalid type for '{path}': {detail}", path)
@@ -139,5 +146,5 @@ def _joined(path: str, field: str) -> str:
     return f"{path}.{field}" if path else field
 
 
-def _named(kind: str) -> str:
+def _json_name(kind: str) -> str:
     return _JSON_NAMES.get(kind, kind)

@@ -1,4 +1,8 @@
-"""Complaints of one endpoint's fields in the words of another, which put its request so."""
+"""Error messages of a converted request, with the field names of the request that was sent.
+
+Responses and Messages requests are converted to chat requests; an error that names a chat field is
+changed to name the field that the caller used.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -9,7 +13,7 @@ T = TypeVar("T")
 
 
 def with_renamed_fields(make: Callable[[], T], names: Mapping[str, str]) -> T:
-    """What `make` makes; its complaint names the field as our caller spelled it."""
+    """Return `make()`. `names` maps chat fields to the caller's; an error is renamed by it."""
     try:
         return make()
     except InvalidRequest as error:
@@ -24,7 +28,7 @@ def with_renamed_fields(make: Callable[[], T], names: Mapping[str, str]) -> T:
 def _renamed(param: str, names: Mapping[str, str]) -> str:
     if param.startswith("tools["):
         return param.replace("].function.", "].")
-    for name, ours in names.items():
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return ours + param[len(name) :]
+    for chat_name, name in names.items():
+        if param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}[")):
+            return name + param[len(chat_name) :]
     return param

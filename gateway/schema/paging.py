@@ -1,16 +1,17 @@
-"""Lists in pages: `after` and `limit` of the query, `first_id`, `last_id` and `has_more` back."""
+"""Paged lists: reads `after`, `limit` and `order` of a query; writes `first_id`, `last_id` and
+`has_more`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, check_word, shown
+from gateway.schema.decoding import check_allowed, check_range, quote
 
 ORDERS = ("asc", "desc")
 
 
 class Page(NamedTuple):
-    """What part of a list is wanted: so many from behind the item `after`."""
+    """The requested part of a list: at most `limit` items that follow the item `after`."""
 
     limit: int
     after: str | None
@@ -18,20 +19,23 @@ class Page(NamedTuple):
 
 
 def read_page(query: Mapping[str, str], default: int, most: int) -> Page:
-    """The page that a query asks for. Raises `InvalidRequest` naming the parameter."""
+    """Parse the query. `limit` is `default` if absent, at most `most`.
+
+    Raises `InvalidRequest` that names the parameter.
+    """
     limit = query.get("limit")
     if limit is not None and not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
-        message = f"Invalid value for 'limit': expected an integer, but got {shown(limit)}."
+        message = f"Invalid value for 'limit': expected an integer, but got {quote(limit)}."
         raise InvalidRequest(message, "limit")
-    wanted = default if limit is None else int(limit)
-    check_range(wanted, "limit", 1, most)
+    num_items = default if limit is None else int(limit)
+    check_range(num_items, "limit", 1, most)
     order = query.get("order", "desc")
-    check_word(order, "order", ORDERS)
-    return Page(wanted, query.get("after") or None, order == "asc")
+    check_allowed(order, "order", ORDERS)
+    return Page(num_items, query.get("after") or None, order == "asc")
 
 
 def list_json(items: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of items that have an `id` each."""
+    """The body of one page. Each item has an `id`."""
     return {
         "object": "list",
         "data": list(items),

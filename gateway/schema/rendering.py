@@ -1,7 +1,7 @@
-"""`ResponseRenderer`: how one response looks on the wire, and the words in which it is told.
+"""`ResponseRenderer`: the port through which a response becomes JSON bodies and events.
 
-A surface (chat, text completions, …) fills the port with its own events and bodies; who streams
-or gathers the answer knows none of them.
+Each endpoint (chat, text completions, …) implements it with its own shapes. The code that streams
+or collects a response knows only the port and the types here.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ class Usage(NamedTuple):
 
 
 class OutputToken(NamedTuple):
-    """A token of a choice whose text was told just now, where tokens are told at all.
+    """A token whose text has just been sent; present only if the request asks for token details.
 
-    `offset` is the number of characters of the choice before it. An end token shows nothing.
+    `offset` is the number of characters of the choice before it. An end token adds no text.
     """
 
     token_id: int
@@ -48,19 +48,18 @@ class OutputToken(NamedTuple):
 
 
 class PromptReport(NamedTuple):
-    """The prompt of a choice, where it is told; `logprobs` of all tokens or of none."""
+    """The prompt's token ids, and `logprobs` either for every token or empty."""
 
     token_ids: Sequence[int]
     logprobs: "Sequence[TokenLogprobs | None]" = ()
 
 
-Delta = Sequence[
-    Piece | OutputToken | PromptReport
-]  # what a choice adds at one moment; may be empty
+# What a choice adds at one moment; may be empty.
+Delta = Sequence[Piece | OutputToken | PromptReport]
 
 
 class ChoiceEnd(NamedTuple):
-    """How a choice ended: OpenAI's reason, and the caller's stop string or end token if that."""
+    """OpenAI's finish reason, and the stop string or token id of the request that ended it."""
 
     reason: str
     stopped_by: str | int | None = None
@@ -68,7 +67,7 @@ class ChoiceEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallText:
-    """A tool call; `arguments` is what the model wrote, JSON in the good case."""
+    """A tool call; `arguments` is the text that the model generated, which may be invalid JSON."""
 
     call_id: str
     name: str
@@ -76,29 +75,29 @@ class ToolCallText:
 
 
 class FinishedChoice(NamedTuple):
-    """One choice of a response that was not streamed."""
+    """One complete choice of a response that is not streamed."""
 
     content: str | None
     reasoning: str | None
     calls: tuple[ToolCallText, ...]
     end: ChoiceEnd
-    drawn: tuple[OutputToken, ...] = ()
+    tokens: tuple[OutputToken, ...] = ()
     prompt: PromptReport | None = None
-    said: Delta = ()  # all of it, in order
+    parts: Delta = ()  # all deltas of the choice, joined
 
     @property
-    def num_told(self) -> int:
-        """Tokens that are told one by one."""
-        return len(self.drawn) + len(self.prompt.logprobs if self.prompt else ())
+    def num_reported(self) -> int:
+        """Tokens that the body lists one by one, of prompt and output."""
+        return len(self.tokens) + len(self.prompt.logprobs if self.prompt else ())
 
 
-def finished(said: Delta, end: ChoiceEnd) -> FinishedChoice:
-    """The whole message. Content is None only where reasoning or calls stand in its place."""
+def finished_choice(parts: Delta, end: ChoiceEnd) -> FinishedChoice:
+    """Join the deltas of a choice. Content is None if there is only reasoning or tool calls."""
     content: list[str] = []
     reasoning: list[str] = []
     begun: list[CallBegin] = []
     arguments: list[list[str]] = []
-    for piece in said:
+    for piece in parts:
         match piece:
             case str():
                 content.append(piece)
@@ -111,24 +110,27 @@ def finished(said: Delta, end: ChoiceEnd) -> FinishedChoice:
                 arguments[place].append(text)
             case _:
                 pass
-    is_silent = not content and bool(reasoning or begun)
+    has_no_content = not content and bool(reasoning or begun)
     return FinishedChoice(
-        content=None if is_silent else "".join(content),
+        content=None if has_no_content else "".join(content),
         reasoning="".join(reasoning) if reasoning else None,
         calls=tuple(
             ToolCallText(call.call_id, call.name, "".join(texts))
             for call, texts in zip(begun, arguments, strict=True)
         ),
         end=end,
-        drawn=tuple(piece for piece in said if isinstance(piece, OutputToken)),
-        prompt=next((piece for piece in said if isinstance(piece, PromptReport)), None),
-        said=said,
+        tokens=tuple(piece for piece in parts if isinstance(piece, OutputToken)),
+        prompt=next((piece for piece in parts if isinstance(piece, PromptReport)), None),
+        parts=parts,
     )
 
 
 class ReportOptions(NamedTuple):
-    """What is told besides the answer's text. `logprobs` and `prompt_logprobs` count the
-    likeliest tokens that come with each."""
+    """What the response reports besides text.
+
+    `logprobs` and `prompt_logprobs` are the number of top alternatives per token; None: no
+    log-probabilities.
+    """
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -139,13 +141,13 @@ class ReportOptions(NamedTuple):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens are told one by one."""
+        """Whether the response lists its tokens."""
         return self.token_ids or self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What all chunks of one response say: `created` is Unix seconds."""
+    """The fields that all chunks of one response repeat; `created` is Unix seconds."""
 
     response_id: str
     created: int
@@ -154,7 +156,7 @@ class ResponseHeader:
 
 
 class Progress(Protocol):
-    """Who counts a response's tokens."""
+    """Provides the token counts of a response that is being generated."""
 
     @property
     def usage(self) -> Usage:
@@ -163,33 +165,34 @@ class Progress(Protocol):
 
 
 class ResponseRenderer(Protocol):
-    """How one response looks on the wire; it lives as long as the response, and is fed in order.
+    """Renders one response as bytes. One object per response, called in the order of the stream.
 
-    A choice sends any number of deltas, then its ending. Nothing needs to precede its first
-    delta, which is the place to announce it.
+    For each choice: any number of `delta` calls, then one `ending`; then `closing` once, or
+    `failure`. A response that is not streamed calls `whole` alone. The first delta of a choice may
+    also render the event that introduces the choice.
     """
 
     @property
     def ping(self) -> bytes:
-        """What keeps a silent stream warm."""
+        """The bytes sent while no token arrives, so that proxies keep the connection open."""
         ...
 
-    def delta(self, index: int, said: Delta, tally: Progress) -> bytes:
-        """The events of a choice that has something to say."""
+    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+        """The events for what the choice `index` adds."""
         ...
 
-    def ending(self, index: int, end: ChoiceEnd, tally: Progress) -> bytes:
-        """A choice has said everything."""
+    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+        """The events that end the choice `index`."""
         ...
 
-    def closing(self, tally: Progress) -> bytes:
-        """All choices have ended: the last bytes of the stream."""
+    def closing(self, progress: Progress) -> bytes:
+        """The last bytes of a stream whose choices have all ended."""
         ...
 
     def failure(self, error: BaseException) -> bytes:
-        """The last bytes of a stream that fails half-way."""
+        """The last bytes of a stream that fails after its first event."""
         ...
 
-    def whole(self, choices: Sequence[FinishedChoice], tally: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
         """The body of a response that is not streamed."""
         ...

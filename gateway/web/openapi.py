@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from gateway.schema.anthropic.request import AnthropicRequest
-from gateway.schema.fields.sampling import LEAST, RANGES
+from gateway.schema.fields.sampling import MINIMUMS, RANGES
 from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
@@ -246,5 +246,5 @@ def _bound(properties: Json) -> None:
                 continue
             if name in RANGES:
                 part["minimum"], part["maximum"] = RANGES[name]
-            if name in LEAST:
-                part["minimum"] = LEAST[name]
+            if name in MINIMUMS:
+                part["minimum"] = MINIMUMS[name]

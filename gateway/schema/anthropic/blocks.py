@@ -1,4 +1,7 @@
-"""Anthropic's content blocks as messages of a chat. Only what a text model can read is served."""
+"""Anthropic's messages and content blocks, and the chat messages they become.
+
+Supported block types are text, thinking, tool use and tool result.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,7 +10,7 @@ import msgspec
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_word
+from gateway.schema.decoding import check_allowed
 
 ROLES = ("user", "assistant", "system")
 TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -15,7 +18,7 @@ Json = dict[str, Any]
 
 
 class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
-    """Plain text, where nothing else may stand."""
+    """A block of `system`, which may have text only."""
 
     type: str
     text: str
@@ -24,7 +27,7 @@ class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
-    """A block of any type; `check` knows what each needs."""
+    """A block of any type; `check` enforces which fields each type requires."""
 
     type: str
     text: str | None = None
@@ -45,15 +48,15 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
     context: Any = None
 
     def check(self, path: str, types: Sequence[str] = TYPES) -> None:
-        """Raise `InvalidRequest` naming what is wrong or missing."""
-        check_word(self.type, f"{path}.type", types)
-        needed = {
+        """Raise `InvalidRequest` for the first invalid or missing field; `path` is the block's."""
+        check_allowed(self.type, f"{path}.type", types)
+        required = {
             "text": ("text",),
             "tool_use": ("id", "name", "input"),
             "tool_result": ("tool_use_id",),
             "thinking": ("thinking",),
         }
-        for name in needed.get(self.type, ()):
+        for name in required.get(self.type, ()):
             if getattr(self, name) is None:
                 param = f"{path}.{name}"
                 raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
@@ -62,71 +65,71 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
                 block.check(f"{path}.content[{i}]", ("text",))
 
 
-class InMessage(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message."""
 
     role: str
     content: str | list[ContentBlock]
 
     def check(self, path: str) -> None:
-        """Raise `InvalidRequest` naming what is wrong."""
-        check_word(self.role, f"{path}.role", ROLES)
+        """Raise `InvalidRequest` for the first invalid field; `path` is the message's path."""
+        check_allowed(self.role, f"{path}.role", ROLES)
         if isinstance(self.content, list):
             for i, block in enumerate(self.content):
                 block.check(f"{path}.content[{i}]")
 
 
-def as_messages(messages: Iterable[InMessage]) -> list[Json]:
-    """What tools returned becomes messages of their own; what the assistant thought, said and
-    called stays one."""
-    made: list[Json] = []
+def as_messages(messages: Iterable[AnthropicMessage]) -> list[Json]:
+    """The chat messages. Each tool result becomes a message of its own; the reasoning, text and
+    calls of an assistant message stay one message."""
+    converted: list[Json] = []
     for message in messages:
         if message.role == "assistant":
-            made.append(_turn(message))
+            converted.append(_assistant_message(message))
         else:
-            made += _asked(message)
-    return made
+            converted += _user_messages(message)
+    return converted
 
 
 def joined(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str:
-    """The text of blocks that are all text."""
+    """The texts of the text blocks, joined by newlines."""
     if isinstance(content, str):
         return content
     return "\n".join(block.text or "" for block in content if block.type == "text")
 
 
-def _asked(message: InMessage) -> list[Json]:
-    """Results of tools in their places among the texts between them."""
+def _user_messages(message: AnthropicMessage) -> list[Json]:
+    """A user message as chat messages: tool results and the texts between them, in order."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    made: list[Json] = []
+    converted: list[Json] = []
     texts: list[str] = []
 
     def flush() -> None:
         if texts:
-            made.append({"role": message.role, "content": "\n".join(texts)})
+            converted.append({"role": message.role, "content": "\n".join(texts)})
             texts.clear()
 
     for block in message.content:
         if block.type == "tool_result":
             flush()
             content = joined(block.content or "")
-            shown = f"Error: {content}" if block.is_error else content
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": shown})
+            text = f"Error: {content}" if block.is_error else content
+            converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif block.type == "text":
             texts.append(block.text or "")
     flush()
-    return made or [{"role": message.role, "content": ""}]
+    return converted or [{"role": message.role, "content": ""}]
 
 
-def _turn(message: InMessage) -> Json:
-    turn: Json = {"role": "assistant", "content": joined(message.content)}
+def _assistant_message(message: AnthropicMessage) -> Json:
+    converted: Json = {"role": "assistant", "content": joined(message.content)}
     blocks = [] if isinstance(message.content, str) else message.content
-    thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
-    if thoughts:
-        turn["reasoning_content"] = "".join(thoughts)
+    thinking = [block.thinking or "" for block in blocks if block.type == "thinking"]
+    if thinking:
+        converted["reasoning_content"] = "".join(thinking)
     calls = [_call(block) for block in blocks if block.type == "tool_use"]
-    return {**turn, "tool_calls": calls} if calls else turn
+    return {**converted, "tool_calls": calls} if calls else converted
 
 
 def _call(block: ContentBlock) -> Json:

@@ -1,8 +1,8 @@
-"""Anthropic's messages on the wire: one answer as content blocks, told in events or as a whole.
+"""Renders Anthropic's Messages API: one answer as content blocks, in events or as one body.
 
     message_start, ping, (block start, deltas, block stop)…, message_delta, message_stop
 
-Blocks follow each other: thoughts, text, calls. A block ends when the next one begins.
+Blocks come in order: thinking, text, tool use. A block ends when the next one begins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from gateway.schema.rendering import (
 )
 
 Json = dict[str, Any]
-SIGNATURE = "podway"  # thoughts are not signed here, but clients hand a signature back
+SIGNATURE = "podway"  # thinking is not signed here, but clients require a signature to send back
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesRenderer:
-    """One message."""
+    """Renders one message. With `shows_reasoning` false, thinking blocks are empty."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class MessagesRenderer:
         new_id: Callable[[str], str],
         request_id: str,
         *,
-        shows_thoughts: bool = True,
+        shows_reasoning: bool = True,
     ) -> None:
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._request_id = request_id
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
         self._has_begun = False
         self._num_blocks = 0
         self._kind = ""  # of the open block, "" if none is open
@@ -49,73 +49,75 @@ class MessagesRenderer:
 
     @property
     def ping(self) -> bytes:
-        """Nothing may come before the start, so a comment has to do until then."""
+        """A `ping` event, or a comment before `message_start`, which must be the first event."""
         return _event("ping") if self._has_begun else b": ping\n\n"
 
-    def delta(self, index: int, said: Delta, tally: Progress) -> bytes:
-        events = [self._opening(tally)]
-        events += (self._say(p) for p in said if not isinstance(p, OutputToken | PromptReport))
+    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+        events = [self._opening(progress)]
+        events += (
+            self._piece_events(p) for p in parts if not isinstance(p, OutputToken | PromptReport)
+        )
         return b"".join(events)
 
-    def ending(self, index: int, end: ChoiceEnd, tally: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
         self._end = end
-        return self._opening(tally) + self._close()
+        return self._opening(progress) + self._close()
 
-    def closing(self, tally: Progress) -> bytes:
-        return _event("message_delta", delta=_stop(self._end), usage=_usage(tally.usage)) + _event(
-            "message_stop"
-        )
+    def closing(self, progress: Progress) -> bytes:
+        return _event(
+            "message_delta", delta=_stop(self._end), usage=_usage(progress.usage)
+        ) + _event("message_stop")
 
     def failure(self, error: BaseException) -> bytes:
-        """One event with the usual JSON error, and nothing after it."""
+        """One `error` event; no other event follows."""
         return b"event: error\ndata: " + anthropic_error(error, self._request_id) + b"\n\n"
 
-    def whole(self, choices: Sequence[FinishedChoice], tally: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
         (choice,) = choices
         content: list[Json] = []
-        for piece in choice.said:
+        for piece in choice.parts:
             if not isinstance(piece, OutputToken | PromptReport):
                 self._gather(piece, content)
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = _input(block["input"])
         message: Json = {**self._head, "content": content, **_stop(choice.end)}
-        return orjson.dumps({**message, "usage": _usage(tally.usage)})
+        return orjson.dumps({**message, "usage": _usage(progress.usage)})
 
     def _gather(self, piece: Piece, content: list[Json]) -> None:
-        """Add a piece to the last block, or begin the next; the input of a call is text so far."""
+        """Add a piece to the last block or begin the next. A call's `input` is text at first."""
         match piece:
             case str():
                 _extend(content, "text", piece)
             case Reasoning(text):
-                _extend(content, "thinking", self._shown(text))
+                _extend(content, "thinking", self._visible(text))
             case CallBegin(_, call_id, name):
                 content.append({"type": "tool_use", "id": call_id, "name": name, "input": ""})
             case CallArguments(_, text):
                 content[-1]["input"] += text
 
-    def _opening(self, tally: Progress) -> bytes:
+    def _opening(self, progress: Progress) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True
         stop = {"stop_reason": None, "stop_sequence": None}
-        usage = {**_usage(tally.usage), "output_tokens": 0}
+        usage = {**_usage(progress.usage), "output_tokens": 0}
         message: Json = {**self._head, "content": [], **stop, "usage": usage}
         return _event("message_start", message=message) + _event("ping")
 
-    def _say(self, piece: Piece) -> bytes:
+    def _piece_events(self, piece: Piece) -> bytes:
         match piece:
             case str():
                 return self._open_text("text") + self._delta(piece)
             case Reasoning(text):
-                return self._open_text("thinking") + self._delta(self._shown(text))
+                return self._open_text("thinking") + self._delta(self._visible(text))
             case CallBegin(_, call_id, name):
                 return self._open(_tool_use(call_id, name, {}), "input_json_delta", "partial_json")
             case CallArguments(_, text):
                 return self._delta(text)
 
     def _open_text(self, kind: str) -> bytes:
-        """Begin a block, unless the open one is of this kind."""
+        """Begin a block, unless the open one has this type."""
         if self._kind == kind:
             return b""
         block = {"type": kind, kind: ""}
@@ -133,8 +135,8 @@ class MessagesRenderer:
         )
         return events + _event("content_block_start", index=index, content_block=block)
 
-    def _shown(self, thought: str) -> str:
-        return thought if self._shows_thoughts else ""
+    def _visible(self, reasoning: str) -> str:
+        return reasoning if self._shows_reasoning else ""
 
     def _delta(self, text: str) -> bytes:
         if not text:
@@ -168,12 +170,12 @@ def _tool_use(call_id: str, name: str, arguments: Mapping[str, Any]) -> Json:
 
 
 def _input(arguments: str) -> Mapping[str, Any]:
-    """Arguments as an object; what the model wrote that is none is kept as it is under a name."""
+    """The arguments as an object; text that is not a JSON object is kept under `unparsed`."""
     try:
-        read = orjson.loads(arguments or "{}")
+        parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
-        read = None
-    return read if isinstance(read, dict) else {"unparsed": arguments}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed": arguments}
 
 
 def _stop(end: ChoiceEnd) -> Json:
@@ -183,7 +185,7 @@ def _stop(end: ChoiceEnd) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    """Anthropic counts what was found in the cache apart."""
+    """Anthropic's `usage`, where `input_tokens` excludes tokens found in the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

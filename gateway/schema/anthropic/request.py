@@ -1,6 +1,6 @@
-"""`POST /v1/messages` in Anthropic's shapes, and the chat request that asks for the same.
+"""`POST /v1/messages`: Anthropic's request, and its conversion to a chat request.
 
-What marks prompts for a cache is accepted and not needed: prefixes are found without marks.
+`cache_control` is accepted and ignored: shared prefixes are found without it.
 """
 
 from functools import partial
@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.anthropic.blocks import InMessage, TextBlock, as_messages, joined
+from gateway.schema.anthropic.blocks import AnthropicMessage, TextBlock, as_messages, joined
 from gateway.schema.decoding import (
-    check_least,
+    check_allowed,
+    check_minimum,
     check_range,
     check_unicode,
-    check_word,
     decode,
-    refuse_unless,
+    reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.openai.chat import ChatRequest, chat_of
@@ -27,27 +27,27 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NO_EFFECT: dict[str, tuple[object, ...]] = {
     "container": (),
     "mcp_servers": ([],),
     "inference_geo": ("global",),
     "speed": ("standard",),
     "diagnostics": ({},),
 }
-OMITTED = "omitted"  # thoughts are made, and not shown
+OMITTED = "omitted"  # the model reasons, but the response does not show it
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True):
-    """Who asks: accepted, and nothing is done with it."""
+    """The end user's id: accepted, and passed on as chat's `user`, which is ignored."""
 
     user_id: str | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether the model should reason first, which every model does in its own way. The budget is
-    told to templates that read one."""
+    """Whether the model reasons before it answers. `budget_tokens` is passed to the chat template
+    as `thinking_budget`."""
 
     type: str
     budget_tokens: int | None = None
@@ -55,14 +55,14 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """What the text must match."""
+    """The format that the text must match."""
 
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """How much to reason, and what the text must match."""
+    """How much the model reasons, and the format that the text must match."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -77,7 +77,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool that the caller runs. Those that a server would run are refused by their type."""
+    """A tool that the client runs. Tools that a server would run are rejected by their type."""
 
     name: str
     type: str | None = None
@@ -91,8 +91,8 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
     allowed_callers: list[str] | None = None
 
     def as_chat(self, path: str) -> dict[str, Any]:
-        """The same as one of a chat's `tools`. Raises `InvalidRequest`."""
-        check_word(self.type or "custom", f"{path}.type", ("custom",))
+        """The same tool in a chat request's form. Raises `InvalidRequest`."""
+        check_allowed(self.type or "custom", f"{path}.type", ("custom",))
         if self.input_schema is None:
             param = f"{path}.input_schema"
             raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
@@ -103,10 +103,10 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The whole of Anthropic's request; see `NEUTRAL` for what is refused."""
+    """All fields of Anthropic's request; those in `NO_EFFECT` are not supported."""
 
     model: str
-    messages: list[InMessage]
+    messages: list[AnthropicMessage]
     max_tokens: int | None = None
     system: str | list[TextBlock] | None = None
     stop_sequences: list[str] | None = None
@@ -130,17 +130,19 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     speed: str | None = None
     diagnostics: Any = None
 
-    def check(self, *, is_counted: bool = False) -> None:
-        """Raise `InvalidRequest` for what is wrong, as far as chat completions do not see it; a
-        prompt that is only counted needs no `max_tokens`."""
-        for name, neutral in NEUTRAL.items():
-            refuse_unless(self, name, *neutral)
-        if self.max_tokens is None and not is_counted:
+    def check(self, *, is_count_only: bool = False) -> None:
+        """Raise `InvalidRequest` for an invalid field, except those that `as_chat` checks.
+
+        `is_count_only`: the request only counts prompt tokens and needs no `max_tokens`.
+        """
+        for name, no_effect in NO_EFFECT.items():
+            reject_unless(self, name, *no_effect)
+        if self.max_tokens is None and not is_count_only:
             raise InvalidRequest("Missing required parameter: 'max_tokens'.", "max_tokens")
-        check_least(self.max_tokens, "max_tokens", 1)
+        check_minimum(self.max_tokens, "max_tokens", 1)
         check_range(self.temperature, "temperature", 0, 1)
         if self.service_tier is not None:
-            check_word(self.service_tier, "service_tier", ("auto", "standard_only"))
+            check_allowed(self.service_tier, "service_tier", ("auto", "standard_only"))
         self._check_thinking()
         self._check_output()
         self._check_edits()
@@ -150,33 +152,33 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     def _check_thinking(self) -> None:
         if self.thinking is None:
             return
-        check_word(self.thinking.type, "thinking.type", _THINKING)
+        check_allowed(self.thinking.type, "thinking.type", _THINKING)
         if self.thinking.display is not None:
-            check_word(self.thinking.display, "thinking.display", ("summarized", OMITTED))
+            check_allowed(self.thinking.display, "thinking.display", ("summarized", OMITTED))
         most = self.max_tokens or 1 << 30
         check_range(self.thinking.budget_tokens, "thinking.budget_tokens", 1, most)
 
     def _check_output(self) -> None:
         config = self.output_config or OutputConfig()
         if config.effort is not None:
-            check_word(config.effort, "output_config.effort", _EFFORTS)
+            check_allowed(config.effort, "output_config.effort", _EFFORTS)
         if config.format is not None:
-            check_word(config.format.type, "output_config.format.type", ("json_schema",))
+            check_allowed(config.format.type, "output_config.format.type", ("json_schema",))
 
     def _check_edits(self) -> None:
-        """Of the edits of a context only those are taken that keep all of it."""
+        """Of `context_management`, only edits that keep the whole context are allowed."""
         match self.context_management:
             case None | {"edits": []}:
                 return
             case {"edits": [*edits]} if all(_keeps_all(edit) for edit in edits):
                 return
         raise InvalidRequest(
-            "'context_management' is not supported, but for edits that keep everything.",
+            "'context_management' is not supported, except edits with 'keep': 'all'.",
             "context_management",
         )
 
     def as_chat(self) -> ChatRequest:
-        """The chat request with the same prompt, checked; complaints name our fields."""
+        """The checked chat request with the same prompt. Errors name fields of this request."""
         messages = as_messages(self.messages)
         if system := joined(self.system or ""):
             messages.insert(0, {"role": "system", "content": system})
@@ -203,7 +205,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return with_renamed_fields(partial(chat_of, given), NAMES)
 
     @property
-    def shows_thoughts(self) -> bool:
+    def shows_reasoning(self) -> bool:
         return self.thinking is None or self.thinking.display != OMITTED
 
     def _tools(self) -> dict[str, Any]:
@@ -222,7 +224,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     def _choice(self) -> Any:
         choice = self.tool_choice or ToolChoice("auto")
-        check_word(choice.type, "tool_choice.type", ("auto", "any", "tool", "none"))
+        check_allowed(choice.type, "tool_choice.type", ("auto", "any", "tool", "none"))
         if choice.type != "tool":
             return "required" if choice.type == "any" else choice.type
         if choice.name is None:
@@ -231,7 +233,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return {"type": "function", "function": {"name": choice.name}}
 
     def _reasoning(self) -> dict[str, Any]:
-        """Nobody reasons who was not asked to."""
+        """The chat fields for `thinking`; without it the model is asked not to reason."""
         thinking, config = self.thinking, self.output_config or OutputConfig()
         if thinking is None or thinking.type == "disabled":
             return {"reasoning_effort": "none"}
@@ -248,9 +250,9 @@ def _keeps_all(edit: Any) -> bool:
 _DECODER = msgspec.json.Decoder(AnthropicRequest)
 
 
-def decode_anthropic(body: bytes, *, is_counted: bool = False) -> AnthropicRequest:
-    """A checked request, or `InvalidRequest`."""
+def decode_anthropic(body: bytes, *, is_count_only: bool = False) -> AnthropicRequest:
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body)
     check_unicode(body)
-    request.check(is_counted=is_counted)
+    request.check(is_count_only=is_count_only)
     return request

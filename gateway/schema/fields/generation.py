@@ -1,11 +1,11 @@
-"""What every request for text may say: how it is drawn, held, told and ended, and who asks."""
+"""`GenerationRequest`: the request fields that chat and text completions share."""
 
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import refuse_unless
+from gateway.schema.decoding import reject_unless
 from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
@@ -14,7 +14,7 @@ MAX_STOPS = 4
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`stream_options`; obfuscation pads events against eavesdroppers, which we do not do."""
+    """`stream_options`. Obfuscation (events padded to equal length) is not supported."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True):
-    """The fields of all endpoints. None is OpenAI's null: as if the field were absent."""
+    """The fields of both endpoints. None is JSON's null and means the same as an absent field."""
 
     model: str
     stream: bool | None = None
@@ -31,14 +31,14 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     stop: str | list[str] | None = None
     n: int | None = None
 
-    # Not OpenAI's; spelled as vLLM does.
+    # Not OpenAI's; named as in vLLM.
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # ours are shown as they are
+    spaces_between_special_tokens: bool | None = None  # ignored: text is never respaced
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
-    # Who asks and how to file it: accepted, and nothing is done with it.
+    # Accepted and ignored.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -56,7 +56,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
         self._check_stream_options()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
-                "'prompt_logprobs' cannot be streamed; leave 'stream' out.", "prompt_logprobs"
+                "'prompt_logprobs' cannot be streamed; set 'stream' to false.", "prompt_logprobs"
             )
 
     def _check_stop(self) -> None:
@@ -65,7 +65,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
                 f"Invalid 'stop': at most {MAX_STOPS} sequences, but got {len(self.stops)}.", "stop"
             )
         if "" in self.stops:
-            raise InvalidRequest("Invalid 'stop': a sequence has at least one character.", "stop")
+            raise InvalidRequest("Invalid 'stop': an empty string is not allowed.", "stop")
 
     def _check_stream_options(self) -> None:
         if self.stream_options is None:
@@ -75,7 +75,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
                 "The 'stream_options' parameter is only allowed when 'stream' is true.",
                 "stream_options",
             )
-        refuse_unless(self.stream_options, "include_obfuscation", False, prefix="stream_options.")
+        reject_unless(self.stream_options, "include_obfuscation", False, prefix="stream_options.")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -88,29 +88,29 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_candidates(self) -> int | None:
-        """Answers to make for each prompt, where that is more than are told."""
+        """Choices to generate for each prompt (`best_of`), if more than are returned."""
         return None
 
     @property
     def max_output(self) -> int | None:
-        """Tokens of answer at most; None: as many as the context leaves."""
+        """Maximum output tokens; None: as many as the context has room for."""
         return self.max_tokens
 
     @property
-    def usage_wish(self) -> UsageOptions:
-        """Which chunks carry token counts; vLLM's continuous ones need OpenAI's at the end."""
+    def usage_options(self) -> UsageOptions:
+        """Which chunks carry token counts. As in vLLM, continuous counts need `include_usage`."""
         options = self.stream_options or StreamOptions()
         at_the_end = bool(options.include_usage)
         return UsageOptions(at_the_end, at_the_end and bool(options.continuous_usage_stats))
 
     @property
     def num_logprobs(self) -> int | None:
-        """The likeliest tokens that come with each token of the answer, if those are told."""
+        """Top alternatives for each output token; None: the response has no log-probabilities."""
         return None
 
     @property
-    def told(self) -> ReportOptions:
-        """What is told besides the text."""
+    def report_options(self) -> ReportOptions:
+        """What the response reports besides text."""
         return ReportOptions(
             logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,

@@ -1,6 +1,6 @@
-"""What the output must match: OpenAI's `response_format`, and vLLM's fields for the same.
+"""Constrained output: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`.
 
-They all come out as one `OutputConstraint`; a request may name one of them.
+Each becomes an `OutputConstraint`; a request may use one of them.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
-from gateway.schema.decoding import check_word, refuse_unless
+from gateway.schema.decoding import check_allowed, reject_unless
 from gateway.schema.fields.sampling import SamplingRequest
 
 MAX_CHOICES = 1024
@@ -18,14 +18,14 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class OutputConstraint(NamedTuple):
-    """A grammar for the output, and the field that asks for it."""
+    """A grammar that the output must match, and the request field it comes from."""
 
     grammar: Grammar
     param: str
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema with a name. The output matches it whether it is `strict` or not."""
+    """A named schema. The output is constrained to it whether `strict` is set or not."""
 
     name: str
     description: str | None = None
@@ -39,10 +39,13 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     json_schema: JsonSchemaFormat | None = None
 
-    def held(self) -> OutputConstraint | None:
-        """Raises `InvalidRequest` for a type that is not served, or without its schema."""
+    def constraint(self) -> OutputConstraint | None:
+        """The grammar, or None for plain text.
+
+        Raises `InvalidRequest` for an unsupported type or a missing `json_schema`.
+        """
         param = "response_format"
-        check_word(self.type, f"{param}.type", _FORMATS)
+        check_allowed(self.type, f"{param}.type", _FORMATS)
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -56,7 +59,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`; one of the first five."""
+    """vLLM's `structured_outputs`: one of the first five fields."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -71,59 +74,59 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
-    """The fields that every request for text may have; `guided_*` are the older names."""
+    """The fields that constrain the output; `guided_*` are vLLM's older names."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None  # there is one library here
+    guided_decoding_backend: str | None = None  # ignored: one library serves all grammars
     guided_whitespace_pattern: str | None = None
 
     def check_output(self) -> None:
-        """Raise `InvalidRequest` for what cannot be asked of our grammars."""
-        refuse_unless(self, "guided_whitespace_pattern")
+        """Raise `InvalidRequest` for options that the grammar library does not have."""
+        reject_unless(self, "guided_whitespace_pattern")
         if self.structured_outputs is not None:
             for name in ("disable_any_whitespace", "disable_additional_properties"):
-                refuse_unless(self.structured_outputs, name, False, prefix="structured_outputs.")
+                reject_unless(self.structured_outputs, name, False, prefix="structured_outputs.")
             for name in ("whitespace_pattern", "structural_tag"):
-                refuse_unless(self.structured_outputs, name, prefix="structured_outputs.")
+                reject_unless(self.structured_outputs, name, prefix="structured_outputs.")
 
-    def held(self) -> OutputConstraint | None:
-        """The one grammar that is asked for; `InvalidRequest` for two of them."""
-        found = list(self._held())
+    def constraint(self) -> OutputConstraint | None:
+        """The request's grammar, if any. Raises `InvalidRequest` if it has more than one."""
+        found = list(self._constraints())
         if len(found) > 1:
             first, second = found[0].param, found[1].param
             raise InvalidRequest(f"'{second}' cannot be combined with '{first}'.", second)
         return found[0] if found else None
 
-    def _held(self) -> Iterator[OutputConstraint]:
-        asked = self.structured_outputs
-        if asked is not None:
-            yield from _all_held(asked, "structured_outputs.", "")
-            if asked.json_object:
+    def _constraints(self) -> Iterator[OutputConstraint]:
+        options = self.structured_outputs
+        if options is not None:
+            yield from _constraints_in(options, "structured_outputs.", "")
+            if options.json_object:
                 yield OutputConstraint(
                     Grammar(GrammarKind.JSON_OBJECT), "structured_outputs.json_object"
                 )
-        yield from _all_held(self, "", "guided_")
+        yield from _constraints_in(self, "", "guided_")
 
 
-def _all_held(fields: Any, place: str, prefix: str) -> Iterator[OutputConstraint]:
-    """Of the four fields that both spellings have, those that are given."""
+def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConstraint]:
+    """The constraints among the four fields that `structured_outputs` and `guided_*` share."""
     schema = getattr(fields, prefix + "json")
     if schema is not None:
-        yield OutputConstraint(_schema(schema), f"{place}{prefix}json")
+        yield OutputConstraint(_schema(schema), f"{path}{prefix}json")
     regex = getattr(fields, prefix + "regex")
     if regex is not None:
-        yield OutputConstraint(Grammar(GrammarKind.REGEX, regex), f"{place}{prefix}regex")
+        yield OutputConstraint(Grammar(GrammarKind.REGEX, regex), f"{path}{prefix}regex")
     choice = getattr(fields, prefix + "choice")
     if choice is not None:
-        yield OutputConstraint(_choice(choice, f"{place}{prefix}choice"), f"{place}{prefix}choice")
+        yield OutputConstraint(_choice(choice, f"{path}{prefix}choice"), f"{path}{prefix}choice")
     grammar = getattr(fields, prefix + "grammar")
     if grammar is not None:
         kind = GrammarKind.EBNF if "::=" in grammar else GrammarKind.LARK
-        yield OutputConstraint(Grammar(kind, grammar), f"{place}{prefix}grammar")
+        yield OutputConstraint(Grammar(kind, grammar), f"{path}{prefix}grammar")
 
 
 def _schema(schema: str | dict[str, Any]) -> Grammar:

@@ -1,11 +1,11 @@
-"""How tokens are drawn: what a request may say of it, and what we ask of the sampler."""
+"""SamplingParams fields of a request, their allowed ranges, and the `Sampling` that the engine gets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
-from gateway.schema.decoding import check_least, check_range, shown
+from gateway.schema.decoding import check_minimum, check_range, quote
 from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 
 MAX_CHOICES = 128
@@ -24,7 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
 }
-LEAST: dict[str, int] = {
+MINIMUMS: dict[str, int] = {
     "max_tokens": 0,
     "max_completion_tokens": 1,
     "min_tokens": 0,
@@ -34,14 +34,14 @@ LEAST: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The ids that a request may name: `[0, size)`, and those that end an answer."""
+    """The model's token ids, `[0, size)`, and those that end an answer."""
 
     size: int
     eos_token_ids: frozenset[int]
 
 
 class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn. The second half is not OpenAI's, and spelled as vLLM does."""
+    """SamplingParams fields. Those from `top_k` on are not OpenAI's and are named as in vLLM."""
 
     seed: int | None = None
     temperature: float | None = None
@@ -61,11 +61,11 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         """Raise `InvalidRequest` for the first value that is out of range."""
         for name, (low, high) in RANGES.items():
             check_range(getattr(self, name, None), name, low, high)
-        for name, least in LEAST.items():
-            check_least(getattr(self, name, None), name, least)
+        for name, least in MINIMUMS.items():
+            check_minimum(getattr(self, name, None), name, least)
 
     def sampling(self, vocabulary: Vocabulary, seed: int) -> SamplingParams:
-        """How the sampler should draw; `seed` is used where the request has none."""
+        """The engine's sampling parameters; `seed` is used if the request has none."""
         return SamplingParams(
             temperature=self._temperature,
             top_p=self.top_p or 1.0,
@@ -80,26 +80,26 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def _temperature(self) -> float:
-        """A nucleus of nothing (`top_p` 0) still holds the likeliest token: that is greedy."""
+        """With `top_p` 0 only the most likely token remains: that is greedy sampling."""
         return 0.0 if self.top_p == 0 else _or(self.temperature, 1.0)
 
-    def own_ends(self, vocabulary: Vocabulary) -> frozenset[int]:
-        """Ids that end the answer because the caller says so."""
-        named = self.stop_token_ids or []
-        if len(named) > MAX_STOP_TOKENS:
+    def caller_end_ids(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """The request's `stop_token_ids`. Raises `InvalidRequest` for too many or unknown ids."""
+        token_ids = self.stop_token_ids or []
+        if len(token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(
                 f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKENS} ids.", "stop_token_ids"
             )
-        for i, token_id in enumerate(named):
+        for i, token_id in enumerate(token_ids):
             check_token(token_id, f"stop_token_ids[{i}]", vocabulary)
-        return frozenset(named)
+        return frozenset(token_ids)
 
 
 def check_token(token_id: int, param: str, vocabulary: Vocabulary) -> None:
-    """An id must be one of the model's."""
+    """Raise `InvalidRequest` unless the id is in the vocabulary."""
     if not 0 <= token_id < vocabulary.size:
         raise InvalidRequest(
-            f"Invalid token id for '{param}': {shown(token_id)} is not from 0 to "
+            f"Invalid token id for '{param}': {quote(token_id)} is not from 0 to "
             f"{vocabulary.size - 1}.",
             param,
         )
@@ -114,7 +114,7 @@ def _biases(biases: Mapping[str, float], vocabulary: Vocabulary) -> tuple[tuple[
 def _bias(key: str, value: float, vocabulary: Vocabulary) -> tuple[int, float]:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise InvalidRequest(
-            f"Invalid key in 'logit_bias': {shown(key)} is not a token id.", "logit_bias"
+            f"Invalid key in 'logit_bias': {quote(key)} is not a token id.", "logit_bias"
         )
     check_token(int(key), "logit_bias", vocabulary)
     check_range(value, "logit_bias", -100, 100)

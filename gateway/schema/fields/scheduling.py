@@ -1,6 +1,6 @@
-"""What a request says about when it should run, and with whom it shares cached prefixes.
+"""Scheduling fields of a request: priority, deadlines, and the salt of its prefix cache entries.
 
-Every policy accepts these fields; each heeds those that concern it. `deadline_ms` holds under all.
+Every policy accepts these fields and uses those it knows. `deadline_ms` applies under every policy.
 """
 
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from typing import NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, check_word
+from gateway.schema.decoding import check_allowed, check_range
 
 DEFAULT_TIER = "default"
-PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # lower goes first
+PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # lower runs first
 MAX_DEADLINE_MS = 86_400_000  # a day
 INT64 = (-(2**63), 2**63 - 1)
 
 
 class SchedulingParams(NamedTuple):
-    """The same in the engine's words (see `engine.request.Ask`); deadlines are seconds."""
+    """The fields of an engine `RequestSpec` that these become; deadlines are seconds."""
 
     priority: int = 0
     salt: str = ""
@@ -27,10 +27,9 @@ class SchedulingParams(NamedTuple):
 
 
 class SchedulingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`service_tier` is OpenAI's, `priority` and `cache_salt` are vLLM's, deadlines are ours.
+    """`service_tier` is OpenAI's, `priority` and `cache_salt` are vLLM's, deadlines are Podway's.
 
-    Deadlines are milliseconds after the request is accepted. A `priority` that is given counts
-    more than the tier.
+    Deadlines are milliseconds after the request is accepted. `priority` overrides the tier.
     """
 
     service_tier: str | None = None
@@ -42,26 +41,26 @@ class SchedulingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     def check_scheduling(self) -> None:
         """Raise `InvalidRequest` for the first value that is not allowed."""
         if self.service_tier is not None:
-            check_word(self.service_tier, "service_tier", tuple(PRIORITY_OF_TIER))
+            check_allowed(self.service_tier, "service_tier", tuple(PRIORITY_OF_TIER))
         check_range(self.priority, "priority", *INT64)
         check_range(self.ttft_deadline_ms, "ttft_deadline_ms", 1, MAX_DEADLINE_MS)
         check_range(self.deadline_ms, "deadline_ms", 1, MAX_DEADLINE_MS)
         if self.cache_salt == "":
             raise InvalidRequest(
-                "Invalid 'cache_salt': expected at least one character; leave it out to share "
-                "cached prefixes with everybody.",
+                "Invalid 'cache_salt': expected at least one character; omit the field to share "
+                "cached prefixes with all requests that have no salt.",
                 "cache_salt",
             )
 
     @property
     def tier(self) -> str:
-        """The tier that the answer names; `auto` leaves the choice to us."""
+        """The tier that the response reports; `auto` is reported as `default`."""
         tier = self.service_tier or DEFAULT_TIER
         return DEFAULT_TIER if tier == "auto" else tier
 
     @property
-    def wishes(self) -> SchedulingParams:
-        """What the policies should know."""
+    def scheduling_params(self) -> SchedulingParams:
+        """The engine's scheduling parameters."""
         by_tier = PRIORITY_OF_TIER[self.tier]
         return SchedulingParams(
             priority=by_tier if self.priority is None else self.priority,

@@ -1,11 +1,11 @@
-"""`/v1/batches`: what makes a batch, and batches as the wire shows them."""
+"""`/v1/batches`: the request that creates a batch, and OpenAI's batch object."""
 
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, check_word, decode
+from gateway.schema.decoding import check_allowed, check_range, decode
 from gateway.schema.openai.files import EXPIRY_SECONDS
 from gateway.store.batches import BatchRecord
 
@@ -18,14 +18,14 @@ _STAMPS = (
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
-    """How long the output files are kept after they were made."""
+    """How many seconds the output files are kept after they are created."""
 
     anchor: str
     seconds: int
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a creation."""
+    """The body of `POST /v1/batches`."""
 
     input_file_id: str
     endpoint: str
@@ -35,24 +35,24 @@ class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self, endpoints: tuple[str, ...]) -> None:
         """Raise `InvalidRequest` for the first value that is not allowed."""
-        check_word(self.endpoint, "endpoint", endpoints)
-        check_word(self.completion_window, "completion_window", tuple(WINDOWS))
+        check_allowed(self.endpoint, "endpoint", endpoints)
+        check_allowed(self.completion_window, "completion_window", tuple(WINDOWS))
         check_metadata(self.metadata)
         if self.output_expires_after is not None:
             expiry = self.output_expires_after
-            check_word(expiry.anchor, "output_expires_after.anchor", ("created_at",))
+            check_allowed(expiry.anchor, "output_expires_after.anchor", ("created_at",))
             check_range(expiry.seconds, "output_expires_after.seconds", *EXPIRY_SECONDS)
 
 
 def decode_batch(body: bytes, endpoints: tuple[str, ...]) -> BatchRequest:
-    """A checked request, or `InvalidRequest`."""
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body)
     request.check(endpoints)
     return request
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raise `InvalidRequest` unless they are few and short."""
+    """Raise `InvalidRequest` if there are too many pairs, or too long ones."""
     if metadata is None:
         return
     if len(metadata) > METADATA_PAIRS:
@@ -67,8 +67,8 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def batch_json(record: BatchRecord) -> dict[str, Any]:
-    """OpenAI's batch object; what has not happened is not there."""
-    told: dict[str, Any] = {
+    """OpenAI's batch object. Times of events that have not happened are absent."""
+    batch: dict[str, Any] = {
         "id": record.id,
         "object": "batch",
         "endpoint": record.endpoint,
@@ -84,13 +84,13 @@ def batch_json(record: BatchRecord) -> dict[str, Any]:
         },
     }
     optional = ("model", "output_file_id", "error_file_id", *_STAMPS)
-    told |= {name: value for name in optional if (value := getattr(record, name)) is not None}
+    batch |= {name: value for name in optional if (value := getattr(record, name)) is not None}
     if record.errors:
         errors = [msgspec.to_builtins(error) for error in record.errors]
-        told["errors"] = {"object": "list", "data": errors}
+        batch["errors"] = {"object": "list", "data": errors}
     if record.num_completed:
-        told["usage"] = _usage(record)
-    return told
+        batch["usage"] = _usage(record)
+    return batch
 
 
 def _usage(record: BatchRecord) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""`text_completion`, the same object name in chunks and whole. All pieces are content here."""
+"""Renders text completions; the object is `text_completion` in chunks and in the body.
+
+Every piece of a choice is content, because text completions have no reasoning and no tool calls.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +29,7 @@ _TEXT_END = b',"logprobs":null,"finish_reason":null}]'
 
 
 class CompletionRenderer(Envelope):
-    """A choice's first chunk is its first text."""
+    """The first chunk of a choice is its first text."""
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
@@ -34,52 +37,53 @@ class CompletionRenderer(Envelope):
     def __init__(
         self,
         header: ResponseHeader,
-        wish: UsageOptions = UsageOptions(),  # noqa: B008 # frozen
-        spelling: LogprobsFormatter | None = None,
+        usage_options: UsageOptions = UsageOptions(),  # noqa: B008 # frozen
+        formatter: LogprobsFormatter | None = None,
     ) -> None:
-        super().__init__(header, wish, spelling)
-        self._plain_heads: dict[int, bytes] = {}  # of begun choices whose text needs no more
+        super().__init__(header, usage_options, formatter)
+        # By choice: the constant bytes before the text of a chunk that has text only.
+        self._plain_heads: dict[int, bytes] = {}
         self._tail = _TEXT_END + self._close
 
-    def delta(self, index: int, said: Delta, tally: Progress) -> bytes:
-        """One event, tokens told with the text."""
+    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+        """One event with the text and its tokens."""
         head = self._plain_heads.get(index)
-        if head is not None and len(said) == 1:
-            return head + orjson.dumps(said[0]) + self._tail
+        if head is not None and len(parts) == 1:
+            return head + orjson.dumps(parts[0]) + self._tail
         if self._is_plain:
             self._plain_heads[index] = self._open + b'{"index":%d,"text":' % index
-        text = "".join([piece for piece in said if isinstance(piece, str)])
-        drawn = output_tokens(said)
-        choice = self._choice(index, text, None, drawn)
-        choice |= self._spelling.prompt_ids(prompt_report(said))
-        return self._chunk(choice | (self._spelling.ids(drawn) if drawn else {}), tally)
+        text = "".join([piece for piece in parts if isinstance(piece, str)])
+        tokens = output_tokens(parts)
+        choice = self._choice(index, text, None, tokens)
+        choice |= self._formatter.prompt_ids(prompt_report(parts))
+        return self._chunk(choice | (self._formatter.ids(tokens) if tokens else {}), progress)
 
-    def ending(self, index: int, end: ChoiceEnd, tally: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
         """The finish reason."""
-        return self._chunk(self._choice(index, "", end, ()), tally)
+        return self._chunk(self._choice(index, "", end, ()), progress)
 
-    def whole(self, choices: Sequence[FinishedChoice], tally: Progress) -> bytes:
-        """The body; what is told of a prompt is told with each of its choices."""
+    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+        """The body. Details of a prompt are repeated in each of its choices."""
         return self._whole(
             [
                 {
-                    **self._choice(index, choice.content or "", choice.end, choice.drawn),
-                    **self._spelling.ids(choice.drawn),
-                    **self._spelling.prompt_ids(choice.prompt),
-                    **self._spelling.prompt_logprobs(choice.prompt),
+                    **self._choice(index, choice.content or "", choice.end, choice.tokens),
+                    **self._formatter.ids(choice.tokens),
+                    **self._formatter.prompt_ids(choice.prompt),
+                    **self._formatter.prompt_logprobs(choice.prompt),
                 }
                 for index, choice in enumerate(choices)
             ],
-            tally,
+            progress,
         )
 
     def _choice(
-        self, index: int, text: str, end: ChoiceEnd | None, drawn: Sequence[OutputToken]
+        self, index: int, text: str, end: ChoiceEnd | None, tokens: Sequence[OutputToken]
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._spelling.completion(drawn),
+            "logprobs": self._formatter.completion(tokens),
             "finish_reason": None if end is None else end.reason,
             **({} if end is None else stop_reason(end)),
         }

@@ -1,9 +1,9 @@
-"""`POST /v1/completions`: the request, with its four spellings of a prompt."""
+"""`POST /v1/completions`: the request; a prompt has one of four forms."""
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, decode, refuse_unless
+from gateway.schema.decoding import check_range, decode, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.sampling import Vocabulary, check_token
 from gateway.schema.rendering import ReportOptions
@@ -16,7 +16,7 @@ Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """The whole of OpenAI's text completion request."""
+    """All fields of OpenAI's text completion request."""
 
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
@@ -25,11 +25,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     suffix: str | None = None
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for the first thing that is wrong or that we do not have."""
+        """Raise `InvalidRequest` for the first value that is invalid or not supported."""
         GenerationRequest.check(self)
         check_range(self.best_of, "best_of", 1, 20)
         check_range(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
-        refuse_unless(self, "suffix", "")
+        reject_unless(self, "suffix", "")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "Invalid 'max_tokens': expected at least 1, or 0 with 'echo'.", "max_tokens"
@@ -44,8 +44,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
             raise InvalidRequest(f"'best_of' must be at least 'n' ({num_choices}).", "best_of")
         if self.stream:
             raise InvalidRequest(
-                f"'best_of' must equal 'n' ({num_choices}) in a stream: which answers are best is "
-                "known only in the end.",
+                f"'best_of' must equal 'n' ({num_choices}) when 'stream' is true: the best choices "
+                "are known only when all have ended.",
                 "best_of",
             )
 
@@ -58,16 +58,16 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         return self.logprobs
 
     @property
-    def told(self) -> ReportOptions:
-        return super().told._replace(echo=bool(self.echo))
+    def report_options(self) -> ReportOptions:
+        return super().report_options._replace(echo=bool(self.echo))
 
     @property
     def max_output(self) -> int:
-        """Tokens of answer at most."""
+        """Maximum output tokens."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self, vocabulary: Vocabulary) -> list[Prompt]:
-        """One entry per prompt, in order: text, or ids of the vocabulary."""
+        """The prompts in order, each a text or a tuple of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -93,7 +93,7 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """A checked request, or `InvalidRequest`."""
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body)
     request.check()
     return request

@@ -1,13 +1,13 @@
-"""`/v1/files`: the fields of an upload's form, and files as the wire shows them."""
+"""`/v1/files`: the form fields of an upload, and OpenAI's file object."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, check_word, shown
+from gateway.schema.decoding import check_allowed, check_range, quote
 from gateway.store.files import FileRecord
 
-PURPOSES = ("batch",)  # OpenAI has more; nothing here would read such files
+PURPOSES = ("batch",)  # OpenAI has more; no endpoint here reads files of those
 KEPT_PURPOSES = (*PURPOSES, "batch_output")
 EXPIRY_SECONDS = (3600, 2_592_000)  # as OpenAI's
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -16,29 +16,29 @@ MAX_NAME = 255
 
 
 def check_fields(fields: Mapping[str, str]) -> None:
-    """Raise `InvalidRequest` for the first field of the form that is wrong."""
+    """Raise `InvalidRequest` for the first form field that is unknown, missing or invalid."""
     for name in fields:
         if name not in FIELDS:
             raise InvalidRequest(f"Unrecognized request argument supplied: {name[:100]}", name)
     if "purpose" not in fields:
         raise InvalidRequest("Missing required parameter: 'purpose'.", "purpose")
-    check_word(fields["purpose"], "purpose", PURPOSES)
+    check_allowed(fields["purpose"], "purpose", PURPOSES)
     if (_ANCHOR in fields) != (_SECONDS in fields):
-        message = "'expires_after' needs both 'anchor' and 'seconds'."
+        message = "'expires_after' requires both 'anchor' and 'seconds'."
         raise InvalidRequest(message, "expires_after")
     if _ANCHOR in fields:
-        check_word(fields[_ANCHOR], "expires_after.anchor", ("created_at",))
+        check_allowed(fields[_ANCHOR], "expires_after.anchor", ("created_at",))
         check_range(expiry_of(fields), "expires_after.seconds", *EXPIRY_SECONDS)
 
 
 def expiry_of(fields: Mapping[str, str]) -> int | None:
-    """Seconds that the file is to be kept; None: until it is deleted."""
+    """Seconds until the file expires; None: it is kept until it is deleted."""
     seconds = fields.get(_SECONDS)
     if seconds is None:
         return None
     if not (seconds.isascii() and seconds.isdecimal() and len(seconds) < 12):
         raise InvalidRequest(
-            f"Invalid type for 'expires_after.seconds': expected an integer, not {shown(seconds)}.",
+            f"Invalid type for 'expires_after.seconds': expected an integer, not {quote(seconds)}.",
             "expires_after.seconds",
         )
     return int(seconds)
@@ -46,7 +46,7 @@ def expiry_of(fields: Mapping[str, str]) -> int | None:
 
 def file_json(record: FileRecord) -> dict[str, Any]:
     """OpenAI's file object."""
-    shown: dict[str, Any] = {
+    file: dict[str, Any] = {
         "id": record.id,
         "object": "file",
         "bytes": record.num_bytes,
@@ -56,5 +56,5 @@ def file_json(record: FileRecord) -> dict[str, Any]:
         "status": "processed",
     }
     if record.expires_at is not None:
-        shown["expires_at"] = record.expires_at
-    return shown
+        file["expires_at"] = record.expires_at
+    return file

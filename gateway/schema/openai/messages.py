@@ -1,21 +1,21 @@
-"""The messages of a conversation: as they come, and as chat templates see them."""
+"""The messages of a conversation: the request's form, and the form that chat templates read."""
 
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_word, shown
+from gateway.schema.decoding import check_allowed, quote
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OLD_CALL = "000000000"  # the id of calls that have none; nine digits, as Mistral wants
-_ALSO_SEEN = (
+_LEGACY_CALL_ID = "000000000"  # for calls without an id; Mistral's templates require nine digits
+_OPTIONAL_FIELDS = (
     "name", "tool_call_id", "tool_calls", "function_call", "reasoning_content", "reasoning",
 )  # fmt: skip
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message. Only text is served; the rest is here to be refused by name."""
+    """A part of a message's content. Only text is supported; other types get an error."""
 
     type: str
     text: str | None = None
@@ -29,7 +29,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
         """Raise `InvalidRequest` unless it is text."""
         if self.type not in ("text", "refusal"):
             raise InvalidRequest(
-                f"Invalid value: {shown(self.type)}. This model reads text only; supported values "
+                f"Invalid value: {quote(self.type)}. Only text input is supported; allowed values "
                 f"for '{path}.type' are: 'text', 'refusal'.",
                 f"{path}.type",
             )
@@ -39,14 +39,14 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
-    """What the model called; `arguments` is JSON in a string."""
+    """A function's name and its `arguments`, a string of JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """A call that an earlier answer made. (Some clients send back the `index` of its deltas.)"""
+    """A tool call of an earlier answer. (Some clients send back the `index` of its deltas.)"""
 
     id: str
     type: str
@@ -55,7 +55,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of any role; `check` knows what each role needs."""
+    """One message of any role; `check` enforces which fields each role requires."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -70,13 +70,13 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     reasoning: str | None = None
 
     def check(self, path: str) -> None:
-        """Raise `InvalidRequest` naming the part of `path` that cannot be served."""
-        check_word(self.role, f"{path}.role", ROLES)
+        """Raise `InvalidRequest` for the first invalid field; `path` is the message's path."""
+        check_allowed(self.role, f"{path}.role", ROLES)
         if self.audio is not None:
             raise InvalidRequest(f"'{path}.audio' is not supported.", f"{path}.audio")
-        said = self.tool_calls or self.function_call or self.refusal or self.reasoning_content
-        is_said = self.role == "assistant" and (said or self.reasoning)
-        if self.content is None and not is_said and self.role != "function":
+        other = self.tool_calls or self.function_call or self.refusal or self.reasoning_content
+        needs_no_content = self.role == "assistant" and (other or self.reasoning)
+        if self.content is None and not needs_no_content and self.role != "function":
             raise InvalidRequest(
                 f"Missing required parameter: '{path}.content'.", f"{path}.content"
             )
@@ -84,24 +84,28 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
             name = f"{path}.tool_call_id"
             raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
         for i, call in enumerate(self.tool_calls or ()):
-            check_word(call.type, f"{path}.tool_calls[{i}].type", ("function",))
+            check_allowed(call.type, f"{path}.tool_calls[{i}].type", ("function",))
         if isinstance(self.content, list):
             for i, part in enumerate(self.content):
                 part.check(f"{path}.content[{i}]")
 
     def as_mapping(self) -> dict[str, Any]:
-        """The message for a chat template: parts joined to one text, absent fields absent.
+        """The message as chat templates read it: one text as content, no field that is None.
 
-        Templates know no functions: these are shown as tools.
+        Templates have no legacy functions: a function call is written as a tool call.
         """
         mapping: dict[str, Any] = {"role": self.role, "content": self._text}
-        for name in _ALSO_SEEN:
+        for name in _OPTIONAL_FIELDS:
             if value := getattr(self, name):
                 mapping[name] = msgspec.to_builtins(value)
         if self.role == "function":
-            mapping |= {"role": "tool", "tool_call_id": _OLD_CALL}
+            mapping |= {"role": "tool", "tool_call_id": _LEGACY_CALL_ID}
         if self.function_call is not None and not self.tool_calls:
-            call = {"id": _OLD_CALL, "type": "function", "function": mapping.pop("function_call")}
+            call = {
+                "id": _LEGACY_CALL_ID,
+                "type": "function",
+                "function": mapping.pop("function_call"),
+            }
             mapping["tool_calls"] = [call]
         return mapping
 

@@ -1,4 +1,5 @@
-"""`/tokenize` and `/detokenize`, in vLLM's words: a prompt or a conversation to ids, and back."""
+"""`/tokenize` and `/detokenize` with vLLM's fields: a prompt or a conversation to token ids, and
+token ids to text."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.messages import Message
 from gateway.schema.openai.tools import Tool
 
-_OF_CHAT = (
+_CHAT_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
@@ -21,7 +22,7 @@ _OF_CHAT = (
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Either a `prompt`, or `messages` with what else makes the prompt of a chat."""
+    """Either a `prompt`, or `messages` and the other fields that make a chat prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -35,16 +36,16 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
 
     def check(self) -> None:
-        """Raise `InvalidRequest` unless it is the one or the other."""
+        """Raise `InvalidRequest` unless exactly one of `prompt` and `messages` is given."""
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("Give either 'prompt' or 'messages'.", "prompt")
-        for name in _OF_CHAT:
+            raise InvalidRequest("Send either 'prompt' or 'messages', not both.", "prompt")
+        for name in _CHAT_FIELDS:
             if self.messages is None and getattr(self, name) is not None:
-                raise InvalidRequest(f"'{name}' needs 'messages'.", name)
+                raise InvalidRequest(f"'{name}' is only allowed with 'messages'.", name)
 
     def as_chat(self, model: str) -> ChatRequest:
-        """The chat request with this prompt; checked."""
-        fields = {name: getattr(self, name) for name in _OF_CHAT}
+        """The chat request that has this prompt, checked."""
+        fields = {name: getattr(self, name) for name in _CHAT_FIELDS}
         given = {name: value for name, value in fields.items() if value is not None}
         request = ChatRequest(model=model, messages=self.messages or [], **given)
         request.check()
@@ -52,13 +53,13 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Ids of the model's vocabulary."""
+    """The token ids to convert to text."""
 
     tokens: list[int]
     model: str | None = None
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `InvalidRequest` for the first id that is no token."""
+        """Raise `InvalidRequest` for the first id that is not in the vocabulary."""
         for i, token_id in enumerate(self.tokens):
             check_token(token_id, f"tokens[{i}]", vocabulary)
 
@@ -68,14 +69,14 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """A checked request, or `InvalidRequest`."""
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_TOKENIZE, body)
     request.check()
     return request
 
 
 def decode_detokenize(body: bytes, vocabulary: Vocabulary) -> DetokenizeRequest:
-    """A checked request, or `InvalidRequest`."""
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DETOKENIZE, body)
     request.check(vocabulary)
     return request

@@ -1,6 +1,6 @@
-"""`tools`, `tool_choice` and their forerunners `functions`, `function_call`: what may be called.
+"""`tools` and `tool_choice`, and the deprecated `functions` and `function_call`.
 
-All forms come out as one `ToolPlan`. Tools that are not functions are refused by name.
+Both become a `ToolPlan`. Tools that are not functions are rejected with an error that names them.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_word, shown
+from gateway.schema.decoding import check_allowed, quote
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_\-.]{1,64}")
@@ -26,23 +26,23 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True, omit_defaul
     strict: bool | None = None
 
     def check(self, path: str) -> None:
-        """Raise `InvalidRequest` if the name is none."""
+        """Raise `InvalidRequest` if the name has other characters, or is too long."""
         if not _NAME.fullmatch(self.name):
             raise InvalidRequest(
-                f"Invalid '{path}.name': {shown(self.name)} is not 1 to 64 letters, digits, "
-                "underscores, dashes and dots.",
+                f"Invalid '{path}.name': expected 1 to 64 letters, digits, underscores, dashes "
+                f"and dots, but got {quote(self.name)}.",
                 f"{path}.name",
             )
 
     def as_tool(self) -> dict[str, Any]:
-        """As chat templates see it; whether it is strict is no concern of the model."""
+        """The form that chat templates read, without `strict`."""
         function = msgspec.to_builtins(self)
         function.pop("strict", None)
         return {"type": "function", "function": function}
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """One of `tools`. Only functions are served; the rest is here to be refused by name."""
+    """One of `tools`. Only functions are supported; other types get an error."""
 
     type: str
     function: FunctionDefinition | None = None
@@ -50,10 +50,10 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolPlan(NamedTuple):
-    """What may be called, whatever the request called it.
+    """The functions that the model may call.
 
-    `param` is the field that offers. `must_call`: no other answer will do. `is_held`: calls match
-    their parameters' schemas.
+    `param` is the request field that lists them. `must_call`: the answer must be a call.
+    `max_calls` None: any number.
     """
 
     offered: Sequence[FunctionDefinition] = ()
@@ -62,15 +62,16 @@ class ToolPlan(NamedTuple):
     param: str = "tools"
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
+        """Whether some call's arguments are constrained to the function's schema."""
         return self.must_call or any(function.strict for function in self.offered)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(function.name for function in self.offered)
 
-    def held(self) -> dict[str, Mapping[str, Any] | None]:
-        """Parameters by name where they are to be held to: where a call must come, or is strict."""
+    def argument_schemas(self) -> dict[str, Mapping[str, Any] | None]:
+        """Each function's parameter schema if its calls are constrained to it, else None."""
         return {
             function.name: function.parameters or {} if self.must_call or function.strict else None
             for function in self.offered
@@ -78,7 +79,7 @@ class ToolPlan(NamedTuple):
 
 
 def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool | None) -> ToolPlan:
-    """What `tools` and `tool_choice` ask for."""
+    """The plan for `tools` and `tool_choice`. Raises `InvalidRequest`."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     _check_names(functions, "tools")
     mode, names = _chosen(choice)
@@ -94,7 +95,7 @@ def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool |
 
 
 def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) -> ToolPlan:
-    """What the old `functions` and `function_call` ask for: one call at most."""
+    """The plan for the deprecated `functions` and `function_call`, which allow one call."""
     for i, function in enumerate(functions or ()):
         function.check(f"functions[{i}]")
     offered = list(functions or ())
@@ -114,7 +115,7 @@ def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) 
 
 
 def _function(tool: Tool, path: str) -> FunctionDefinition:
-    check_word(tool.type, f"{path}.type", ("function",))
+    check_allowed(tool.type, f"{path}.type", ("function",))
     if tool.function is None:
         name = f"{path}.function"
         raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
@@ -130,24 +131,24 @@ def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"Invalid '{param}': {shown(twice)} is defined twice.", param)
+        raise InvalidRequest(f"Invalid '{param}': {quote(twice)} is defined twice.", param)
 
 
 def _chosen(choice: Any) -> tuple[str, list[str] | None]:
-    """The mode ("named": one call, of the one name), and the names that it is limited to."""
+    """The mode ("named": one call of the one name), and the allowed names (None: all)."""
     match choice:
         case None:
             return "auto", None
         case str():
-            check_word(choice, "tool_choice", _CHOICES)
+            check_allowed(choice, "tool_choice", _CHOICES)
             return choice, None
         case {"type": "function", "function": {"name": str(name)}}:
             return "named", [name]
         case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}}:
-            check_word(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
+            check_allowed(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
             return mode, [_allowed(tool, i) for i, tool in enumerate(tools)]
         case {"type": str(kind)}:
-            check_word(kind, "tool_choice.type", ("function", "allowed_tools"))
+            check_allowed(kind, "tool_choice.type", ("function", "allowed_tools"))
     raise InvalidRequest(
         "Invalid 'tool_choice': expected 'none', 'auto', 'required', "
         '{"type": "function", "function": {"name": …}} or '
@@ -172,7 +173,7 @@ def _named(
     for name in names:
         if name not in known:
             raise InvalidRequest(
-                f"Invalid value for '{param}': no function named {shown(name)} was specified.",
+                f"Invalid value for '{param}': no function named {quote(name)} was specified.",
                 param,
             )
     return [known[name] for name in dict.fromkeys(names)]

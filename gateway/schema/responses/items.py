@@ -1,7 +1,7 @@
-"""Items of the Responses API: as they come, as they are kept, and as messages of a chat.
+"""Items of the Responses API: as requested, as stored, and as the chat messages they become.
 
-Only what a text model can read is served: messages, function calls and their outputs, reasoning.
-Everything else is refused by its type.
+Supported types are messages, function calls, their outputs, and reasoning. An item of another type
+is rejected with an error that names the type.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_word
+from gateway.schema.decoding import check_allowed
 
 Item = dict[str, Any]
 
@@ -27,7 +27,7 @@ _PREFIXES = {
 
 
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message, or of what a function returned."""
+    """A part of a message's content, or of a function's output."""
 
     type: str
     text: str | None = None
@@ -43,8 +43,8 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None
 
     def read(self, path: str) -> str:
-        """Its text; raises `InvalidRequest` for what is none."""
-        check_word(self.type, f"{path}.type", _TEXT_PARTS)
+        """Its text. Raises `InvalidRequest` for a part that is not text."""
+        check_allowed(self.type, f"{path}.type", _TEXT_PARTS)
         name = "refusal" if self.type == "refusal" else "text"
         text = self.refusal if self.type == "refusal" else self.text
         if text is None:
@@ -54,14 +54,14 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of what the model thought, or of a summary of it."""
+    """A part of the model's reasoning, or of a summary of it."""
 
     type: str
     text: str
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One item of any type; `check` knows what each needs."""
+    """One item of any type; `as_stored` enforces which fields each type requires."""
 
     type: str = "message"
     id: str | None = None
@@ -78,17 +78,17 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: Any = None
     caller: Any = None
 
-    def kept(self, path: str, new_id: Callable[[str], str]) -> Item:
-        """The item as it is kept and told; raises `InvalidRequest` naming what is wrong."""
-        check_word(self.type, f"{path}.type", TYPES)
+    def as_stored(self, path: str, new_id: Callable[[str], str]) -> Item:
+        """The item as it is stored and returned. Raises `InvalidRequest` for an invalid field."""
+        check_allowed(self.type, f"{path}.type", TYPES)
         item_id = self.id or new_id(_PREFIXES[self.type])
         status = self.status or "completed"
-        check_word(status, f"{path}.status", ("in_progress", "completed", "incomplete"))
+        check_allowed(status, f"{path}.status", ("in_progress", "completed", "incomplete"))
         match self.type:
             case "message":
-                role = self._needed("role", path)
-                check_word(role, f"{path}.role", ROLES)
-                parts = self._parts("content", path, "output_text" if _is_own(role) else "")
+                role = self._required("role", path)
+                check_allowed(role, f"{path}.role", ROLES)
+                parts = self._parts("content", path, is_output=_is_output(role))
                 return {
                     "type": "message", "id": item_id, "status": status, "role": role,
                     "content": parts,
@@ -97,37 +97,37 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                 return {
                     "type": "function_call",
                     "id": item_id,
-                    "call_id": self._needed("call_id", path),
-                    "name": self._needed("name", path),
-                    "arguments": self._needed("arguments", path),
+                    "call_id": self._required("call_id", path),
+                    "name": self._required("name", path),
+                    "arguments": self._required("arguments", path),
                     "status": status,
                 }
             case "function_call_output":
-                texts = self._parts("output", path, "")
+                texts = self._parts("output", path, is_output=False)
                 return {
                     "type": "function_call_output",
                     "id": item_id,
-                    "call_id": self._needed("call_id", path),
+                    "call_id": self._required("call_id", path),
                     "output": "".join(part["text"] for part in texts),
                     "status": status,
                 }
-        thoughts = [
+        reasoning = [
             {"type": "reasoning_text", "text": part.text or ""}
             for part in (self.content if isinstance(self.content, list) else ())
         ]
         summary = [{"type": "summary_text", "text": part.text} for part in self.summary or ()]
-        return {"type": "reasoning", "id": item_id, "summary": summary, "content": thoughts}
+        return {"type": "reasoning", "id": item_id, "summary": summary, "content": reasoning}
 
-    def _needed(self, name: str, path: str) -> str:
+    def _required(self, name: str, path: str) -> str:
         value: str | None = getattr(self, name)
         if value is None:
             raise InvalidRequest(f"Missing required parameter: '{path}.{name}'.", f"{path}.{name}")
         return value
 
-    def _parts(self, name: str, path: str, own_type: str) -> list[Item]:
-        """Texts as parts, of the type that a text of this side has."""
+    def _parts(self, name: str, path: str, *, is_output: bool) -> list[Item]:
+        """The texts of a field as `output_text` or `input_text` parts."""
         content: str | list[ContentItem] | None = getattr(self, name)
-        kind = own_type or "input_text"
+        kind = "output_text" if is_output else "input_text"
         if content is None:
             raise InvalidRequest(f"Missing required parameter: '{path}.{name}'.", f"{path}.{name}")
         texts = (
@@ -135,64 +135,63 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
             if isinstance(content, str)
             else [part.read(f"{path}.{name}[{i}]") for i, part in enumerate(content)]
         )
-        extra: Item = {"annotations": [], "logprobs": []} if own_type else {}
+        extra: Item = {"annotations": [], "logprobs": []} if is_output else {}
         return [{"type": kind, "text": text, **extra} for text in texts]
 
 
-def kept_items(items: str | Sequence[InputItem], new_id: Callable[[str], str]) -> list[Item]:
-    """An `input` as items with ids. Raises `InvalidRequest`."""
+def stored_items(items: str | Sequence[InputItem], new_id: Callable[[str], str]) -> list[Item]:
+    """The items of an `input`, each with an id. Raises `InvalidRequest`."""
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     if not 0 < len(items) <= MAX_ITEMS:
         raise InvalidRequest(f"Invalid 'input': expected 1 to {MAX_ITEMS} items.", "input")
-    return [item.kept(f"input[{i}]", new_id) for i, item in enumerate(items)]
+    return [item.as_stored(f"input[{i}]", new_id) for i, item in enumerate(items)]
 
 
 def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: what the assistant thought, said and called in one turn is
-    one message there."""
+    """Items as chat messages. Consecutive assistant items (reasoning, text, calls) become one."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # of the assistant, the last message
+    assistant: dict[str, Any] | None = None  # the last message, if it is the assistant's
     for item in items:
-        if item["type"] == "message" and not _is_own(item["role"]):
+        if item["type"] == "message" and not _is_output(item["role"]):
             messages.append({"role": item["role"], "content": _text(item["content"])})
-            turn = None
+            assistant = None
         elif item["type"] == "function_call_output":
             call_id, output = item["call_id"], item["output"]
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            turn = None
+            assistant = None
         else:
-            if turn is None or not _continues(turn, item):
-                turn = {"role": "assistant"}
-                messages.append(turn)
-            _add(turn, item)
-    return [_complete(message) for message in messages]
+            if assistant is None or not _continues(assistant, item):
+                assistant = {"role": "assistant"}
+                messages.append(assistant)
+            _add(assistant, item)
+    return [_with_content(message) for message in messages]
 
 
-def _continues(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
-    """Whether an item can stand in the same message: thoughts, then text, then calls."""
+def _continues(message: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
+    """Whether an item belongs to the same message: reasoning comes first, then text, then calls."""
     match item["type"]:
         case "reasoning":
             return False
         case "message":
-            return "content" not in turn and "tool_calls" not in turn
+            return "content" not in message and "tool_calls" not in message
     return True
 
 
-def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
+def _add(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     match item["type"]:
         case "reasoning":
-            turn["reasoning_content"] = _text(item["content"])
+            message["reasoning_content"] = _text(item["content"])
         case "message":
-            turn["content"] = _text(item["content"])
+            message["content"] = _text(item["content"])
         case "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
+            message.setdefault("tool_calls", []).append(call)
 
 
-def _complete(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn that was broken off says nothing, but it is a message."""
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer that ended during its reasoning has no content; a message needs one."""
     if not message.get("content") and not message.get("tool_calls"):
         message["content"] = message.get("content", "")
     return message
@@ -202,5 +201,5 @@ def _text(parts: Iterable[Mapping[str, Any]]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _is_own(role: str) -> bool:
+def _is_output(role: str) -> bool:
     return role == "assistant"

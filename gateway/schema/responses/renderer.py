@@ -1,9 +1,9 @@
-"""The Responses API on the wire: one answer as items, told in events or as a whole.
+"""Renders the Responses API: one answer as items, in events or as one body.
 
     created, in_progress, (item added, (part added, deltas, done)…, item done)…, completed
 
-Items follow each other: what the model thinks is one, what it says, each function that it calls.
-An item is complete when the next begins. Every event has the next sequence number.
+Reasoning, text and each function call are an item each. An item is complete when the next begins.
+Every event has the next sequence number.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from gateway.schema.openai.logprobs import LogprobsFormatter
 
 Item = dict[str, Any]
-_STATUS = {"length": "incomplete"}  # of an answer that ended so; all others are complete
+_STATUS = {"length": "incomplete"}  # by finish reason; "completed" for all others
 
 
 class ResponsesRenderer:
-    """One response. `snapshot` is the response object by now; `output` its items."""
+    """Renders one response; `output` are its items so far."""
 
     ping = PING
 
@@ -41,21 +41,21 @@ class ResponsesRenderer:
         head: Mapping[str, Any],
         new_id: Callable[[str], str],
         now: Callable[[], int],
-        spelling: "LogprobsFormatter | None" = None,
+        formatter: "LogprobsFormatter | None" = None,
     ) -> None:
-        """`head` is what is known of the response before it begins, without status and output."""
+        """`head` has the response's constant fields; `now` gives Unix seconds."""
         self.output: list[Item] = []
         self._head = head
         self._new_id = new_id
         self._now = now
-        self._spelling = spelling
+        self._formatter = formatter
         self._number = 0  # of the next event
         self._has_begun = False
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
-        self._drawn: list[OutputToken] = []  # of the open item
-        self._pending: list[OutputToken] = []  # that no event has told
-        self._delta_head = b""  # up to the number of a delta of the open item
+        self._tokens: list[OutputToken] = []  # of the open item
+        self._pending: list[OutputToken] = []  # not yet in any event
+        self._delta_head = b""  # constant bytes before a delta's number, for the open item
         self._status = "in_progress"
         self._end: dict[str, Any] = {}
 
@@ -64,7 +64,7 @@ class ResponsesRenderer:
         return str(self._head["id"])
 
     def snapshot(self, status: str | None = None) -> dict[str, Any]:
-        """The response object by now."""
+        """The response object as it is now, with `status` if given."""
         return {
             **self._head,
             "error": None,
@@ -74,25 +74,23 @@ class ResponsesRenderer:
             "output": self.output,
         }
 
-    # As events
-
-    def delta(self, index: int, said: Delta, tally: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
         events = [self._opening()]
-        for piece, drawn in _with_tokens(said):
-            self._pending += drawn
+        for piece, tokens in _with_tokens(parts):
+            self._pending += tokens
             if piece is not None:
-                events.append(self._say(piece))
+                events.append(self._piece_events(piece))
         return b"".join(events)
 
-    def ending(self, index: int, end: ChoiceEnd, tally: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
         self._status = _STATUS.get(end.reason, "completed")
         events = self._opening()
         if not self.output:
-            events += self._open_text("message", "output_text")  # with nothing in it
+            events += self._open_text("message", "output_text")  # an empty message
         return events + self._close(self._status)
 
-    def closing(self, tally: Progress) -> bytes:
-        self._conclude(tally)
+    def closing(self, progress: Progress) -> bytes:
+        self._conclude(progress)
         return self._event(f"response.{self._status}", response=self.snapshot())
 
     def failure(self, error: BaseException) -> bytes:
@@ -103,19 +101,17 @@ class ResponsesRenderer:
         self._status = "cancelled" if is_cancelled else "failed"
         return events + self._event("response.failed", response=self.snapshot())
 
-    # As a whole
-
-    def whole(self, choices: Sequence[FinishedChoice], tally: Progress) -> bytes:
-        """What the events come to."""
+    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+        """The response object that the last event of a stream would carry."""
         (choice,) = choices
-        self.delta(0, choice.said, tally)
-        self.ending(0, choice.end, tally)
-        self._conclude(tally)
+        self.delta(0, choice.parts, progress)
+        self.ending(0, choice.end, progress)
+        self._conclude(progress)
         return orjson.dumps(self.snapshot())
 
-    def _conclude(self, tally: Progress) -> None:
-        """The answer is complete."""
-        usage = tally.usage
+    def _conclude(self, progress: Progress) -> None:
+        """Set the fields that are known when the answer is complete."""
+        usage = progress.usage
         self._end = {
             "completed_at": self._now(),
             "usage": {
@@ -132,14 +128,12 @@ class ResponsesRenderer:
         if self._status == "incomplete":
             self._end["incomplete_details"] = {"reason": "max_output_tokens"}
 
-    def _logprobs(self, drawn: Sequence[OutputToken]) -> list[Any]:
-        told = None if self._spelling is None else self._spelling.chat(drawn)
-        return [] if told is None else list(told["content"])
-
-    # The events of items
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> list[Any]:
+        logprobs = None if self._formatter is None else self._formatter.chat(tokens)
+        return [] if logprobs is None else list(logprobs["content"])
 
     def _opening(self) -> bytes:
-        """The response begins with its first news."""
+        """The first two events, once; sent with the first delta."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -148,13 +142,13 @@ class ResponsesRenderer:
             for kind in ("response.created", "response.in_progress")
         )
 
-    def _say(self, piece: Piece) -> bytes:
-        drawn, self._pending = self._pending, []
+    def _piece_events(self, piece: Piece) -> bytes:
+        tokens, self._pending = self._pending, []
         match piece:
             case str():
                 events = self._open_text("message", "output_text")
-                self._drawn += drawn
-                return events + self._delta(piece, drawn)
+                self._tokens += tokens
+                return events + self._delta(piece, tokens)
             case Reasoning(text):
                 return self._open_text("reasoning", "reasoning_text") + self._delta(text)
             case CallBegin():
@@ -163,7 +157,7 @@ class ResponsesRenderer:
                 return self._delta(text)
 
     def _open_text(self, kind: str, part: str) -> bytes:
-        """Begin an item of one part, unless the open item is one."""
+        """Begin an item of one part, unless the open item has this type."""
         if self._is_open and self.output[-1]["type"] == kind:
             return b""
         events = self._close("completed")
@@ -173,7 +167,7 @@ class ResponsesRenderer:
             item = _reasoning(self._new_id("rs_"), "")
         full_part = item["content"].pop()
         events += self._open(item)
-        events += self._event("response.content_part.added", **self._place, part=full_part)
+        events += self._event("response.content_part.added", **self._location, part=full_part)
         self._delta_head = self._head_of(f"response.{part}.delta", is_text=kind == "message")
         return events
 
@@ -186,35 +180,35 @@ class ResponsesRenderer:
     def _open(self, item: Item) -> bytes:
         self.output.append(item)
         self._is_open = True
-        self._texts, self._drawn = [], []
-        return self._event("response.output_item.added", output_index=self._at, item=item)
+        self._texts, self._tokens = [], []
+        return self._event("response.output_item.added", output_index=self._item_index, item=item)
 
-    def _delta(self, text: str, drawn: Sequence[OutputToken] = ()) -> bytes:
-        """The hot path: a ready head, the number, the text."""
+    def _delta(self, text: str, tokens: Sequence[OutputToken] = ()) -> bytes:
+        """One delta event, joined from constant bytes: this runs for every token."""
         self._texts.append(text)
         number, self._number = self._number, self._number + 1
-        told = b""
+        logprobs = b""
         if self.output[-1]["type"] == "message":
-            told = b',"logprobs":' + orjson.dumps(_without_bytes(self._logprobs(drawn)))
-        return b'%b%d%b,"delta":%b}\n\n' % (self._delta_head, number, told, orjson.dumps(text))
+            logprobs = b',"logprobs":' + orjson.dumps(_without_bytes(self._logprobs(tokens)))
+        return b'%b%d%b,"delta":%b}\n\n' % (self._delta_head, number, logprobs, orjson.dumps(text))
 
     def _head_of(self, kind: str, *, is_text: bool = False, is_call: bool = False) -> bytes:
-        place = self._place
+        location = self._location
         if is_call:
-            del place["content_index"]
-        head = orjson.dumps({"type": kind, **place})[:-1]
+            del location["content_index"]
+        head = orjson.dumps({"type": kind, **location})[:-1]
         return b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), head)
 
     def _close(self, status: str) -> bytes:
-        """The open item is complete, or never will be."""
+        """End the open item, if any, with `status`."""
         if not self._is_open:
             return b""
         self._is_open = False
         item, text = self.output[-1], "".join(self._texts)
-        drawn = self._drawn + self._pending
+        tokens = self._tokens + self._pending
         match item["type"]:
             case "message":
-                part = {**_text_part(text), "logprobs": self._logprobs(drawn)}
+                part = {**_text_part(text), "logprobs": self._logprobs(tokens)}
                 item["status"] = status
                 logprobs = {"logprobs": _without_bytes(part["logprobs"])}
                 done = self._done_text("response.output_text.done", part, item, **logprobs)
@@ -226,28 +220,32 @@ class ResponsesRenderer:
                 done = self._event(
                     "response.function_call_arguments.done",
                     item_id=item["id"],
-                    output_index=self._at,
+                    output_index=self._item_index,
                     name=item["name"],
                     arguments=text,
                 )
-        event = self._event("response.output_item.done", output_index=self._at, item=item)
+        event = self._event("response.output_item.done", output_index=self._item_index, item=item)
         return done + event
 
     def _done_text(self, kind: str, part: Item, item: Item, **more: Any) -> bytes:
         item["content"] = [part]
-        place = self._place
-        return self._event(kind, **place, text=part["text"], **more) + self._event(
-            "response.content_part.done", **place, part=part
+        location = self._location
+        return self._event(kind, **location, text=part["text"], **more) + self._event(
+            "response.content_part.done", **location, part=part
         )
 
     @property
-    def _at(self) -> int:
+    def _item_index(self) -> int:
         return len(self.output) - 1
 
     @property
-    def _place(self) -> dict[str, Any]:
-        """Where the only part of the open item is."""
-        return {"item_id": self.output[-1]["id"], "output_index": self._at, "content_index": 0}
+    def _location(self) -> dict[str, Any]:
+        """The ids and indexes of the open item's only part."""
+        return {
+            "item_id": self.output[-1]["id"],
+            "output_index": self._item_index,
+            "content_index": 0,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -256,7 +254,7 @@ class ResponsesRenderer:
 
 
 def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Log-probabilities as events have them."""
+    """Log-probabilities in the form of events, which have no `bytes`."""
     return [
         {
             "token": entry["token"],
@@ -269,17 +267,17 @@ def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[Item]:
     ]
 
 
-def _with_tokens(said: Delta) -> Iterator[tuple[Piece | None, list[OutputToken]]]:
-    """Each piece with the tokens that it is of; they are told after it."""
+def _with_tokens(parts: Delta) -> Iterator[tuple[Piece | None, list[OutputToken]]]:
+    """Each piece with its tokens, which follow it in the delta."""
     current: Piece | None = None
-    drawn: list[OutputToken] = []
-    for told in said:
-        if isinstance(told, OutputToken):
-            drawn += () if told.is_end else (told,)
-        elif not isinstance(told, PromptReport):
-            yield current, drawn
-            current, drawn = told, []
-    yield current, drawn
+    tokens: list[OutputToken] = []
+    for part in parts:
+        if isinstance(part, OutputToken):
+            tokens += () if part.is_end else (part,)
+        elif not isinstance(part, PromptReport):
+            yield current, tokens
+            current, tokens = part, []
+    yield current, tokens
 
 
 def _text_part(text: str) -> Item:

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the request, and the chat request that asks the model for the same."""
+"""`POST /v1/responses`: the request, and its conversion to a chat request."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_unicode, check_word, decode, refuse_unless
+from gateway.schema.decoding import check_allowed, check_unicode, decode, reject_unless
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
@@ -20,8 +20,8 @@ INCLUDABLE = (
     "code_interpreter_call.outputs", "reasoning.encrypted_content",
     "message.output_text.logprobs",
 )  # fmt: skip
-LOGPROBS = "message.output_text.logprobs"  # of these, what there can be here
-NEUTRAL: dict[str, tuple[object, ...]] = {
+LOGPROBS = "message.output_text.logprobs"  # the only one of these that a response here can have
+NO_EFFECT: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
@@ -29,13 +29,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "moderation": (),
 }
 _SUMMARIES = ("auto", "concise", "detailed")
-_PASSED_ON = (
+_SAME_IN_CHAT = (
     "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream", "service_tier",
     "priority", "cache_salt", "ttft_deadline_ms", "deadline_ms", "seed", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "min_tokens",
     "ignore_eos", "chat_template_kwargs",
 )  # fmt: skip
-# What the chat request calls otherwise, the longest first.
+# Chat fields that have another name here, the longest first.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -47,7 +47,7 @@ NAMES = {
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """What the text must match."""
+    """The format that the text must match."""
 
     type: str
     name: str | None = None
@@ -56,7 +56,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """The same as `response_format`."""
+        """The chat request's `response_format`."""
         if self.type != "json_schema":
             return {"type": self.type}
         fields = msgspec.structs.asdict(self)
@@ -73,7 +73,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`reasoning`. Thoughts are told as they are, so there is nothing to summarise."""
+    """`reasoning`. The response has the full reasoning text, so summary options are ignored."""
 
     effort: str | None = None
     summary: str | None = None
@@ -82,22 +82,22 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     mode: str | None = None
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for a word that is none."""
+        """Raise `InvalidRequest` for a value that is not allowed."""
         for name in ("summary", "generate_summary"):
-            if (word := getattr(self, name)) is not None:
-                check_word(word, f"reasoning.{name}", _SUMMARIES)
-        refuse_unless(self, "context", "auto", prefix="reasoning.")
-        refuse_unless(self, "mode", prefix="reasoning.")
+            if (value := getattr(self, name)) is not None:
+                check_allowed(value, f"reasoning.{name}", _SUMMARIES)
+        reject_unless(self, "context", "auto", prefix="reasoning.")
+        reject_unless(self, "mode", prefix="reasoning.")
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`stream_options`; see `gateway.schema.fields.sampling`."""
+    """`stream_options`. Obfuscation (events padded to equal length) is not supported."""
 
     include_obfuscation: bool | None = None
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    """One of `tools`. Only functions are served."""
+    """One of `tools`. Only functions are supported."""
 
     type: str
     name: str | None = None
@@ -106,20 +106,19 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """The same as one of a chat's `tools`."""
-        named = msgspec.structs.asdict(self)
-        kind = named.pop("type")
-        given = {name: value for name, value in named.items() if value is not None}
+        """The same tool in a chat request's form."""
+        fields = msgspec.structs.asdict(self)
+        kind = fields.pop("type")
+        given = {name: value for name, value in fields.items() if value is not None}
         return {"type": kind, "function": given}
 
-    def told(self) -> dict[str, Any]:
-        """As responses repeat it."""
-        told = msgspec.structs.asdict(self)
-        return {**told, "strict": bool(self.strict)}
+    def as_response(self) -> dict[str, Any]:
+        """The tool as the response object repeats it."""
+        return {**msgspec.structs.asdict(self), "strict": bool(self.strict)}
 
 
 class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """The whole of OpenAI's request; see `NEUTRAL` for what is refused."""
+    """All fields of OpenAI's request; those in `NO_EFFECT` are not supported."""
 
     model: str
     input: str | list[InputItem] | None = None
@@ -127,7 +126,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     previous_response_id: str | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None  # of tools that the server runs: there are none
+    max_tool_calls: int | None = None  # limits tools that the server runs; there are none
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -152,7 +151,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     context_management: list[Any] | None = None
     moderation: Any = None
 
-    # Not OpenAI's here; spelled as in chat completions.
+    # Not in OpenAI's request; named as in chat completions.
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -165,23 +164,24 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for what is wrong, as far as chat completions do not see it."""
-        for name, neutral in NEUTRAL.items():
-            refuse_unless(self, name, *neutral)
-        for i, word in enumerate(self.include or ()):
-            check_word(word, f"include[{i}]", INCLUDABLE)
+        """Raise `InvalidRequest` for an invalid field, except those that `as_chat` checks."""
+        for name, no_effect in NO_EFFECT.items():
+            reject_unless(self, name, *no_effect)
+        for i, name in enumerate(self.include or ()):
+            check_allowed(name, f"include[{i}]", INCLUDABLE)
         if self.truncation is not None:
-            check_word(self.truncation, "truncation", ("auto", "disabled"))
+            check_allowed(self.truncation, "truncation", ("auto", "disabled"))
         if self.reasoning is not None:
             self.reasoning.check()
         if self.input is None:
             raise InvalidRequest("Missing required parameter: 'input'.", "input")
         if self.stream_options is not None:
-            refuse_unless(
+            reject_unless(
                 self.stream_options, "include_obfuscation", False, prefix="stream_options."
             )
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            raise InvalidRequest("Invalid 'max_output_tokens': at least 1.", "max_output_tokens")
+            message = "Invalid 'max_output_tokens': expected at least 1."
+            raise InvalidRequest(message, "max_output_tokens")
         check_metadata(self.metadata)
 
     @property
@@ -194,11 +194,11 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools; raises `InvalidRequest` for one that is no function."""
+        """The tools. Raises `InvalidRequest` for one that is not a function."""
         return [_tool(raw, f"tools[{i}]") for i, raw in enumerate(self.tools or ())]
 
     def as_chat(self, items: Sequence[Item]) -> ChatRequest:
-        """The chat request over these items, checked; complaints name our fields."""
+        """The checked chat request for these items. Errors name fields of this request."""
         messages = as_messages(items)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -215,7 +215,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         if self.text is not None:
             body["verbosity"] = self.text.verbosity
             body["response_format"] = self.text.format and self.text.format.as_chat()
-        body |= {name: getattr(self, name) for name in _PASSED_ON}
+        body |= {name: getattr(self, name) for name in _SAME_IN_CHAT}
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
 
@@ -226,7 +226,7 @@ _KIND = msgspec.json.Decoder(dict[str, Any])
 
 
 def decode_response(body: bytes) -> ResponseRequest:
-    """A checked request, or `InvalidRequest`."""
+    """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body)
     check_unicode(body)
     request.check()
@@ -234,10 +234,9 @@ def decode_response(body: bytes) -> ResponseRequest:
 
 
 def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[str, Any]:
-    """What a response repeats of its request, OpenAI's defaults filled in."""
+    """The response object's constant fields: those of its request, with OpenAI's defaults."""
     text, reasoning = request.text or TextOptions(), request.reasoning or ReasoningOptions()
-    form = text.format
-    told = {"type": "text"} if form is None else _format_told(form)
+    text_format = {"type": "text"} if text.format is None else _given_fields(text.format)
     head: dict[str, Any] = {
         "id": response_id,
         "object": "response",
@@ -255,9 +254,9 @@ def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[
         "safety_identifier": request.safety_identifier,
         "service_tier": request.tier,
         "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": {"format": told, "verbosity": text.verbosity or "medium"},
+        "text": {"format": text_format, "verbosity": text.verbosity or "medium"},
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-        "tools": [tool.told() for tool in request.functions],
+        "tools": [tool.as_response() for tool in request.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
@@ -265,16 +264,16 @@ def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[
     return head if request.user is None else {**head, "user": request.user}
 
 
-def _format_told(form: TextFormat) -> dict[str, Any]:
-    named = msgspec.structs.asdict(form)
-    return {name: value for name, value in named.items() if value is not None}
+def _given_fields(text_format: TextFormat) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(text_format)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _tool(raw: msgspec.Raw, path: str) -> FunctionTool:
-    """A tool, refused by its type before its fields are looked at."""
+    """Decode a tool. Its type is checked before its other fields, for a clearer error."""
     try:
         kind = decode(_KIND, bytes(raw)).get("type")
-        check_word(str(kind), "type", ("function",))
+        check_allowed(str(kind), "type", ("function",))
         return decode(_TOOL, bytes(raw))
     except InvalidRequest as error:
         param = f"{path}.{error.param}" if error.param else path
@@ -282,7 +281,7 @@ def _tool(raw: msgspec.Raw, path: str) -> FunctionTool:
 
 
 def _choice(choice: Any) -> Any:
-    """`tool_choice` as a chat has it: names are one level deeper there."""
+    """`tool_choice` in a chat request's form, where names are one level deeper."""
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}

@@ -9,7 +9,7 @@ import orjson
 from engine.policy import POLICIES, PolicySettings, build, name_of
 from gateway.access.callers import read_body
 from gateway.generation.reply import json_response
-from gateway.schema.decoding import check_word, decode
+from gateway.schema.decoding import check_allowed, decode
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ async def policy(http: "HttpRequest") -> "Response":
     service = service_of(http)
     if http.method == "POST":
         choice = decode(_DECODER, await read_body(http, service.limits))
-        check_word(choice.policy, "policy", tuple(POLICIES))
+        check_allowed(choice.policy, "policy", tuple(POLICIES))
         _switch(service, choice.policy)
     scheduler = service.engine.scheduler
     told = {

@@ -45,10 +45,10 @@ def order_chat(body: bytes, caller: "Caller", service: "Service") -> PlanOptions
     check_model(request.model, service)
     frames = ChatRenderer(
         service.header("chatcmpl"),
-        request.usage_wish,
+        request.usage_options,
         logprobs_formatter(request, service),
         service_tier=request.tier,
-        is_old=request.has_functions,
+        is_legacy=request.uses_legacy_functions,
     )
     return order_request(request, frames, caller, service)
 
@@ -61,7 +61,7 @@ def order_request(
     param: str = "messages",
 ) -> PlanOptions:
     """The order of a checked request, whoever tells its answer; `param` has the prompt."""
-    held = tool_constraint(request.tool_plan(), request.held(), service.model.dialect)
+    held = tool_constraint(request.tool_plan(), request.constraint(), service.model.dialect)
     conversation = conversation_of(request)
     read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
     return plan_options(request, Endpoint(read, frames, param, held), caller, service)
@@ -74,10 +74,10 @@ def conversation_of(request: ChatRequest) -> ChatInput:
         messages=request.messages,
         tools=[function.as_tool() for function in plan.offered],
         wanted=ToolChoice(plan.names, plan.max_calls),
-        is_direct=plan.must_call or request.held() is not None,
-        variables=request.variables,
+        is_direct=plan.must_call or request.constraint() is not None,
+        variables=request.template_variables,
         own_template=request.chat_template,
-        is_answer_due=request.is_answer_due,
+        is_answer_due=request.adds_generation_prompt,
         is_continued=bool(request.continue_final_message),
     )
 

@@ -39,7 +39,7 @@ def order_completion(body: bytes, caller: "Caller", service: "Service") -> PlanO
     model = service.model
     read = partial(text_prompts, model.tokenizer, request.prompts(model.vocabulary))
     frames = CompletionRenderer(
-        service.header("cmpl"), request.usage_wish, logprobs_formatter(request, service)
+        service.header("cmpl"), request.usage_options, logprobs_formatter(request, service)
     )
-    surface = Endpoint(read, frames, "prompt", request.held())
+    surface = Endpoint(read, frames, "prompt", request.constraint())
     return plan_options(request, surface, caller, service)

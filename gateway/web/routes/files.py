@@ -7,7 +7,7 @@ import orjson
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
 from gateway.generation.reply import json_response, unless_gone
-from gateway.schema.decoding import check_word
+from gateway.schema.decoding import check_allowed
 from gateway.schema.openai.files import KEPT_PURPOSES, MAX_NAME, check_fields, expiry_of, file_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -52,7 +52,7 @@ async def list_files(http: "HttpRequest") -> "Response":
     page = read_page(http.query_params, default=MAX_LISTED, most=MAX_LISTED)
     purpose = http.query_params.get("purpose")
     if purpose is not None:
-        check_word(purpose, "purpose", KEPT_PURPOSES)
+        check_allowed(purpose, "purpose", KEPT_PURPOSES)
     records = await service.store.files.listed(
         caller.tenant, purpose, service.unix_now(), ascending=page.is_ascending
     )

@@ -47,7 +47,7 @@ def plan_options(
     """
     eos = service.model.vocabulary.eos_token_ids
     vocabulary = service.model.vocabulary
-    own_ends = request.own_ends(vocabulary)
+    own_ends = request.caller_end_ids(vocabulary)
     avoided = eos - own_ends if request.ignore_eos and surface.held else frozenset[int]()
     ignored = eos if request.ignore_eos else frozenset[int]()
     order = GenerationPlan(
@@ -59,12 +59,12 @@ def plan_options(
         own_ends=own_ends,
         avoided_ids=avoided,
         stops=request.stops,
-        wishes=request.wishes,
+        wishes=request.scheduling_params,
         num_choices=request.num_choices,
         best_of=request.num_candidates,
         param=surface.param,
         frames=surface.frames,
-        told=request.told,
+        told=request.report_options,
         held=surface.held,
     )
     return PlanOptions(order, bool(request.stream))
@@ -74,7 +74,7 @@ def logprobs_formatter(
     request: "GenerationRequest", service: "Service"
 ) -> LogprobsFormatter | None:
     """How the answer's tokens are spelt, if they are told at all."""
-    told = request.told
+    told = request.report_options
     if not told.has_tokens and told.prompt_logprobs is None:
         return None
     return LogprobsFormatter(service.model.tokenizer.token_bytes, told.logprobs, told.token_ids)

@@ -31,7 +31,7 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
         request.model,
         service.new_id,
         caller.request_id,
-        shows_thoughts=request.shows_thoughts,
+        shows_reasoning=request.shows_reasoning,
     )
     order = partial(order_request, request.as_chat(), frames, caller, service)
     return respond(with_renamed_fields(order, NAMES), service)
@@ -40,7 +40,7 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
 async def count_tokens(http: "HttpRequest") -> "Response":
     """How long the prompt is; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
-    request = decode_anthropic(await read_body(http, service.limits), is_counted=True)
+    request = decode_anthropic(await read_body(http, service.limits), is_count_only=True)
     check_model(request.model, service)
     conversation = with_renamed_fields(partial(conversation_of, request.as_chat()), NAMES)
     written = await write_prompt(service.model, conversation)

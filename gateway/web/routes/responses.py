@@ -14,7 +14,7 @@ from gateway.generation.active import ActiveResponse
 from gateway.generation.reply import json_response
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.paging import list_json, read_page
-from gateway.schema.responses.items import Item, kept_items
+from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import ResponsesRenderer
 from gateway.schema.responses.request import NAMES, ResponseRequest, decode_response, response_head
 from gateway.service import caller_of, service_of
@@ -48,7 +48,7 @@ async def order_response(body: bytes, caller: "Caller", service: "Service") -> P
     request = decode_response(body)
     check_model(request.model, service)
     assert request.input is not None, "checked"
-    items = kept_items(request.input, service.new_id)
+    items = stored_items(request.input, service.new_id)
     if request.previous_response_id is not None:
         items = await _turns_before(request.previous_response_id, caller, service) + items
     return _ordered(request, items, caller, service)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
 from adapters.dialects.dialect import ModelDialect
 from gateway.ports import CallArguments, CallBegin, Piece, ToolChoice
-from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished
+from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished_choice
 
 TOOLS = ("f", "weather")
 DIALECTS = {
@@ -38,7 +38,7 @@ def read(name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str]
         pieces += parser.feed(part)
     pieces += parser.finish()
     assert "" not in pieces
-    whole: FinishedChoice = finished(pieces, ChoiceEnd("stop"))
+    whole: FinishedChoice = finished_choice(pieces, ChoiceEnd("stop"))
     calls = tuple((call.name, call.arguments) for call in whole.calls)
     return Read(whole.content, whole.reasoning, calls)
 
@@ -267,6 +267,6 @@ def test_a_call_too_many_completes_the_answer(size: int) -> None:
     for part in cut(text, range(0, len(text), size)):
         pieces += parser.feed(part)
     assert parser.is_complete
-    message = finished([*pieces, *parser.finish()], ChoiceEnd("stop"))
+    message = finished_choice([*pieces, *parser.finish()], ChoiceEnd("stop"))
     assert message.content == "ab"
     assert [call.name for call in message.calls] == ["f"]

@@ -12,7 +12,7 @@ from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.dialects.loading import load_chat_template
 from engine.errors import InvalidRequest
 from gateway.ports import ToolChoice
-from gateway.schema.rendering import ChoiceEnd, finished
+from gateway.schema.rendering import ChoiceEnd, finished_choice
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
 
@@ -103,7 +103,7 @@ def test_an_answer_is_read_as_it_was_written(family: str, answer: dict[str, Any]
     wanted = ToolChoice(("f", "g"))
     parser = choose_dialect(source).parser(prompt, wanted, random.Random(1).getrandbits)
     assert parser is not None
-    message = finished([*parser.feed(text), *parser.finish()], ChoiceEnd("stop"))
+    message = finished_choice([*parser.feed(text), *parser.finish()], ChoiceEnd("stop"))
     assert (message.content or "") == answer["content"]
     assert message.reasoning == answer.get("reasoning_content")
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [

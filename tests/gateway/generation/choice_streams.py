@@ -15,7 +15,7 @@ from gateway.schema.openai.chat_renderer import ChatRenderer
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.openai.logprobs import LogprobsFormatter
-from gateway.schema.rendering import Delta, ResponseHeader, Usage, finished
+from gateway.schema.rendering import Delta, ResponseHeader, Usage, finished_choice
 from tests.gateway.serve.assembling import assembled, payloads
 
 HEADER = ResponseHeader("chatcmpl-1", 1_700_000_000, "m", "fp")
@@ -131,5 +131,5 @@ def _told(
     stream = b"".join((*events, frames.ending(0, voice.end, tally), frames.closing(tally)))
     pieces: list[Any] = [piece for some in said for piece in some]
     assert "" not in pieces
-    (whole,) = json.loads(frames.whole([finished(pieces, voice.end)], tally))["choices"]
+    (whole,) = json.loads(frames.whole([finished_choice(pieces, voice.end)], tally))["choices"]
     return whole, stream, tally.usage

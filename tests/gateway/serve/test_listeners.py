@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 from gateway.schema.anthropic.renderer import MessagesRenderer
-from gateway.schema.rendering import ChoiceEnd, Usage, finished
+from gateway.schema.rendering import ChoiceEnd, Usage, finished_choice
 from gateway.schema.responses.renderer import ResponsesRenderer
 
 TEXTS = st.text('aé🙂"\n', min_size=1, max_size=6)
@@ -104,7 +104,7 @@ def test_events_of_a_response_come_to_the_whole(
     case: tuple[list[Piece], list[list[Piece]], ChoiceEnd],
 ) -> None:
     pieces, groups, end = case
-    whole = orjson.loads(response_frames().whole([finished(pieces, end)], Tally()))
+    whole = orjson.loads(response_frames().whole([finished_choice(pieces, end)], Tally()))
     events = streamed(response_frames(), groups, end)
     assert events[-1]["response"] == whole
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -126,7 +126,7 @@ def test_events_of_a_message_come_to_the_whole(
 ) -> None:
     pieces, groups, end = case
     frames = MessagesRenderer("m", names(), "req_1")
-    whole = orjson.loads(frames.whole([finished(pieces, end)], Tally()))
+    whole = orjson.loads(frames.whole([finished_choice(pieces, end)], Tally()))
     events = streamed(MessagesRenderer("m", names(), "req_1"), groups, end)
     content: list[Any] = []
     for event in events:
