@@ -1,4 +1,4 @@
-"""SamplingParams fields of a request, their allowed ranges, and the `Sampling` that the engine gets."""
+"""Sampling fields of a request, their allowed ranges, and the engine's `SamplingParams`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """SamplingParams fields. Those from `top_k` on are not OpenAI's and are named as in vLLM."""
+    """Sampling fields. Those from `top_k` on are not OpenAI's and are named as in vLLM."""
 
     seed: int | None = None
     temperature: float | None = None
