@@ -35,8 +35,9 @@ def stream(client: OpenAI, model: str) -> None:
 
 
 def stream_with_helper(client: OpenAI, model: str) -> None:
-    messages = [{"role": "user", "content": "What is Podway?"}]
-    with client.chat.completions.stream(model=model, messages=messages) as events:
+    with client.chat.completions.stream(
+        model=model, messages=[{"role": "user", "content": "What is Podway?"}]
+    ) as events:
         print("helper: ", end="")
         for event in events:
             if event.type == "content.delta":

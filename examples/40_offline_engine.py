@@ -60,6 +60,7 @@ def main() -> None:
     prompts = sys.argv[1:] or PROMPTS
     worker = Worker.load(WorkerSettings(str(MODEL)), show_progress)
     tokenizer, template = load_tokenizer(MODEL), load_chat_template(MODEL)
+    assert template is not None  # the built-in model has one
     report = worker.report
     scheduler = IterationScheduler(
         SchedulerSettings(max_model_len=report.max_model_len),

@@ -3,7 +3,7 @@
 It spares the worker the wait for the loop between two steps, about a millisecond. On a GPU that is
 always worth it. On the CPU only where the loop has a core of its own, or it takes one from the
 threads that compute; and where steps are so short that it shows, because whoever arrives waits
-for one planned step more. What was measured is in `examples/results/lookahead`.
+for one planned step more. What was measured is in `examples/benchmarks/results/lookahead`.
 """
 
 import os

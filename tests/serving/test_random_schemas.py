@@ -1,6 +1,6 @@
 """Random JSON schemas on random weights at temperature 1: what finishes validates.
 
-`examples/93_random_schemas.py` does the same with a thousand.
+`examples/benchmarks/grammar/conformance.py` does the same with a thousand.
 """
 
 import json
@@ -16,7 +16,7 @@ from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
-from examples.schema_corpus.random_schemas import random_schemas
+from examples.benchmarks.grammar.random_schemas import random_schemas
 from tests.checkpoints import make_checkpoint
 from tests.inline import Heard, play
 

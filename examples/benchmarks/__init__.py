@@ -1,0 +1,1 @@
+"""What is measured, each in one command, with the committed results."""

@@ -1,0 +1,117 @@
+"""The outcome as a page, and as JSON: what was reached beside what was aimed at."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from examples.benchmarks.gpu.stages import Outcome
+
+Row = tuple[str, str, str, str]  # what, measured, at least, aim
+
+
+def write(folder: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) -> Path:
+    """The page's path; the figures lie beside it. Both are named by device and date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    day = datetime.fromisoformat(machine["when"]).date().isoformat()
+    words = "".join(each if each.isalnum() else "-" for each in machine["device"].lower())
+    name = "-".join([*filter(None, words.split("-")), day])
+    figures = {"machine": machine, "stages": [asdict(outcome) for outcome in outcomes]}
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    path = folder / f"{name}.md"
+    path.write_text(page(machine, outcomes))
+    return path
+
+
+def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
+    """Markdown."""
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "device")
+    lines = [f"# {machine['device']}", "", f"`python -m examples.benchmarks.gpu`; {facts}.", ""]
+    lines += ["| | measured | at least | aim |", "|---|---|---|---|"]
+    found = {outcome.name: outcome for outcome in outcomes}
+    lines += [f"| {' | '.join(row)} |" for row in goals(found)]
+    lines += ["", "| stage | | s |", "|---|---|---|"]
+    lines += [f"| {each.name} | {summary(each)} | {each.seconds:.0f} |" for each in outcomes]
+    for outcome in outcomes:
+        if "rows" in outcome.figures:
+            lines += ["", *steps(outcome)]
+    for outcome in outcomes:
+        lines += list(complaints(outcome))
+    return "\n".join(lines) + "\n"
+
+
+def goals(found: dict[str, Outcome]) -> Iterator[Row]:
+    """What the issue asks for, as far as it was measured."""
+    alone = next((each for name, each in found.items() if name.startswith("alone")), None)
+    for row in alone.figures.get("rows", []) if alone is not None else []:
+        shape = alone.figures["shape"] if alone is not None else ""
+        size = f"{row['num_requests']} × {row['context']:,}"
+        if row["kind"] == "decode":
+            yield f"{shape}, decode {size}, of the limit", percent(row["fraction"]), "80 %", "90 %"
+            idle = max(0.0, 1 - row["worker_seconds"] / row["pace_seconds"])
+            yield f"idle between those steps, {alone_flight(alone)}", percent(idle), "< 3 %", ""
+        else:
+            yield f"{shape}, prefill {size}, of the limit", percent(row["fraction"]), "60 %", "75 %"
+    server = found["server over HTTP"].figures if "server over HTTP" in found else {}
+    if server:
+        busy = percent(server["as_busy_as_the_worker_alone"])
+        yield (
+            f"{server['streams']} streams over HTTP, as busy as the worker alone",
+            busy,
+            "90 %",
+            "",
+        )
+
+
+def alone_flight(alone: Outcome | None) -> str:
+    number = alone.figures["in_flight"] if alone is not None else 1
+    return f"{number} in flight"
+
+
+def summary(outcome: Outcome) -> str:
+    """A stage in a few words."""
+    figures = outcome.figures
+    if "passed" in figures:
+        counts = f"{figures['passed']} passed, {len(figures['failed'])} failed"
+        return f"{outcome.status}: {counts}, {figures['skipped']} skipped"
+    if "output_tokens_per_second" in figures:
+        rate = figures["output_tokens_per_second"]
+        return f"{outcome.status}: {rate:,.0f} tokens/s, {figures['failed']} requests failed"
+    return outcome.status
+
+
+def steps(outcome: Outcome) -> Iterator[str]:
+    """The table of a worker alone."""
+    figures = outcome.figures
+    worker, limits = figures["worker"], figures["limits"]
+    rates = ", ".join(
+        f"{name} {limits[name]['rate'] / 1e12:.2f} T/s ({limits[name]['by']})"
+        for name in dict.fromkeys(("read", worker["weights"].split()[0], worker["dtype"]))
+    )
+    yield f"## {figures['shape']}, {worker['dtype']} with {worker['weights']} weights"
+    yield f"\nLimits: {rates}; attention {worker['attention']}; {figures['in_flight']} in flight.\n"
+    yield "| | requests | tokens each | cached | ms | floor | bound by | of the limit | tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in figures["rows"]:
+        floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
+        yield (
+            f"| {row['kind']} | {row['num_requests']} | {row['num_tokens']} | {row['context']} | "
+            f"{row['seconds'] * 1e3:.2f} | {floor * 1e3:.2f} | {row['bound']} | "
+            f"{percent(row['fraction'])} | {row['tokens_per_second']:,.0f} |"
+        )
+
+
+def complaints(outcome: Outcome) -> Iterator[str]:
+    """What a failed stage said."""
+    failed: dict[str, Any] = outcome.figures.get("failed") or {}
+    if isinstance(failed, dict):
+        for name, line in failed.items():
+            yield f"\n- `{name}`: {line.splitlines()[0] if line else ''}"
+    if outcome.said:
+        yield f"\n## {outcome.name}: what it said\n\n```\n{outcome.said}\n```"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

@@ -1,0 +1,231 @@
+"""`kill -9` of a random worker every few seconds under full load: does anybody notice?
+
+    python -m examples.benchmarks.kill_workers
+        [--seconds 120] [--every 5] [--streams 32] [--out DIR]
+                                       [-- FLAGS OF podway serve]
+    python -m examples.benchmarks.kill_workers
+        --kills N    # as often, each as soon as tokens flow again
+
+Half of the streams are greedy, half are seeded; each asks one question after another for as long
+as the killing lasts. Before it, every question is asked once, undisturbed. A stream that is told
+503 before it has begun comes back when it is told to, as official clients do; anything else that
+is not the whole undisturbed text is counted as a failure. Ends with exit code 1 if there is one.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+WORKER_NAME = "podway-worker"
+QUESTIONS = (
+    "Tell me a story about a fox.",
+    "What is Podway? Explain it in a few words, and then explain what an iteration is.",
+    "What is 12 + 30?",
+    "Write a poem about rain.",
+)
+
+
+@dataclass
+class Counts:
+    """What happened while workers were killed."""
+
+    kills: int = 0
+    kills_in_vain: int = 0  # before a token had come since the last one
+    answers: int = 0
+    tokens: int = 0
+    told_to_come_back: int = 0
+    failures: list[str] = field(default_factory=list)
+    longest_pause: float = 0.0  # seconds without a token, in a stream that had begun
+    flows: asyncio.Event = field(default_factory=asyncio.Event)  # tokens come again after a kill
+
+
+class Refused(Exception):
+    """A 503 in the place of a stream; `seconds` until another try."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"come back in {seconds} s")
+        self.seconds = seconds
+
+
+def body_of(index: int) -> dict[str, Any]:
+    """A request of its own; even ones are greedy, odd ones are seeded."""
+    return {
+        "model": "builtin",
+        "prompt": QUESTIONS[index % len(QUESTIONS)] * (1 + index % 5),
+        "max_tokens": 200 + 37 * index % 500,
+        "temperature": float(index % 2),
+        "seed": index,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@contextmanager
+def serving(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`podway serve` on a free port: its process and its address."""
+    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--log-level", "error"]
+    command += ["--max-restarts", "100000", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            banner = server.stdout.readline()
+            if " at http://" not in banner:
+                raise SystemExit("the server did not start")
+            yield server, banner.rsplit(" at ", 1)[1].strip()
+        finally:
+            server.send_signal(signal.SIGTERM)
+
+
+async def chunks(session: aiohttp.ClientSession, url: str, index: int) -> AsyncIterator[Any]:
+    """The events of one streamed answer. Raises `Refused`, or `RuntimeError` for what is wrong."""
+    async with session.post(f"{url}/v1/completions", json=body_of(index)) as response:
+        if response.status == 503:
+            raise Refused(float(response.headers.get("retry-after-ms", "1000")) / 1000)
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {await response.text()}")
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(str(chunk["error"]))
+                yield chunk
+
+
+async def answer(
+    session: aiohttp.ClientSession, url: str, index: int, counts: Counts
+) -> tuple[str, int]:
+    """The whole text, and how many tokens the server says it has."""
+    pieces: list[str] = []
+    num_tokens = 0
+    last: float | None = None
+    async for chunk in chunks(session, url, index):
+        now = time.perf_counter()
+        if last is not None:
+            counts.longest_pause = max(counts.longest_pause, now - last)
+        last = now
+        counts.flows.set()
+        pieces += [choice["text"] for choice in chunk["choices"]]
+        num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+    return "".join(pieces), num_tokens
+
+
+async def one_stream(
+    session: aiohttp.ClientSession, url: str, number: int, over: asyncio.Event, counts: Counts,
+    undisturbed: list[tuple[str, int]],
+) -> None:  # fmt: skip
+    """Ask until the killing is over; every answer is held against the undisturbed one."""
+    index = number
+    while not over.is_set():
+        try:
+            said = await answer(session, url, index % len(undisturbed), counts)
+        except Refused as refused:
+            counts.told_to_come_back += 1
+            await asyncio.sleep(refused.seconds)
+            continue
+        except (RuntimeError, aiohttp.ClientError) as error:
+            counts.failures.append(f"stream {number}: {type(error).__name__}: {error}")
+        else:
+            counts.answers += 1
+            counts.tokens += said[1]
+            if said != undisturbed[index % len(undisturbed)]:
+                counts.failures.append(f"stream {number}: another text than undisturbed")
+        index += 1 if number % 2 else 3
+
+
+async def killing(server: int, arguments: argparse.Namespace, counts: Counts) -> None:
+    """`kill -9` one of the server's workers, whatever it is doing, again and again."""
+    source = random.Random(arguments.seed)
+    until = time.perf_counter() + arguments.seconds
+    while counts.kills < (arguments.kills or sys.maxsize):
+        if arguments.kills:
+            await counts.flows.wait()
+        elif time.perf_counter() + arguments.every > until:
+            break
+        else:
+            await asyncio.sleep(arguments.every)
+        workers = [p for p in psutil.Process(server).children() if p.name() == WORKER_NAME]
+        if workers:
+            os.kill(source.choice(workers).pid, signal.SIGKILL)
+            counts.kills += 1
+            counts.kills_in_vain += not counts.flows.is_set()
+            counts.flows.clear()
+
+
+async def measure(server: int, url: str, arguments: argparse.Namespace) -> Counts:
+    """Undisturbed texts, then the killing."""
+    counts, over = Counts(), asyncio.Event()
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        undisturbed = await asyncio.gather(
+            *(answer(session, url, index, Counts()) for index in range(arguments.bodies))
+        )
+        async with asyncio.TaskGroup() as group:
+            for number in range(arguments.streams):
+                group.create_task(one_stream(session, url, number, over, counts, undisturbed))
+            await killing(server, arguments, counts)
+            over.set()
+    return counts
+
+
+def report(arguments: argparse.Namespace, counts: Counts) -> str:
+    """A table for people."""
+    rows = {
+        "kill -9 of a random worker": "when tokens flow"
+        if arguments.kills
+        else f"every {arguments.every:g} s for {arguments.seconds:g} s",
+        "streams": f"{arguments.streams}, half greedy, half seeded",
+        "flags of the server": f"`{' '.join(arguments.flags)}`" if arguments.flags else "none",
+        "workers killed": f"{counts.kills}, of them {counts.kills_in_vain} before they had worked",
+        "answers, each held against its undisturbed text": f"{counts.answers}",
+        "tokens": f"{counts.tokens}",
+        "failed or different": f"{len(counts.failures)}",
+        "new requests told 503 and when to come back": f"{counts.told_to_come_back}",
+        "longest pause within a stream, seconds": f"{counts.longest_pause:.1f}",
+    }
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in rows.items())]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill workers under load.")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--kills", type=int, help="so many, each when tokens flow again")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--bodies", type=int, default=64, help="different requests")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
+    parser.add_argument("--out", type=Path, help="write NAME.json here")
+    parser.add_argument("--name", default="survival")
+    parser.add_argument("flags", nargs="*", help="after --: flags of podway serve")
+    arguments = parser.parse_args()
+    with serving(arguments.flags) as (server, url):
+        counts = asyncio.run(measure(server.pid, url, arguments))
+    print(report(arguments, counts))
+    for failure in counts.failures[:20]:
+        print(failure, file=sys.stderr)
+    if arguments.out is not None:
+        counted = {name: value for name, value in vars(counts).items() if name != "flows"}
+        told = counted | {"flags": arguments.flags, "seconds": arguments.seconds}
+        (arguments.out / f"{arguments.name}.json").write_text(json.dumps(told, indent=1) + "\n")
+    sys.exit(bool(counts.failures))
+
+
+if __name__ == "__main__":
+    main()

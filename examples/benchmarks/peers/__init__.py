@@ -1,0 +1,1 @@
+"""Podway beside other servers on this machine: how each is started, its loads, the tables."""

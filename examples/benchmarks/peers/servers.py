@@ -1,0 +1,110 @@
+"""A server as its own process: started, waited for, weighed, stopped."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+UP_SECONDS = 900.0  # vLLM compiles
+STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How to start one. `$NAME` in command and environment is taken from ours."""
+
+    name: str
+    group: str  # its table
+    command: tuple[str, ...]
+    port: int
+    model: str  # what requests name
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """One that answers."""
+
+    process: psutil.Process
+    url: str
+    model: str
+    first_token_seconds: float
+
+    def tree(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def pss_mib(self) -> int:
+        """Memory of its processes, a shared page counted once."""
+        return sum(one.memory_full_info().pss for one in self.tree()) >> 20
+
+    def cpu_seconds(self) -> float:
+        times = [one.cpu_times() for one in self.tree()]
+        return sum(one.user + one.system for one in times)
+
+
+def read_servers(asked: Mapping[str, Any]) -> list[Server]:
+    """The `[[server]]` tables."""
+    return [
+        Server(
+            name=one["name"],
+            group=one["group"],
+            command=tuple(os.path.expandvars(word) for word in shlex.split(one["command"])),
+            port=one["port"],
+            model=one["model"],
+            environment={
+                key: os.path.expandvars(value) for key, value in one.get("environment", {}).items()
+            },
+        )
+        for one in asked["server"]
+    ]
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Up]:
+    """From its start to its end; raises `SystemExit` if it does not come up."""
+    began = time.monotonic()
+    process = psutil.Popen(
+        server.command,
+        env={**os.environ, **server.environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        _wait_for_a_token(process, url, server.model)
+        yield Up(process, url, server.model, time.monotonic() - began)
+    finally:
+        everyone = [process, *process.children(recursive=True)]
+        process.send_signal(signal.SIGTERM)
+        _, left = psutil.wait_procs(everyone, timeout=STOP_SECONDS)
+        for one in left:
+            one.kill()
+        psutil.wait_procs(left)
+
+
+def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
+    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": 1}).encode()
+    ask = urllib.request.Request(
+        f"{url}/v1/completions", body, {"content-type": "application/json"}
+    )
+    until = time.monotonic() + UP_SECONDS
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args} ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(ask, timeout=UP_SECONDS) as answer:
+                answer.read()
+                return
+        except OSError:  # not listening, or loading
+            time.sleep(0.1)
+    raise SystemExit(f"{process.args} did not come up in {UP_SECONDS:.0f} s")

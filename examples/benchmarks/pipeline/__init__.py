@@ -1,0 +1,1 @@
+"""Pipeline parallelism, measured on this machine and simulated on described hardware."""

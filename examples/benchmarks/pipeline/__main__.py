@@ -1,0 +1,157 @@
+"""Does a pipeline keep its stages busy? Two stages on this machine, and 1 to 8 in virtual time.
+
+On this machine a model of random weights is cut into two stages of one thread each, and runs with
+a batch in flight for each stage, and with one batch at a time. In virtual time Orca's pipelined
+iterations meet FasterTransformer's microbatches. Writes README.md and pipeline.json; some minutes.
+
+    python -m examples.benchmarks.pipeline
+        [--out examples/benchmarks/results/pipeline] [--requests 16] [--repeats 5]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from engine.simulated.trace import at_rate, orca_lengths, poisson
+from examples.benchmarks.pipeline.measured import (
+    Bench,
+    Run,
+    Setup,
+    cores_free,
+    make_asks,
+    write_checkpoint,
+)
+from examples.benchmarks.pipeline.simulated import SYSTEMS, Flow, flow
+
+OUTPUT_LEN = 32
+SETUPS = (
+    Setup("one worker, one thread", stages=1, depth=1, batch=8),
+    Setup("2 stages, one batch of 8 at a time", stages=2, depth=1, batch=8),
+    Setup("2 stages, one batch of 16 at a time", stages=2, depth=1, batch=16),
+    Setup("**2 stages, two batches of 8 in flight**", stages=2, depth=2, batch=8),
+    Setup("one worker, two threads", stages=1, depth=1, batch=16, threads=2),
+)
+STAGES = (1, 2, 4, 8)
+BATCH = 8  # requests in flight a stage, in virtual time
+
+
+async def measure_all(requests: int, repeats: int) -> dict[str, Run]:
+    """The median run of each setup; they take turns, so that all see the machine alike."""
+    with TemporaryDirectory() as scratch:
+        model = write_checkpoint(Path(scratch))
+        benches = [
+            Bench(setup, model, Path(scratch) / f"{at}.json") for at, setup in enumerate(SETUPS)
+        ]
+        for bench in benches:
+            await bench.open()
+        for _ in range(repeats):
+            for bench in benches:
+                rate = await bench.run(make_asks(requests, OUTPUT_LEN))
+                print(f"{bench.setup.name}: {rate:.1f} tokens/s", flush=True)
+        runs = {bench.setup.name: await bench.close() for bench in benches}
+    return {
+        name: sorted(each, key=lambda run: run.rate)[len(each) // 2] for name, each in runs.items()
+    }
+
+
+def simulate_all(queue: int) -> dict[str, list[Flow]]:
+    """Every system on every number of stages, with so many requests that all are long busy."""
+    flows: dict[str, list[Flow]] = {system.name: [] for system in SYSTEMS}
+    for stages in STAGES:
+        count = queue * BATCH * stages
+        arrivals = at_rate(poisson(1.0, count, orca_lengths, Random(0)), 1e6)
+        for system in SYSTEMS:
+            flows[system.name].append(flow(system, stages, BATCH, arrivals))
+    return flows
+
+
+def measured_table(runs: dict[str, Run]) -> str:
+    base = runs[SETUPS[1].name].rate
+    lines = [
+        "| | output tokens/s | against one batch of 8 | bubbles per stage |",
+        "|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        bubbles = ", ".join(f"{share:.0%}" for share in run.bubbles)
+        lines.append(f"| {name} | {run.rate:.1f} | {run.rate / base:.2f} × | {bubbles} |")
+    return "\n".join(lines)
+
+
+def simulated_table(flows: dict[str, list[Flow]]) -> str:
+    heads = " | ".join(f"{stages} stage{'s' * (stages > 1)}" for stages in STAGES)
+    lines = [f"| output tokens/s (bubbles) | {heads} |", "|---" * (1 + len(STAGES)) + "|"]
+    for name, each in flows.items():
+        cells = " | ".join(f"{one.rate:,.0f} ({one.bubbles:.0%})" for one in each)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def report(
+    runs: dict[str, Run], flows: dict[str, list[Flow]], args: argparse.Namespace, free: float
+) -> str:
+    return f"""# Does a pipeline keep its stages busy?
+
+Regenerate with `python -m examples.benchmarks.pipeline`; the numbers are in `pipeline.json`.
+
+## On this machine
+
+57 million random parameters, float32, 16 layers; {args.requests} requests at once, 32 tokens in,
+{OUTPUT_LEN} out, greedy; each stage is a process of one thread. The median of {args.repeats} runs
+each, in turns. A bubble is time in which a stage computes nothing, between the first and the last
+step.
+
+{os.cpu_count()} cores, of which this had **{free:.2f}**: that is how much more two processes
+counted together just before than one alone. With less than 2, two stages at work share what one
+would have had, so that fewer bubbles do not show as more tokens, and computing includes the wait
+for a core.
+
+{measured_table(runs)}
+
+With one batch at a time the stages wait for each other: their bubbles add up to one whole
+stage or more. With a batch in flight for each stage they overlap.
+
+## In virtual time
+
+Orca's pipelined iterations against FasterTransformer's microbatches: GPT-3 101B on 8 A100-40GB a
+stage, Orca's lengths (32..512 in, 1..128 out), a queue that is full from the start, {BATCH}
+requests in flight a stage, the cost model of [Orca's headline](../orca/README.md).
+
+{simulated_table(flows)}
+
+- Microbatches fill the pipeline anew in every iteration: (stages - 1) / (2 stages - 1) of the time
+  is bubbles even where all parts are equal, and prefills beside decodes make them unequal.
+- Uncut, the batch reads the weights once for all its requests, but only one stage works at a time.
+- Request level loses once more, because nobody joins until the longest answer is done.
+- Pipelined iterations keep what bubbles come from steps of different length: while one with a
+  prompt goes through the stages, those before and after it wait. The end of the queue is in all
+  numbers, when the last answers leave seats empty: the more stages, the more of it.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("examples/benchmarks/results/pipeline"))
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--queue", type=int, default=15, help="requests for each seat, simulated")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    free = cores_free()
+    runs, flows = asyncio.run(measure_all(args.requests, args.repeats)), simulate_all(args.queue)
+    told = {
+        "cores_free": free,
+        "measured": {name: asdict(run) for name, run in runs.items()},
+        "simulated": {name: [asdict(one) for one in each] for name, each in flows.items()},
+    }
+    (args.out / "pipeline.json").write_text(json.dumps(told, indent=1))
+    (args.out / "README.md").write_text(report(runs, flows, args, free))
+    print(f"\n{measured_table(runs)}\n\n{simulated_table(flows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Loads for a small machine: published traces with their lengths divided, and mixes of callers.
+
+A divided trace keeps its pattern of arrivals, the spread of its lengths and who shares what.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from engine.request import RequestSpec
+from engine.simulated.trace import (
+    GREEDY,
+    Arrival,
+    at_rate,
+    poisson,
+    read_trace,
+    skewed_lengths,
+)
+
+DATA = Path(__file__).parents[3] / "tests" / "data"
+AZURE = DATA / "azure_2023_conv_first_1000.csv.gz"
+MOONCAKE = DATA / "mooncake_conversation_sessions.jsonl.gz"
+IDS = (300, 2000)  # token ids of prompts
+MOONCAKE_DIVISOR = 32  # 512 tokens, which an id of the trace stands for, become a block of 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Arrival):
+    """An arrival whose prompt a real model can read; `run` tokens of it stand for a block."""
+
+    run: int = 16
+    tenant: str = ""
+    ttft_deadline: float | None = None
+
+    def spec(self, index: int) -> RequestSpec:
+        return RequestSpec(
+            self.prompt(index),
+            self.output_len,
+            GREEDY,
+            tenant=self.tenant,
+            ttft_deadline=self.ttft_deadline,
+        )
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Ids drawn by block, so that equal blocks are equal, and by request beyond them."""
+        ids: list[int] = []
+        for block in self.blocks[: self.prompt_len // self.run]:
+            ids += Random(f"block {block}").choices(range(*IDS), k=self.run)
+        own = Random(f"request {index}").choices(range(*IDS), k=self.prompt_len - len(ids))
+        return (*ids, *own)
+
+
+def azure(count: int, rate: float, divisor: int = 8) -> list[Call]:
+    """The first requests of the conversation trace, all lengths divided, at `rate` a second."""
+    calls = [
+        Call(
+            one.at,
+            max(1, one.prompt_len // divisor),
+            max(1, one.output_len // divisor),
+        )
+        for one in read_trace(AZURE)[:count]
+    ]
+    return _at_rate(calls, rate)
+
+
+def skewed(count: int, rate: float, seed: int = 0) -> list[Call]:
+    """FastServe's synthetic workload: both lengths follow Zipf's law, up to 256 tokens."""
+    arrivals = poisson(rate, count, skewed_lengths(256, 256), Random(seed))
+    return [Call(one.at, one.prompt_len, one.output_len) for one in arrivals]
+
+
+def two_kinds(count: int, rate: float, seed: int = 0) -> list[Call]:
+    """Chats that want their first token soon, and reports that may take their time."""
+    random = Random(seed)
+    calls, at = [], 0.0
+    for _ in range(count):
+        at += random.expovariate(rate)
+        if random.random() < 0.5:
+            calls.append(Call(at, random.randint(16, 64), random.randint(4, 24), ttft_deadline=0.5))
+        else:
+            lengths = random.randint(100, 400), random.randint(24, 64)
+            calls.append(Call(at, *lengths, ttft_deadline=10.0))
+    return calls
+
+
+def with_a_greedy_tenant(count: int, rate: float, seed: int = 0) -> list[Call]:
+    """Four tenants send a sixteenth of the load each; the fifth all the rest, from the start."""
+    random = Random(seed)
+    calls, at = [], 0.0
+    for _ in range(count):
+        at += random.expovariate(rate)
+        tenant = random.choice(["a", "b", "c", "d"]) if random.random() < 0.25 else "greedy"
+        lengths = random.randint(32, 128), random.randint(8, 32)
+        calls.append(Call(at, *lengths, tenant=tenant))
+    return calls
+
+
+def mooncake(count: int, rate: float) -> list[Call]:
+    """Whole sessions of the conversation trace, all lengths divided, at `rate` a second."""
+    with gzip.open(MOONCAKE, "rt") as file:
+        rows = [json.loads(line) for line in file][:count]
+    calls = [
+        Call(
+            row["timestamp"] / 1e3,
+            max(1, row["input_length"] // MOONCAKE_DIVISOR),
+            max(1, row["output_length"] // MOONCAKE_DIVISOR),
+            tuple(row["hash_ids"]),
+        )
+        for row in rows
+    ]
+    return _at_rate(calls, rate)
+
+
+def best_hit_rate(calls: Sequence[Call]) -> float:
+    """Share of all prompt tokens that a cache without bounds and without delay would have."""
+    seen: set[int] = set()
+    found = total = 0
+    for call in calls:
+        total += call.prompt_len
+        full = call.blocks[: (call.prompt_len - 1) // call.run]
+        known = 0
+        while known < len(full) and full[known] in seen:
+            known += 1
+        found += known * call.run
+        seen.update(call.blocks[: call.prompt_len // call.run])
+    return found / total
+
+
+def _at_rate(calls: Sequence[Call], rate: float) -> list[Call]:
+    moved = at_rate(calls, rate)
+    return [replace(call, at=one.at) for call, one in zip(calls, moved, strict=True)]

@@ -1,0 +1,345 @@
+"""What one streamed token costs the loop process, against a bare `transport.write`.
+
+The gateway (engine, text, frames, ASGI, uvicorn) serves S streams over real sockets while a mock
+executor returns R iterations a second; a second process reads. The loop process's CPU seconds
+are divided by the tokens. The yardstick, in the same run: the same bytes to as many sockets at
+the same rate through a bare uvloop transport, with as much time between two writes as a gateway
+has (writes in a row find the reader awake and cost half). Budget: 2.5 times that.
+
+    python -m examples.benchmarks.streaming_cost
+        [--streams 256] [--rate 40] [--seconds 5] [--json FILE]
+                                         [--profile FILE]
+
+With `--profile` the gateway is measured once more under cProfile, which is slow itself: read the
+shares, not the times.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import io
+import json
+import multiprocessing
+import os
+import pstats
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import uvicorn
+import uvloop
+
+from adapters.grammar import open_compiler
+from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.events import ObserverGroup
+from engine.grammar import GrammarCompiler, TokenTable
+from engine.kv.ledger import KVLedger
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.step import Step, StepEntry, StepResult
+from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.keys import Keys
+from gateway.access.quotas import Quotas
+from gateway.generation.grammar_check import GrammarCheck
+from gateway.observe.backpressure import LoopWatch
+from gateway.observe.exposition import Exposition
+from gateway.observe.metrics import Metrics
+from gateway.schema.fields.sampling import Vocabulary
+from gateway.serve.connection import Connection
+from gateway.serve.server import calm_collector
+from gateway.service import Pace, ServedModel, Service
+from gateway.store.files import FileLimits
+from gateway.store.store import open_store
+from gateway.web.app import build_app
+
+MODEL = "mock"
+MAX_TOKENS = 1_000_000  # no stream comes to its end
+SHOWN = 25  # functions of a profile
+LETTERS = b" abcdefghijklmnopqrstuvwxyz"
+FRAME = (
+    b'data: {"id":"chatcmpl-000000000000000000000000","object":"chat.completion.chunk",'
+    b'"created":1700000000,"model":"mock","system_fingerprint":"fp","service_tier":"default",'
+    b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}'
+    b"\n\n"
+)
+
+
+class Words:
+    """A tokenizer whose every id is a word of five bytes."""
+
+    vocab_size = 27
+    special_ids = frozenset[int]()
+    special_tokens: Mapping[str, int] = MappingProxyType({})
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1] * max(1, len(text) // 5)
+
+    def decoder(self) -> "Words":
+        return self
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.feed(token_id)
+
+    def feed(self, token_id: int) -> bytes:
+        return b" " + LETTERS[token_id : token_id + 1] * 4
+
+
+class Metronome:
+    """An executor that answers `rate` times a second, whatever the batch; 0: at once."""
+
+    depth = 1
+    is_alive = True
+
+    def __init__(self, rate: float) -> None:
+        self._period = 1 / rate if rate else 0.0
+        self._next = 0.0
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[StepResult] = loop.create_future()
+        tokens = tuple(_draw(entry) for entry in step.entries if entry.sample is not None)
+        result = StepResult(step.step_id, tokens, self._period)
+        now = time.perf_counter()
+        self._next = max(self._next + self._period, now)
+        loop.call_later(self._next - now, future.set_result, result)
+        return future
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        """It does not die, so there will be nothing to tell."""
+
+    async def restart(self) -> None:
+        raise AssertionError("it does not die")
+
+
+def _draw(entry: StepEntry) -> int:
+    return (entry.request_id + entry.start) % 26 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many streams at so many iterations a second (0: as fast as they go), for so long.
+
+    `space` is CPU seconds that the yardstick idles away before each write.
+    """
+
+    streams: int
+    rate: float
+    seconds: float
+    settle: float  # seconds before it is measured
+    space: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU of the loop process: microseconds per token, tokens and events per second of wall."""
+
+    microseconds: float
+    tokens_per_second: float
+    busy: float
+
+
+def no_grammars() -> GrammarCompiler:
+    """The load asks for none."""
+    return open_compiler(TokenTable([b"a"], {}, lambda text: [0] * len(text)), 27)
+
+
+def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
+    """A service over the mock executor, with everything that is on in production."""
+    metrics, quotas = Metrics(), Quotas()
+    scheduler = IterationScheduler(
+        SchedulerSettings(
+            max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
+        ),
+        KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
+        FirstComeFirstServed(),
+        ObserverGroup(metrics, RequestLog(), quotas),
+    )
+    tokenizer = Words()
+    service = Service(
+        engine=Engine(scheduler, Metronome(load.rate), clock),
+        model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
+        grammars=GrammarCheck(no_grammars()),
+        exposition=Exposition(metrics, scheduler, MODEL),
+        watch=LoopWatch(clock, metrics.loop_lag),
+        clock=clock,
+        unix_now=lambda: 1_700_000_000,
+        random=random.Random(1),
+        keys=Keys(()),
+        limits=BodyLimits(),
+        pace=Pace(),
+        quotas=quotas,
+        store=open_store(None, FileLimits()),
+    )
+    return service, metrics
+
+
+@asynccontextmanager
+async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
+    """A listening gateway: its port, and how many tokens it has sampled."""
+    service, metrics = build_service(load, time.perf_counter)
+    calm_collector()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            build_app(service), http=Connection, ws="none", lifespan="off", log_level="error",
+            access_log=False, timeout_graceful_shutdown=1,
+        )
+    )  # fmt: skip
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(service.engine.run())
+        watching = group.create_task(service.watch.run())
+        serving = group.create_task(server._serve([listener]))
+        yield listener.getsockname()[1], lambda: metrics.num_output_tokens
+        server.should_exit = True
+        await serving
+        running.cancel()
+        watching.cancel()
+    service.store.close()
+    print(f"  loop lag p99 at most {_p99(metrics)} s")
+
+
+def _p99(metrics: Metrics) -> str:
+    buckets = metrics.loop_lag.buckets()
+    return next(bound for bound, count in buckets if count >= 0.99 * buckets[-1][1])
+
+
+def spin(seconds: float) -> None:
+    """Use this thread's CPU up, exactly."""
+    until = time.thread_time() + seconds
+    while seconds and time.thread_time() < until:
+        pass
+
+
+@asynccontextmanager
+async def bare(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
+    """The yardstick: every connection gets the frame at each tick, chunked as HTTP does it."""
+    transports: list[asyncio.Transport] = []
+    num_written = 0
+    chunk = b"%x\r\n" % len(FRAME) + FRAME + b"\r\n"
+
+    class Writer(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transports.append(cast("asyncio.Transport", transport))
+
+    async def tick() -> None:
+        nonlocal num_written
+        at = time.perf_counter()
+        while True:
+            for transport in transports:
+                spin(load.space)
+                transport.write(chunk)
+            num_written += len(transports)
+            at = max(at + 1 / load.rate, time.perf_counter())
+            await asyncio.sleep(at - time.perf_counter())
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Writer, "127.0.0.1", 0, backlog=1024)
+    async with server:
+        ticking = asyncio.create_task(tick())
+        yield server.sockets[0].getsockname()[1], lambda: num_written
+        ticking.cancel()
+        for transport in transports:
+            transport.abort()
+
+
+def read_streams(port: int, streams: int, stop: Any) -> None:
+    """The reading process: opens the streams and throws away what comes."""
+
+    async def main() -> None:
+        body = json.dumps(
+            {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": MAX_TOKENS}
+        ).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        request = head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+        class Reader(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                cast("asyncio.Transport", transport).write(request)
+
+        loop = asyncio.get_running_loop()
+        for _ in range(streams):
+            await loop.create_connection(Reader, "127.0.0.1", port)
+        await loop.run_in_executor(None, stop.wait)
+
+    uvloop.run(main())
+
+
+async def measure(
+    serve: Callable[[Load], Any], load: Load, profile: cProfile.Profile | None = None
+) -> Cost:
+    """CPU and tokens between two moments, after the streams have begun."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    async with serve(load) as (port, count):
+        reader = context.Process(target=read_streams, args=(port, load.streams, stop))
+        reader.start()
+        while count() < 2 * load.streams:  # noqa: ASYNC110 # a benchmark may poll
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(load.settle)
+        cpu, wall, tokens = time.process_time(), time.perf_counter(), count()
+        if profile is not None:
+            profile.enable()
+        await asyncio.sleep(load.seconds)
+        if profile is not None:
+            profile.disable()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        tokens = count() - tokens
+        cpu -= tokens * load.space
+        stop.set()
+        await asyncio.to_thread(reader.join)
+    return Cost(1e6 * cpu / max(1, tokens), tokens / wall, cpu / wall)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    load = Load(arguments.streams, arguments.rate, arguments.seconds, arguments.settle)
+    print(f"{load.streams} streams x {load.rate:g} iterations/s, {load.seconds:g} s each")
+    spaced = replace(load, space=20e-6)
+    results = {
+        "bare write": await measure(bare, spaced),
+        "gateway": await measure(gateway, load),
+        "bare write, again": await measure(bare, spaced),
+        "gateway, saturated": await measure(gateway, replace(load, rate=0)),
+        "bare write, in a row": await measure(bare, load),
+    }
+    yard = (results["bare write"].microseconds + results["bare write, again"].microseconds) / 2
+    print(f"{'':20}{'us/token':>10}{'ratio':>8}{'tokens/s':>12}{'CPU':>7}")
+    for name, cost in results.items():
+        print(
+            f"{name:20}{cost.microseconds:10.1f}{cost.microseconds / yard:8.2f}"
+            f"{cost.tokens_per_second:12.0f}{cost.busy:7.0%}"
+        )
+    print(f"load average {' '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
+            json.dump({name: asdict(cost) for name, cost in results.items()}, file, indent=1)
+    if arguments.profile:
+        profile = cProfile.Profile()
+        await measure(gateway, load, profile)
+        with open(arguments.profile, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
+            file.write(summary(profile))
+
+
+def summary(profile: cProfile.Profile) -> str:
+    """Where the time goes: the functions that use most of it themselves."""
+    told = io.StringIO()
+    pstats.Stats(profile, stream=told).strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    return told.getvalue()
+
+
+if __name__ == "__main__":
+    flags = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    flags.add_argument("--streams", type=int, default=256)
+    flags.add_argument("--rate", type=float, default=40)
+    flags.add_argument("--seconds", type=float, default=5)
+    flags.add_argument("--settle", type=float, default=2)
+    flags.add_argument("--json")
+    flags.add_argument("--profile")
+    given = flags.parse_args()
+    if given.seconds <= 0 or given.streams < 1 or given.rate <= 0:
+        flags.error("--streams, --rate and --seconds must be above 0")
+    uvloop.run(main(given))

@@ -1,1 +1,0 @@
-"""What `86_compare_servers.py` is made of: servers, loads, tables."""

@@ -1,0 +1,145 @@
+"""The check of a GPU, rehearsed: its stages end each by itself, and the page tells all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.benchmarks.gpu import page, plan, stages
+from tests.examples.running import ROOT
+
+MACHINE = {"device": "NVIDIA H100 80GB HBM3", "when": "2026-11-21T10:00+00:00", "torch": "2.13"}
+
+
+def fails(seconds: float) -> dict[str, object]:
+    raise stages.StageFailed("as told", {"passed": 3, "skipped": 1, "failed": {"a::b": "why\nnot"}})
+
+
+def breaks(seconds: float) -> dict[str, object]:
+    raise KeyError(seconds)
+
+
+def test_a_stage_that_fails_or_breaks_leaves_the_others_alone() -> None:
+    told: list[stages.Outcome] = []
+    outcomes = stages.run_all(
+        [
+            stages.Stage("one", 5.0, fails),
+            stages.Stage("two", 5.0, breaks),
+            stages.Stage("three", 5.0, lambda seconds: {"given": seconds}),
+        ],
+        60.0,
+        told.append,
+    )
+    assert told == outcomes
+    assert [outcome.status for outcome in outcomes] == ["failed", "failed", "done"]
+    assert outcomes[0].said == "as told"
+    assert outcomes[1].said == "KeyError: 5.0"
+    assert outcomes[2].figures == {"given": 5.0}
+
+
+def test_without_time_a_stage_is_written_down_and_not_run() -> None:
+    (outcome,) = stages.run_all([stages.Stage("one", 5.0, fails)], 0.5, lambda _: None)
+    assert outcome.status == "no time"
+
+
+def test_a_command_has_its_time_and_its_last_words_are_kept() -> None:
+    assert stages.command([sys.executable, "-c", "print(7)"], 60.0) == "7\n"
+    with pytest.raises(stages.StageFailed, match="exit code 3\nbye"):
+        stages.command([sys.executable, "-c", "print('bye'); exit(3)"], 60.0)
+    with pytest.raises(stages.StageFailed, match="no end after 0 s"):
+        stages.command([sys.executable, "-c", "input(); input()"], 0.01)
+
+
+def a_run(kind: str, fraction: float) -> dict[str, object]:
+    row = {
+        "kind": kind,
+        "num_requests": 64,
+        "num_tokens": 1,
+        "context": 1024,
+        "seconds": 0.01,
+        "pace_seconds": 0.01,
+        "worker_seconds": 0.0098,
+        "floor_read_seconds": 0.009,
+        "floor_compute_seconds": 0.001,
+        "bound": "read",
+        "fraction": fraction,
+        "tokens_per_second": 6400.0,
+    }
+    limit = {"rate": 3e12, "by": "a device copy"}
+    return {
+        "shape": "Llama-3.1-8B",
+        "in_flight": 2,
+        "worker": {"dtype": "bfloat16", "weights": "bfloat16", "attention": "flashinfer"},
+        "limits": {"read": limit, "bfloat16": limit},
+        "rows": [row],
+    }
+
+
+def test_the_page_says_what_was_reached_beside_the_aims(tmp_path: Path) -> None:
+    busy = {
+        "streams": 256,
+        "output_tokens_per_second": 20_000.0,
+        "failed": 0,
+        "as_busy_as_the_worker_alone": 0.93,
+    }
+    outcomes = [
+        stages.Outcome("alone: Llama-3.1-8B", "done", 60.0, a_run("decode", 0.85)),
+        stages.Outcome(
+            "tests", "failed", 9.0, {"passed": 3, "skipped": 0, "failed": {"a::b": "x"}}
+        ),
+        stages.Outcome("server over HTTP", "done", 50.0, busy),
+    ]
+    path = page.write(tmp_path, MACHINE, outcomes)
+    assert path.name == "nvidia-h100-80gb-hbm3-2026-11-21.md"
+    text = path.read_text()
+    assert "| Llama-3.1-8B, decode 64 × 1,024, of the limit | 85 % | 80 % | 90 % |" in text
+    assert "| idle between those steps, 2 in flight | 2 % | < 3 % |  |" in text
+    assert "| 256 streams over HTTP, as busy as the worker alone | 93 % | 90 % |  |" in text
+    assert "- `a::b`: x" in text
+    figures = json.loads(path.with_suffix(".json").read_text())
+    assert [stage["status"] for stage in figures["stages"]] == ["done", "failed", "done"]
+
+
+def test_pytests_results_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tests.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="t" name="good"/>'
+        '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
+        '<testcase classname="t" name="idle"><skipped/></testcase></testsuite></testsuites>'
+    )
+    assert plan.read_results(path) == {"passed": 1, "skipped": 1, "failed": {"t::bad": "no"}}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "examples.benchmarks.gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("no check of a GPU here: ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_all_stages_are_rehearsed_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script, out = "examples.benchmarks.gpu", tmp_path / "out"
+    flags = ("--device", "cpu", "--out", out, "--minutes", "12")
+    ended = subprocess.run(
+        [sys.executable, "-m", script, *flags], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 0, ended.stdout
+    (written,) = out.glob("*.md")
+    text = written.read_text()
+    assert "| alone: TINY | done |" in text
+    assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
+    assert "0 requests failed |" in text
+    assert "| 8 streams over HTTP, as busy as the worker alone |" in text

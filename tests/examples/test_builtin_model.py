@@ -1,0 +1,20 @@
+"""The built-in model is trained and evaluated by the commands that its card names."""
+
+from pathlib import Path
+
+from adapters.dialects import load_chat_template
+from engine.step import WorkerSettings
+from engine.worker.process.worker import Worker
+from tests.examples.running import run_module
+
+
+def test_training_writes_a_checkpoint_that_answers(tmp_path: Path) -> None:
+    run_module("builtin_model.train", "--out", tmp_path, "--steps", "2", "--threads", "1")
+    worker = Worker.load(WorkerSettings(str(tmp_path)), lambda what, done, total: None)
+    assert worker.report.architecture == "LlamaForCausalLM"
+    assert load_chat_template(tmp_path) is not None
+
+
+def test_the_built_in_model_is_evaluated_through_a_server(server_url: str) -> None:
+    shown = run_module("builtin_model.evaluate", "--url", server_url, "--each", "1")
+    assert "overall" in shown
