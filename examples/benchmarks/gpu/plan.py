@@ -141,7 +141,7 @@ def run_server(plan: Plan, seconds: float) -> dict[str, Any]:
         "failed": load["num_failed"],
         "token_gap_seconds": gap,
         "worker_pace_seconds": pace,
-        "as_busy_as_the_worker_alone": min(1.0, pace / gap),
+        "as_busy_as_the_worker_alone": pace / max(gap, pace),
     }
 
 
