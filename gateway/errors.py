@@ -1,14 +1,12 @@
 """The one table from what went wrong to what the client is told: status, type, code, body.
 
 Errors of the engine come as they are; what only HTTP can get wrong is named here, in the same
-tree. Bodies are OpenAI's `{"error": {message, type, param, code}}`, always JSON.
+tree. The JSON bodies are rendered by the API dialects (`gateway.schema.dialect`).
 """
 
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
-
-import orjson
 
 from engine.errors import (
     ContextTooLong,
@@ -211,33 +209,6 @@ def verdict(error: BaseException) -> Verdict:
 def message_of(error: BaseException) -> str:
     """What a client is told in words. What is our fault keeps its details for the log."""
     return _OUR_FAULT if verdict(error).status == 500 else str(error)
-
-
-def error_body(error: BaseException) -> bytes:
-    """The JSON body."""
-    row, message = verdict(error), message_of(error)
-    param = error.param if isinstance(error, InvalidRequest) else None
-    told = {"message": message, "type": row.type, "param": param, "code": row.code}
-    return orjson.dumps({"error": told})
-
-
-_ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_error(error: BaseException, request_id: str) -> bytes:
-    """The JSON body at Anthropic's paths."""
-    status = verdict(error).status
-    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, "message": message_of(error)}
-    return orjson.dumps({"type": "error", "error": told, "request_id": request_id})
 
 
 def error_headers(error: BaseException) -> dict[str, str]:

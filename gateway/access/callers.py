@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.events import NullObserver
 from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
+from gateway.schema.dialect import OPENAI, ApiDialect
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -27,7 +28,7 @@ class Caller:
 
     `tenant` is the name of the API key that was shown, "" where none is needed; `weight` its share
     and `urgent` the lowest priority it may ask for. `limits` are headers that tell of its limits.
-    `is_anthropic`: it speaks Anthropic's API, and reads its errors and headers.
+    `dialect` renders the errors and headers that its API expects.
     """
 
     request_id: str
@@ -36,13 +37,12 @@ class Caller:
     weight: float = 1.0
     urgent: int | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
-    is_anthropic: bool = False
+    dialect: ApiDialect = OPENAI
 
     def headers(self, now: float) -> dict[str, str]:
         """What every response carries."""
-        own = {"request-id": self.request_id} if self.is_anthropic else {}
         return {
-            **own,
+            **self.dialect.headers(self.request_id),
             "x-request-id": self.request_id,
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,

@@ -29,9 +29,10 @@ from gateway.batch.lines import (
     request_id,
     tokens_of,
 )
-from gateway.errors import PathNotFound, StoreFailed, error_body, verdict
+from gateway.errors import PathNotFound, StoreFailed, verdict
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import compose
+from gateway.schema.dialect import OPENAI
 from gateway.store.batches import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
 
@@ -250,5 +251,5 @@ async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> LineP
 
 
 def _failed(record: BatchRecord, line: BatchLine, error: Exception) -> LineAnswer:
-    text = answer_line(record, line, verdict(error).status, error_body(error))
+    text = answer_line(record, line, verdict(error).status, OPENAI.error_body(error, ""))
     return LineAnswer(line.number, text, is_error=True)

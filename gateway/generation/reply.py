@@ -9,7 +9,7 @@ import anyio
 from starlette.responses import Response
 
 from engine.request import Abort
-from gateway.errors import anthropic_error, error_body, error_headers, verdict
+from gateway.errors import error_headers, verdict
 from gateway.generation.choices import ChoiceGroup
 from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished_choice
 
@@ -36,8 +36,7 @@ def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 2
 def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
     """What the table of `gateway.errors` says about an error."""
     headers = caller.headers(clock()) | error_headers(error)
-    is_anthropic = caller.is_anthropic
-    body = anthropic_error(error, caller.request_id) if is_anthropic else error_body(error)
+    body = caller.dialect.error_body(error, caller.request_id)
     return Response(body, verdict(error).status, headers, JSON)
 
 

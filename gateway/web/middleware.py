@@ -9,7 +9,6 @@ goes there directly, past everything that only looks at the status line.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import orjson
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
@@ -17,9 +16,9 @@ from gateway.access.callers import Caller, sane_request_id
 from gateway.access.retries import Retries
 from gateway.errors import InvalidApiKey, Superseded
 from gateway.generation.reply import error_response
+from gateway.schema.dialect import dialect_of
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from gateway.access.retries import Attempt
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 UNGUARDED = frozenset({"/health"})
 PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
 METERED = "/v1/"  # POSTs there count against the limits of their key,
-ANTHROPIC = "/v1/messages"
-RESPONSES = "/v1/responses"
-LAST = 2**31 - 1  # as number of an event: behind all that were sent, however many those were
 UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
 EXPOSED = (
     "x-request-id",
@@ -67,8 +63,8 @@ class IdentifyCaller:
             service = self._service
             offered = _header(scope, b"x-request-id")
             request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
-            is_anthropic = scope["path"].startswith(ANTHROPIC)
-            scope["podway.caller"] = Caller(request_id, service.clock(), is_anthropic=is_anthropic)
+            dialect = dialect_of(scope["path"])
+            scope["podway.caller"] = Caller(request_id, service.clock(), dialect=dialect)
             scope["podway.send"] = send
         await self._app(scope, receive, send)
 
@@ -124,11 +120,13 @@ class AccessControl:
     async def _dismiss(self, attempt: "Attempt", response: "_Progress", scope: "Scope") -> None:
         """End what the app left open, if somebody still listens."""
         caller: Caller = scope["podway.caller"]
-        error = error_response(Superseded(), caller, self._service.clock)
+        error = Superseded()
         if not response.has_started:
-            await error(scope, attempt.receive, response.send)
+            whole = error_response(error, caller, self._service.clock)
+            await whole(scope, attempt.receive, response.send)
         elif not response.is_complete:
-            event = _last_event(scope["path"], error) if response.is_stream else b""
+            is_stream, request_id = response.is_stream, caller.request_id
+            event = caller.dialect.error_event(error, request_id) if is_stream else b""
             await response.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -149,17 +147,6 @@ class _Progress:
         else:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
-
-
-def _last_event(path: str, error: "Response") -> bytes:
-    """A failure in the words of the stream that it ends."""
-    body = bytes(error.body)
-    if path.startswith(ANTHROPIC):
-        return b"event: error\ndata: " + body + b"\n\n"
-    if path.startswith(RESPONSES):
-        told = orjson.loads(body)["error"] | {"type": "error", "sequence_number": LAST}
-        return b"event: error\ndata: " + orjson.dumps(told) + b"\n\n"
-    return b"data: " + body + b"\n\n"
 
 
 def _is_metered(scope: "Scope") -> bool:

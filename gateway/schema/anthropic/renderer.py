@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import anthropic_error
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
+from gateway.schema.anthropic.dialect import AnthropicDialect
 from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
@@ -70,7 +70,7 @@ class MessagesRenderer:
 
     def failure(self, error: BaseException) -> bytes:
         """One `error` event; no other event follows."""
-        return b"event: error\ndata: " + anthropic_error(error, self._request_id) + b"\n\n"
+        return AnthropicDialect().error_event(error, self._request_id)
 
     def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
         (choice,) = choices

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.errors import error_body
+from gateway.schema.openai.dialect import OpenAIDialect
 from gateway.schema.openai.logprobs import LogprobsFormatter
 from gateway.schema.rendering import (
     PING,
@@ -83,7 +83,7 @@ class Envelope:
 
     def failure(self, error: BaseException) -> bytes:
         """One event with the JSON error body; no `[DONE]` follows."""
-        return b"data: " + error_body(error) + b"\n\n"
+        return OpenAIDialect().error_event(error)
 
     def _whole(self, choices: list[dict[str, Any]], progress: Progress, **more: Any) -> bytes:
         envelope = self._envelope(self.whole_object)

@@ -48,7 +48,7 @@ class Answer:
 class Lease:
     """A lease whose tokens come in the given chunks; `closed` says why it was given back."""
 
-    ask = SimpleNamespace(prompt=PROMPT)
+    spec = SimpleNamespace(prompt=PROMPT)
 
     def __init__(self, chunks: Sequence[TokenChunk]) -> None:
         self._chunks = iter(chunks)

@@ -15,7 +15,8 @@ from engine.errors import (
     Unavailable,
     WorkerLost,
 )
-from gateway.errors import error_body, error_headers, verdict
+from gateway.errors import error_headers, verdict
+from gateway.schema.dialect import OPENAI
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -38,7 +39,7 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 def test_every_error_has_its_row(error: Exception, status: int, code: str) -> None:
     assert verdict(error).status == status
     assert verdict(error).code == code
-    assert b"secret" not in error_body(error)
+    assert b"secret" not in OPENAI.error_body(error, "")
 
 
 def test_a_full_server_says_when_to_come_back() -> None:

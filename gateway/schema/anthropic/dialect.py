@@ -1,0 +1,31 @@
+"""Anthropic's errors: `{"type": "error", "error": {type, message}, request_id}`."""
+
+import orjson
+
+from gateway.errors import message_of, verdict
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}  # by status
+
+
+class AnthropicDialect:
+    """The dialect of `/v1/messages`; clients read the id of a request from `request-id`."""
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        return {"request-id": request_id}
+
+    def error_body(self, error: BaseException, request_id: str) -> bytes:
+        status = verdict(error).status
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        detail = {"type": kind, "message": message_of(error)}
+        return orjson.dumps({"type": "error", "error": detail, "request_id": request_id})
+
+    def error_event(self, error: BaseException, request_id: str) -> bytes:
+        return b"event: error\ndata: " + self.error_body(error, request_id) + b"\n\n"

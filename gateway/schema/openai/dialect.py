@@ -1,0 +1,26 @@
+"""OpenAI's errors: `{"error": {message, type, param, code}}`, in bodies and in events."""
+
+import orjson
+
+from engine.errors import InvalidRequest
+from gateway.errors import message_of, verdict
+
+
+class OpenAIDialect:
+    """The dialect of every path that is not another API's."""
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        return {}
+
+    def error_body(self, error: BaseException, request_id: str = "") -> bytes:
+        return orjson.dumps({"error": error_fields(error)})
+
+    def error_event(self, error: BaseException, request_id: str = "") -> bytes:
+        return b"data: " + self.error_body(error) + b"\n\n"
+
+
+def error_fields(error: BaseException) -> dict[str, str | None]:
+    """The fields of OpenAI's `error` object; `param` names the invalid request field, if any."""
+    row = verdict(error)
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return {"message": message_of(error), "type": row.type, "param": param, "code": row.code}

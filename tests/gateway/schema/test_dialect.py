@@ -1,0 +1,54 @@
+"""Each API dialect renders the same error in its own body, headers and last event."""
+
+import json
+
+import pytest
+
+from engine.errors import InvalidRequest
+from gateway.schema.dialect import dialect_of
+
+ERROR = InvalidRequest("Invalid 'n'.", "n")
+OPENAI_BODY = {
+    "error": {
+        "message": "Invalid 'n'.",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "invalid_request_error",
+    }
+}
+ANTHROPIC_BODY = {
+    "type": "error",
+    "error": {"type": "invalid_request_error", "message": "Invalid 'n'."},
+    "request_id": "req_1",
+}
+
+
+def data_of(event: bytes) -> dict[str, object]:
+    data: dict[str, object] = json.loads(event.partition(b"data: ")[2])
+    return data
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/nowhere"])
+def test_other_paths_have_openais_dialect(path: str) -> None:
+    dialect = dialect_of(path)
+    assert dialect.headers("req_1") == {}
+    assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
+    event = dialect.error_event(ERROR, "req_1")
+    assert data_of(event) == OPENAI_BODY
+    assert event.startswith(b"data: ") and event.endswith(b"\n\n")
+
+
+def test_responses_have_openais_bodies_and_numbered_events() -> None:
+    dialect = dialect_of("/v1/responses")
+    assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
+    event = dialect.error_event(ERROR, "req_1")
+    assert event.startswith(b"event: error\n")
+    assert data_of(event) == OPENAI_BODY["error"] | {"type": "error", "sequence_number": 2**31 - 1}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_messages_have_anthropics_bodies_events_and_request_id(path: str) -> None:
+    dialect = dialect_of(path)
+    assert dialect.headers("req_1") == {"request-id": "req_1"}
+    assert json.loads(dialect.error_body(ERROR, "req_1")) == ANTHROPIC_BODY
+    assert data_of(dialect.error_event(ERROR, "req_1")) == ANTHROPIC_BODY
