@@ -35,7 +35,8 @@ def test_other_paths_have_openais_dialect(path: str) -> None:
     assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
     event = dialect.error_event(ERROR, "req_1")
     assert data_of(event) == OPENAI_BODY
-    assert event.startswith(b"data: ") and event.endswith(b"\n\n")
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
 
 
 def test_responses_have_openais_bodies_and_numbered_events() -> None:
