@@ -69,7 +69,7 @@ class StandIn:
         assert isinstance(wrapper, StandInCaptured)
         return wrapper.parts_rows, wrapper.size
 
-    def turn(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
+    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
         self.check_device("rows", rows, torch.int32)
         assert cos_sin.dtype == torch.float32
         assert cos_sin.is_contiguous()
@@ -155,11 +155,11 @@ class StandInWrapper(ABC):
         assert tables["seq_lens"].tolist() == lengths.tolist()
         assert ((tables["last_page_len"] > 0) & (tables["last_page_len"] <= page)).all()
         self._planned = planned
-        self._stand_in.later(lambda: self._fetch(tables))
+        self._stand_in.later(lambda: self._upload(tables))
         self._staged_until = self._stand_in.given
 
     @abstractmethod
-    def _fetch(self, tables: dict[str, Tensor]) -> None:
+    def _upload(self, tables: dict[str, Tensor]) -> None:
         """The device takes what was planned, when it comes to it."""
 
     def _check_workspace(self, needed: int) -> None:
@@ -230,7 +230,7 @@ class StandInMixed(StandInWrapper):
         assert planned["max_sequence_kv"] == int(planned["seq_lens"].max())
         self._plan("mixed", planned, tables)
 
-    def _fetch(self, tables: dict[str, Tensor]) -> None:
+    def _upload(self, tables: dict[str, Tensor]) -> None:
         """All but the indices are copied; those are read where they lie."""
         self._tables = {name: tensor.clone() for name, tensor in tables.items()}
         self._tables["indices"] = tables["indices"]
@@ -276,7 +276,7 @@ class StandInCaptured(StandInWrapper):
         rows = planned["num_kv_heads"] * tiles * TILE
         return rows * (planned["head_dim"] + 1) * 4, 16 * tiles + 8 * self.size + 100
 
-    def _fetch(self, tables: dict[str, Tensor]) -> None:
+    def _upload(self, tables: dict[str, Tensor]) -> None:
         for name, buffer in self._buffers._asdict().items():
             buffer[: len(tables[name])].copy_(tables[name].clone())
         ones = torch.arange(self.size + 1)

@@ -1,6 +1,6 @@
-"""Attention in plain torch, one request after the other: slow, short and right.
+"""Attention in plain torch, one request at a time: slow, short and correct.
 
-The oracle of the contract suite; every other backend is held to it.
+The oracle of the contract suite, which compares every other backend with it.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class _Pages(NamedTuple):
     scale: float  # of 8-bit floats
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Rows `[tokens, kv_heads, dim]` into their slots, rounded."""
+        """Write rows `[tokens, kv_heads, dim]` to their slots in the dtype of the cache."""
         size = self.pages.shape[1]
         at = slots // size, slots % size
         if self.scales is not None:
@@ -32,11 +32,11 @@ class _Pages(NamedTuple):
             self.scales[at] = scales
             rows = (rows / scales.clamp_min(TINY)[..., None]).round_()
         if self.pages.dtype == fp8.FP8:
-            rows = fp8.rounded(rows, self.scale)
+            rows = fp8.quantize(rows, self.scale)
         as_bytes(self.pages)[at] = as_bytes(rows.to(self.pages.dtype))
 
     def read(self, blocks: Tensor, length: int) -> Tensor:
-        """The first `length` tokens of some blocks, `[length, kv_heads, dim]` in float32."""
+        """The first `length` tokens of these blocks, `[length, kv_heads, dim]` in float32."""
         found = as_bytes(self.pages)[blocks].view(self.pages.dtype)
         rows = found.flatten(0, 1)[:length].float()
         if self.pages.dtype == fp8.FP8:
@@ -47,22 +47,22 @@ class _Pages(NamedTuple):
 
 
 class ReferenceAttention:
-    """Gathers the pages of a request, masks, softmax in float32."""
+    """Gathers the pages of each request; mask and softmax in float32."""
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors, team: ThreadPool) -> None:
         self._spec = spec
         self._cache = cache
         self._place = cache.keys[0].device
         self._slots = torch.empty(0, dtype=torch.int64)
-        self._layout: RaggedLayout | None = None  # of the running step, from `plan` on
+        self._layout: RaggedLayout | None = None  # of the current step, set by `plan`
 
     def plan(self, layout: RaggedLayout) -> None:
-        """See `AttentionBackend`."""
+        """Keep the layout and slots of the step."""
         self._layout = layout
         self._slots = torch.from_numpy(layout.slots).to(self._place)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
-        """See `AttentionBackend`."""
+        """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
         if turn is not None:

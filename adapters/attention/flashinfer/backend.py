@@ -1,15 +1,15 @@
-"""Attention on NVIDIA GPUs, by FlashInfer, over the paged cache as it lies.
+"""Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
-A step is one launch per layer, prompts and decodes together: a decode is a prompt of one token.
-Steps of decodes alone can be captured in CUDA graphs. `plan` does all that the host has to decide:
-it cuts the work, fills pinned tables and has them fetched; `run` only gives work to the stream.
-Nothing here waits for the device but for tables of three steps ago.
+A step is one launch per layer for prefills and decodes together: a decode is a prefill of one
+token. Decode-only steps can be captured in CUDA graphs. `plan` runs once a step on the host: it
+splits the work, fills pinned tables and starts their copies; `run` only submits kernels to the
+stream. The host waits for the device only if the table copies of three steps ago are not done.
 """
 
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.fit import absent, unfit
+from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
 from adapters.attention.flashinfer.launches import CapturedLaunch, Geometry, MixedLaunch, Planned
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
@@ -25,9 +25,10 @@ NUM_ARENAS = 3
 
 
 class FlashInferAttention:
-    """See `CapturableAttention`. All calls come in one stream; the team is not needed."""
+    """A `CapturableAttention` by FlashInfer. All calls use one stream; the thread pool is
+    unused."""
 
-    splits = False  # whether decodes beside prompts get a launch of their own
+    splits = False  # whether decodes in a mixed step get a separate launch
 
     def __init__(
         self,
@@ -36,12 +37,12 @@ class FlashInferAttention:
         team: ThreadPool,
         library: Library | None = None,
     ) -> None:
-        """Raises `StartupError` if the shape, the machine or a limit does not suit."""
+        """Raises `StartupError` if the model's shape, the machine or a limit is not supported."""
         if library is None:
             if reason := self.why_not(spec, cache.keys[0].dtype, cache.block_size):
                 raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
             library = FlashInfer(cache.keys[0].device)
-        assert spec.limits is not None, "attention on a GPU is made for limits"
+        assert spec.limits is not None, "attention on a GPU needs the step limits"
         group = spec.num_heads // spec.num_kv_heads
         sizes = check_limits(spec.limits, cache.block_size, group)
         self._library = library
@@ -56,23 +57,25 @@ class FlashInferAttention:
             ]
         )
         self._writer = RowWriter(spec, cache)
-        self._turner = ApplyRope(library, sizes.tokens)
+        self._rope = ApplyRope(library, sizes.tokens)
         self._mixed = self._mixed_launch()
         self._decodes = self._mixed_launch() if self.splits else self._mixed
         self._captured: dict[int, CapturedLaunch] = {}  # by number of rows
-        self._planned: tuple[Planned, ...] = ()  # of the running step, from `plan` on
-        self._rows = 0  # of the running step
+        self._planned: tuple[Planned, ...] = ()  # of the current step, set by `plan`
+        self._rows = 0  # of the current step
 
     @staticmethod
     def why_not(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
-        """See `ChoosesShapes`."""
-        return unfit(spec, kv_dtype, block_size) or absent(torch.cuda.device_count())
+        """Why FlashInfer cannot serve this shape or machine, in one line; empty if it can."""
+        return unsupported_shape(spec, kv_dtype, block_size) or missing_requirement(
+            torch.cuda.device_count()
+        )
 
     def plan(self, layout: RaggedLayout) -> None:
-        """See `AttentionBackend`."""
+        """Plan the launches of a step and start the copies of its tables."""
         tables, count = PageTables.of(layout), layout.num_decodes
         with self._arenas.next() as arena:
-            indices = self._fetch(arena, layout)
+            indices = self._upload(arena, layout)
             if self.splits and 0 < count < layout.num_requests:
                 self._plan_split(arena, tables, indices, count)
             else:
@@ -80,30 +83,30 @@ class FlashInferAttention:
                 self._planned = (Planned(self._mixed, slice(0, tables.num_rows)),)
 
     def plan_captured(self, layout: RaggedLayout) -> None:
-        """See `CapturableAttention`."""
-        assert layout.is_decode_only, "prompts are not captured"
+        """Plan a decode-only step for the graph of its batch size."""
+        assert layout.is_decode_only, "steps with prefill are not captured"
         launch = self._captured_launch(layout.num_requests)
         with self._arenas.next() as arena:
-            launch.plan(arena, PageTables.of(layout), self._fetch(arena, layout))
+            launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
         self._planned = (Planned(launch, slice(0, layout.num_requests)),)
 
     def baked(self, num_rows: int) -> tuple[int, ...]:
-        """See `CapturableAttention`."""
+        """The plan's values that the graph of `num_rows` contains as constants."""
         return self._library.baked(self._captured[num_rows].wrapper)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
-        """See `AttentionBackend`."""
+        """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
         if turn is not None:
-            self._turner.turn(layer, q, k, turn)
+            self._rope.apply(layer, q, k, turn)
         self._writer.write(layer, self._slots[: len(q)], k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:
             planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
         return out
 
-    def _fetch(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
-        """Slots and pages of the step for the device; returns the pages."""
+    def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
+        """Start the copies of slots and page indices to the device; returns the page indices."""
         self._rows = layout.num_tokens
         indices = self._work.indices[: len(layout.kv_indices)]
         self._library.copy(indices, arena.put(layout.kv_indices))
@@ -126,9 +129,10 @@ class FlashInferAttention:
         return MixedLaunch(self._geometry, wrapper, self._library.event())
 
     def _captured_launch(self, size: int) -> CapturedLaunch:
-        """The one for so many rows, made the first time."""
+        """The launch for this batch size, made at its first use."""
         if size not in self._captured:
-            with torch.inference_mode(False):  # its buffers are written to in either mode
+            # buffers are written in and outside of inference mode
+            with torch.inference_mode(False):
                 wrapper = self._work.captured(size)
             launch = CapturedLaunch(self._geometry, wrapper, self._library.event())
             self._captured[size] = launch
@@ -136,6 +140,6 @@ class FlashInferAttention:
 
 
 class SplitFlashInferAttention(FlashInferAttention):
-    """Decodes beside prompts get a launch of their own, in tiles of their size."""
+    """Decodes of a mixed step get a separate launch with smaller tiles."""
 
     splits = True

@@ -1,8 +1,8 @@
-"""Launches: one call of FlashInfer's attention per layer, planned once a step.
+"""Launches: one FlashInfer attention call per layer, planned once a step.
 
-A `plan` cuts the work on the host, writes the cuts into pinned memory of the wrapper and has them
-fetched in the stream. So the next plan of the same wrapper waits until they are (`staged`), and
-comes, in the stream, behind all layers that still read the cuts before.
+`plan` splits the work on the host, writes the split to the wrapper's pinned memory and starts its
+copy in the stream. The next plan of the same wrapper waits until that copy is done (`staged`); its
+own copy comes, in stream order, after all layers that read the previous split.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from adapters.attention.flashinfer.tables import PageTableArena, PageTables
 from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.ports import AttentionSpec
 
-ALL = -1  # FlashInfer's word for no window
+NO_WINDOW = -1  # FlashInfer's value for full attention
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What every plan of a stage has in common."""
+    """The parameters that all plans of a stage share."""
 
     spec: AttentionSpec
     page_size: int
@@ -32,12 +32,12 @@ class Geometry:
 
     @property
     def window_left(self) -> int:
-        """Tokens before its own that a token sees."""
-        return ALL if self.spec.window is None else self.spec.window - 1
+        """The number of earlier tokens that a token attends to."""
+        return NO_WINDOW if self.spec.window is None else self.spec.window - 1
 
     @property
     def is_scaled(self) -> bool:
-        """Whether keys and values lie in the cache in another dtype, divided by their scales."""
+        """Whether the cache is in another dtype, so that keys and values are divided by scales."""
         return self.kv_dtype != self.spec.dtype
 
     def attend(
@@ -50,7 +50,7 @@ class Geometry:
 
 
 class MixedLaunch:
-    """Requests with any number of new tokens; those with one are decodes."""
+    """Attention of requests with any number of new tokens; a decode has one."""
 
     def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: CudaEvent) -> None:
         self._geometry = geometry
@@ -58,7 +58,7 @@ class MixedLaunch:
         self._staged = staged
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
-        """`indices` are the requests' pages, int32 on the device."""
+        """Plan one step; `indices` are the requests' pages, int32 on the device."""
         geometry, spec = self._geometry, self._geometry.spec
         self._staged.synchronize()
         self._wrapper.plan(
@@ -70,7 +70,7 @@ class MixedLaunch:
             num_kv_heads=spec.num_kv_heads,
             head_dim_qk=spec.head_dim,
             page_size=geometry.page_size,
-            causal=True,  # from the last key on: a decode and a later chunk see all before them
+            causal=True,  # aligned at the last key: later chunks see all earlier tokens
             sm_scale=spec.scale,
             window_left=geometry.window_left,
             q_data_type=spec.dtype,
@@ -78,18 +78,18 @@ class MixedLaunch:
             o_data_type=spec.dtype,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
-            max_token_per_sequence=tables.most_rows,
+            max_token_per_sequence=tables.max_rows,
             max_sequence_kv=int(tables.kv_len.max()),
         )
         self._staged.record()
 
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """One layer."""
+        """Attention of one layer into `out`."""
         self._geometry.attend(self._wrapper, q, pages, out)
 
 
 class CapturedLaunch:
-    """A fixed number of decodes, of which a CUDA graph can be made."""
+    """Attention of a fixed number of decodes, for capture in a CUDA graph."""
 
     def __init__(self, geometry: Geometry, wrapper: CapturedWrapper, staged: CudaEvent) -> None:
         self.wrapper = wrapper
@@ -97,7 +97,7 @@ class CapturedLaunch:
         self._staged = staged
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
-        """As that of `MixedLaunch`."""
+        """Plan one step; `indices` are the requests' pages, int32 on the device."""
         geometry, spec = self._geometry, self._geometry.spec
         self._staged.synchronize()
         self.wrapper.plan(
@@ -119,13 +119,13 @@ class CapturedLaunch:
         self._staged.record()
 
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """One layer."""
+        """Attention of one layer into `out`."""
         self._geometry.attend(self.wrapper, q, pages, out)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A launch of a step and the rows of q that are its own."""
+    """A planned launch and the rows of q that it computes."""
 
     launch: MixedLaunch | CapturedLaunch
     rows: slice

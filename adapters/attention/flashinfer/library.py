@@ -1,7 +1,7 @@
-"""FlashInfer and torch.cuda behind `Library`: the one place that imports FlashInfer.
+"""The only module that imports FlashInfer; implements `Library` on a real GPU.
 
-The import reads its settings from the environment, compiles nothing, and initialises CUDA in this
-process; kernels are compiled, or found in the cache, when a wrapper is first planned.
+The import reads environment variables and initialises CUDA in this process; it compiles nothing.
+Kernels are compiled, or loaded from FlashInfer's cache, when a wrapper is first planned.
 """
 
 import importlib
@@ -19,22 +19,22 @@ from adapters.attention.flashinfer.ports import (
 )
 from engine.errors import StartupError
 
-LAYOUT = "NHD"  # pages of [tokens, heads, dim]
-KERNELS = "fa2"  # tensor cores everywhere, and one module for prompts and decodes
+LAYOUT = "NHD"  # pages are [tokens, heads, dim]
+KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
 
 
 class FlashInfer:
-    """The library on one GPU, which is the current device of this process."""
+    """FlashInfer on the current GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `StartupError` with one line if FlashInfer cannot be imported."""
+        """Raises `StartupError` if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self._mixed = package.BatchPrefillWithPagedKVCacheWrapper
         self._captured = package.BatchDecodeWithPagedKVCacheWrapper
-        self._turn = cast(
+        self._apply_rope = cast(
             "Callable[[Tensor, Tensor, Tensor, int, Tensor, bool], None]",
             package.apply_rope_with_cos_sin_cache_inplace,
         )
@@ -42,31 +42,31 @@ class FlashInfer:
 
     @property
     def num_processors(self) -> int:
-        """See `Library`."""
+        """The number of streaming multiprocessors."""
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
-        """See `Library`; zeros, as a workspace must be at first."""
+        """Zeros: FlashInfer needs zeroed workspaces."""
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Library`."""
+        """Uninitialised page-locked host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `Library`."""
+        """An asynchronous copy in the current stream."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> CudaEvent:
-        """See `Library`."""
+        """A new CUDA event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
 
     def mixed(self, workspace: Tensor) -> MixedWrapper:
-        """See `Library`."""
+        """A prefill wrapper that works in this workspace."""
         return cast(MixedWrapper, self._mixed(workspace, LAYOUT, backend=KERNELS))
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper:
-        """See `Library`."""
+        """A decode wrapper for CUDA graphs over these fixed buffers."""
         wrapper = self._captured(
             workspace,
             LAYOUT,
@@ -80,10 +80,10 @@ class FlashInfer:
         return cast(CapturedWrapper, wrapper)
 
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
-        """See `Library`."""
+        """The last plan's values that a graph contains as constants."""
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
 
-    def turn(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
-        """See `Library`."""
+    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
+        """Rotate q and k in place."""
         tokens, _, dim = q.shape
-        self._turn(rows, q.view(tokens, -1), k.view(tokens, -1), dim, cos_sin, True)
+        self._apply_rope(rows, q.view(tokens, -1), k.view(tokens, -1), dim, cos_sin, True)

@@ -1,7 +1,7 @@
-"""What this room takes of FlashInfer and of CUDA, so that all else runs on tensors of the CPU.
+"""The port to FlashInfer and CUDA; everything else in this package also runs on CPU tensors.
 
-The methods of the two wrappers are FlashInfer's own, by the names of their arguments; what they
-demand of each (shape, dtype, host or device) stands here once.
+The wrapper protocols have FlashInfer's own method and argument names; the shape, dtype and device
+that FlashInfer requires of each argument is documented here.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 class CudaEvent(Protocol):
-    """A place in the stream; one that was never recorded is reached."""
+    """A point in the stream; an event that was never recorded counts as reached."""
 
     def record(self) -> None:
-        """It is from now on behind all work given to the current stream so far."""
+        """Move the event after all work submitted to the current stream so far."""
         ...
 
     def synchronize(self) -> None:
-        """Let the host wait until it is reached."""
+        """Block the host until the event is reached."""
         ...
 
 
 class RunsPaged(Protocol):
-    """Either wrapper, once planned."""
+    """The part that both wrappers share."""
 
     def run(
         self,
@@ -36,7 +36,7 @@ class RunsPaged(Protocol):
     ) -> Tensor:
         """Attention of q `[tokens, heads, dim]` over pages `[pages, page, kv heads, dim]`.
 
-        Both are of the dtypes that were planned, and so is `out`, which is returned.
+        All dtypes are those given to `plan`; returns `out`.
         """
         ...
 
@@ -66,12 +66,13 @@ class MixedWrapper(RunsPaged, Protocol):
         max_token_per_sequence: int,
         max_sequence_kv: int,
     ) -> None:
-        """Cut the work of one step; it reads host tensors later too, until the stream is there."""
+        """Split the work of one step; host tensors must not change until the stream has copied
+        them."""
         ...
 
 
 class CapturedWrapper(RunsPaged, Protocol):
-    """`BatchDecodeWithPagedKVCacheWrapper` for CUDA graphs: N requests of one token, always N."""
+    """`BatchDecodeWithPagedKVCacheWrapper` for CUDA graphs: a fixed batch of N decodes."""
 
     def plan(
         self,
@@ -91,7 +92,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         non_blocking: bool,
         seq_lens: Tensor,  # [N] int32, host
     ) -> None:
-        """As that of `MixedWrapper`; the tables go to the buffers that the wrapper was given."""
+        """As `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
         ...
 
     def workspace_size(
@@ -111,7 +112,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         sm_scale: float,
         seq_lens: Tensor,
     ) -> tuple[int, int]:
-        """Bytes of the float and of the integer workspace that `plan` would take."""
+        """Bytes of the float and of the integer workspace that `plan` would use."""
         ...
 
     def reset_workspace_buffer(
@@ -120,31 +121,31 @@ class CapturedWrapper(RunsPaged, Protocol):
 
 
 class CapturedBuffers(NamedTuple):
-    """Where a graph finds the tables of its step, at addresses that never change; int32."""
+    """The page tables that a graph reads, at fixed addresses; int32."""
 
     indptr: Tensor  # [N + 1]
-    indices: Tensor  # [most pages of any step]
+    indices: Tensor  # [max pages of a step]
     last_page_len: Tensor  # [N]
 
 
 class Library(Protocol):
-    """FlashInfer on one device, and the device itself."""
+    """FlashInfer and memory on one device."""
 
     @property
     def num_processors(self) -> int:
-        """Streaming multiprocessors."""
+        """The number of streaming multiprocessors."""
         ...
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of the device, not written yet."""
+        """A zeroed tensor on the device."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Bytes of the host that the device can fetch by itself."""
+        """Uninitialised page-locked host memory."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """From pinned memory to the device, in the stream: the host goes on at once."""
+        """An asynchronous copy from pinned memory to the device, in the current stream."""
         ...
 
     def event(self) -> CudaEvent: ...
@@ -154,12 +155,12 @@ class Library(Protocol):
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
 
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
-        """What its last plan decided that a graph has by value."""
+        """The last plan's values that a graph contains as constants."""
         ...
 
-    def turn(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
+    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
         """Rotate q and k `[tokens, heads, dim]` in place by row `rows[t]` of `cos_sin`.
 
-        A row has the cosines, then the sines, of the pairs that the halves of dim are; float32.
+        A row of `cos_sin` is float32 `[cosines, sines]`; the two halves of dim are the pairs.
         """
         ...

@@ -1,8 +1,8 @@
-"""New keys and values on their way into the paged cache: turned, rounded, written by slot.
+"""RoPE and writing new keys and values to the paged KV cache by slot.
 
-FlashInfer's append is not used: it wants two more tables per step, rounds nothing to 8 bits, and
-reads out of bounds for rows that belong to no request. Slots are in the layout anyway, and rows of
-padding have one, too.
+FlashInfer's own append kernel is not used: it needs two more tables per step, does not quantize to
+fp8, and reads out of bounds for padding rows. The layout has a slot for every row, padding
+included.
 """
 
 import torch
@@ -15,19 +15,19 @@ from engine.worker.ports import AttentionSpec, RotaryAngles
 
 
 class RowWriter:
-    """Writes rows of k or v `[tokens, heads, dim]` into slots, in the dtype of the cache."""
+    """Writes rows of k and v `[tokens, heads, dim]` to slots, in the dtype of the cache."""
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors) -> None:
         self._scales = spec.k_scale, spec.v_scale
         self._keys = tuple(_slots(each) for each in cache.keys)
         self._values = tuple(_slots(each) for each in cache.values)
-        self._is_rounded = cache.keys[0].dtype == fp8.FP8
+        self._is_fp8 = cache.keys[0].dtype == fp8.FP8
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """`slots` are int64 `[tokens]`."""
-        if self._is_rounded:
+        """Write one layer's rows; `slots` are int64 `[tokens]` on the device."""
+        if self._is_fp8:
             k, v = (
-                as_bytes(fp8.rounded(rows, scale))
+                as_bytes(fp8.quantize(rows, scale))
                 for rows, scale in zip((k, v), self._scales, strict=True)
             )
         self._keys[layer].index_copy_(0, slots, k)
@@ -35,14 +35,14 @@ class RowWriter:
 
 
 def _slots(pages: Tensor) -> Tensor:
-    """`[slots, heads, dim]` over the same memory; raises if the slots do not lie in a row."""
+    """The pages as `[slots, heads, dim]`, a view; raises if the slots are not contiguous."""
     return as_bytes(pages.view(-1, *pages.shape[2:]))
 
 
 class ApplyRope:
-    """Rotates q and k with one kernel a layer; its table is made once a step, in layer 0.
+    """Applies RoPE to q and k with one kernel per layer, from a cos/sin table made once a step.
 
-    In layer 0 always: a graph must make its own, even of tensors that were there before.
+    Layer 0 always makes the table, so that every CUDA graph contains its computation.
     """
 
     def __init__(self, library: Library, max_tokens: int) -> None:
@@ -50,11 +50,11 @@ class ApplyRope:
         self._rows = library.on_device(max_tokens, torch.int32)
         torch.arange(max_tokens, out=self._rows)
         self._cos_sin = self._rows.new_empty(0, dtype=torch.float32)
-        self._turn: RotaryAngles | None = None  # of which the table is
+        self._angles: RotaryAngles | None = None  # those of the current table
 
-    def turn(self, layer: int, q: Tensor, k: Tensor, turn: RotaryAngles) -> None:
-        """In place; the layers of a step come one after the other, 0 first."""
-        if layer == 0 or turn is not self._turn:
-            self._turn = turn
-            self._cos_sin = torch.cat((turn.cos, turn.sin), dim=-1).float()
-        self._library.turn(q, k, self._cos_sin, self._rows[: len(q)])
+    def apply(self, layer: int, q: Tensor, k: Tensor, angles: RotaryAngles) -> None:
+        """Rotate q and k `[tokens, heads, dim]` in place; layers run in order, layer 0 first."""
+        if layer == 0 or angles is not self._angles:
+            self._angles = angles
+            self._cos_sin = torch.cat((angles.cos, angles.sin), dim=-1).float()
+        self._library.apply_rope(q, k, self._cos_sin, self._rows[: len(q)])

@@ -1,7 +1,6 @@
-"""The page tables of a step as FlashInfer's `plan` takes them, on the host and in pinned memory.
+"""The page tables of a step for FlashInfer's `plan`, copied to pinned memory.
 
-A layout has them already, under FlashInfer's names; what is left is to cut them in two for a split
-launch and to bring them where the device can fetch them.
+A layout already has the tables; this module splits them for two launches and stages them.
 """
 
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ from adapters.attention.flashinfer.ports import CudaEvent
 from engine.worker.model.layout import Int32s, RaggedLayout
 from engine.worker.ports import StepLimits
 
-ALIGN = 16  # bytes, between the pieces of an arena
-WIDTH = 32  # graphs are for at most so many requests more than a step can have
-PIECES = 12  # put in an arena for a step, at most
+ALIGN = 16  # bytes; alignment of the tables in an arena
+WIDTH = 32  # a captured batch size exceeds the largest step by less than this
+PIECES = 12  # tables of a step in an arena, at most
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """The most that the tables of any step have; pages that requests share count for each."""
+    """Upper bounds of a step's tables; a page that requests share counts once for each."""
 
     requests: int
     tokens: int
@@ -34,19 +33,19 @@ class TableSizes:
     def of(cls, limits: StepLimits, page_size: int) -> "TableSizes":
         requests = -(-limits.max_requests // WIDTH) * WIDTH
         per_request = -(-limits.max_model_len // page_size)
-        # A step that shares its tokens out evenly may round up for each request.
+        # Token shares may be rounded up once for each request.
         return cls(requests, limits.max_tokens + requests, requests * per_request)
 
     @property
     def arena_bytes(self) -> int:
-        """Of all tables of a step, a split one too, and its slots."""
+        """Bytes for all tables of a step, split or not, and its slots."""
         words = self.pages + 4 * (self.requests + 2)
         return 4 * words + 8 * self.tokens + PIECES * ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class PageTables:
-    """Of N requests in one launch; all on the host. Lengths count the tokens of this step too."""
+    """Tables of one launch of N requests, on the host. Lengths include the step's new tokens."""
 
     qo_indptr: Int32s  # [N + 1]
     kv_indptr: Int32s  # [N + 1]
@@ -66,12 +65,12 @@ class PageTables:
         return int(self.kv_indptr[-1])
 
     @property
-    def most_rows(self) -> int:
-        """Of one request."""
+    def max_rows(self) -> int:
+        """The largest number of new tokens of a request."""
         return int(np.diff(self.qo_indptr).max())
 
     def split(self, count: int) -> tuple["PageTables", "PageTables"]:
-        """The first `count` requests and the others, each with indices from 0 on."""
+        """Tables of the first `count` requests and of the others; indices of both start at 0."""
         first = PageTables(
             self.qo_indptr[: count + 1],
             self.kv_indptr[: count + 1],
@@ -88,9 +87,9 @@ class PageTables:
 
 
 class PageTableArena:
-    """Pinned memory for the tables of one step: entered while they are filled in and handed on.
+    """Pinned memory for the tables of one step; enter it to fill it.
 
-    It is entered anew only when the device has fetched what was handed on before.
+    Entering waits until the device has copied the previous contents.
     """
 
     def __init__(self, memory: Tensor, event: CudaEvent) -> None:
@@ -108,7 +107,7 @@ class PageTableArena:
         self._event.record()
 
     def put(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        """The same values in pinned memory."""
+        """Copy the values to pinned memory."""
         start = -(-self._used // ALIGN) * ALIGN
         end = start + values.nbytes
         assert end <= len(self._bytes), "the step is larger than its limits"
@@ -118,14 +117,14 @@ class PageTableArena:
 
 
 class PageTableArenas:
-    """Some arenas in turn, so that the host fills one while the device fetches from others."""
+    """Arenas used in rotation: the host fills one while the device copies from others."""
 
     def __init__(self, arenas: Sequence[PageTableArena]) -> None:
         self._arenas = arenas
         self._next = 0
 
     def next(self) -> PageTableArena:
-        """The one that was used the longest time ago."""
+        """The least recently used arena."""
         arena = self._arenas[self._next]
         self._next = (self._next + 1) % len(self._arenas)
         return arena

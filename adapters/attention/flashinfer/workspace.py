@@ -1,9 +1,9 @@
-"""How much memory FlashInfer works in, found out and taken once, for the largest step there can be.
+"""FlashInfer's workspaces, allocated once for the largest possible step.
 
-Where a request's keys are shared out among processors, each leaves a float32 part of the result in
-the float workspace. The integer workspace has the cuts of a plan. All wrappers share the float
-workspace, and all captured ones an integer workspace: everything runs in one stream, where each
-plan comes before the layers that use it and behind those that used the one before.
+If a request's keys are split among multiprocessors, each writes a float32 partial result to the
+float workspace. The integer workspace holds the split of a plan. All wrappers share the float
+workspace, and all captured wrappers share an integer workspace: everything runs in one stream,
+where a plan comes before the layers that use it and after the layers that used the previous plan.
 """
 
 import torch
@@ -16,28 +16,28 @@ from engine.errors import StartupError
 from engine.worker.ports import StepLimits
 
 MIB = 1 << 20
-MOST_BYTES = 1 << 30
-MOST_TABLE_BYTES = 256 * MIB
-TILE = 128  # rows that a block of threads takes at most
+MAX_BYTES = 1 << 30
+MAX_TABLE_BYTES = 256 * MIB
+TILE = 128  # rows of a thread block at most
 SMALLEST_TILE = 16
-BLOCKS = 2  # of threads, on each processor
-MOST_PARTS = 1024  # of a step that is shared out: BLOCKS on each of the processors of any GPU
-OWN_INT_BYTES = 8 * MIB  # that a wrapper brings along
+BLOCKS = 2  # thread blocks per multiprocessor
+MAX_PARTS = 1024  # splits of a step: BLOCKS on each multiprocessor of any GPU
+OWN_INT_BYTES = 8 * MIB  # of a wrapper's own integer workspace
 ROUND = 64 << 10
-SLACK = 256  # bytes, for what alignment takes
+SLACK = 256  # bytes for alignment
 
 
 def check_limits(limits: StepLimits, page_size: int, group: int) -> TableSizes:
-    """The sizes of tables; raises `StartupError` naming the limits that are too large."""
+    """The table sizes; raises `StartupError` naming the limits that are too large."""
     sizes = TableSizes.of(limits, page_size)
-    if 4 * sizes.pages > MOST_TABLE_BYTES:
+    if 4 * sizes.pages > MAX_TABLE_BYTES:
         raise StartupError(
             f"max_batch_size={limits.max_requests} requests of "
             f"max_model_len={limits.max_model_len} tokens in blocks of block_size={page_size} need "
             f"page tables of {4 * sizes.pages // MIB:,} MiB; attention on a GPU takes at most "
-            f"{MOST_TABLE_BYTES // MIB}"
+            f"{MAX_TABLE_BYTES // MIB}"
         )
-    tiles = sizes.tokens * group // SMALLEST_TILE + sizes.requests + MOST_PARTS
+    tiles = sizes.tokens * group // SMALLEST_TILE + sizes.requests + MAX_PARTS
     cuts = 12 * tiles + 4 * (sizes.tokens + sizes.requests) + SLACK
     if cuts > OWN_INT_BYTES:
         raise StartupError(
@@ -48,37 +48,37 @@ def check_limits(limits: StepLimits, page_size: int, group: int) -> TableSizes:
 
 
 def eager_bytes(num_processors: int, num_heads: int, head_dim: int) -> int:
-    """The float workspace of a step that is not captured, whatever there is in it.
+    """Bytes of float workspace that any uncaptured step can need.
 
-    A step is shared out only while its parts are fewer than the blocks of threads that run at
-    once; a part of a row of a head is `head_dim` sums and their weight.
+    FlashInfer splits a step only while its splits are fewer than the thread blocks that run at
+    once; a split of one row of a head is `head_dim` sums and their weight.
     """
     rows = BLOCKS * num_processors * TILE + num_heads
     return rows * (head_dim + 1) * 4 + SLACK
 
 
 class Workspaces:
-    """The memory that wrappers work in."""
+    """The workspaces of all wrappers."""
 
     def __init__(
         self, library: Library, geometry: Geometry, sizes: TableSizes, limits: StepLimits
     ) -> None:
-        """Raises `StartupError` naming the limit that needs too much."""
+        """Raises `StartupError` naming the limit that needs too much memory."""
         self._library = library
         self.indices = library.on_device(sizes.pages, torch.int32)
         parts, cuts = self._captured_bytes(geometry, sizes.requests)
         spec = geometry.spec
         parts = max(parts, eager_bytes(library.num_processors, spec.num_heads, spec.head_dim))
-        if parts > MOST_BYTES:
+        if parts > MAX_BYTES:
             raise StartupError(
-                f"max_batch_size={limits.max_requests} needs {parts // MIB:,} MiB for attention to "
-                f"work in; it takes at most {MOST_BYTES // MIB:,}"
+                f"max_batch_size={limits.max_requests} needs {parts // MIB:,} MiB of attention "
+                f"workspace; the maximum is {MAX_BYTES // MIB:,}"
             )
-        self.parts = library.on_device(_rounded(parts), torch.uint8)
-        self._cuts = library.on_device(_rounded(cuts), torch.uint8)
+        self.parts = library.on_device(_aligned(parts), torch.uint8)
+        self._cuts = library.on_device(_aligned(cuts), torch.uint8)
 
     def captured(self, size: int) -> CapturedWrapper:
-        """A wrapper for graphs of `size` requests."""
+        """A wrapper for the graph of `size` decodes."""
         wrapper = self._wrapper(self.parts, size)
         wrapper.reset_workspace_buffer(self.parts, self._cuts)
         return wrapper
@@ -92,7 +92,8 @@ class Workspaces:
         return self._library.captured(parts, buffers)
 
     def _captured_bytes(self, geometry: Geometry, size: int) -> tuple[int, int]:
-        """For graphs of `size` requests; FlashInfer is asked. What they attend to is no matter."""
+        """Float and integer workspace bytes of graphs of `size` decodes, as FlashInfer computes
+        them."""
         spec = geometry.spec
         ones = torch.ones(size, dtype=torch.int32)
         wrapper = self._wrapper(self._library.on_device(ROUND, torch.uint8), size)
@@ -113,5 +114,5 @@ class Workspaces:
         )
 
 
-def _rounded(num_bytes: int) -> int:
+def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ROUND) * ROUND

@@ -125,7 +125,7 @@ def test_a_window_counts_the_token_itself() -> None:
 
 def test_prompts_are_not_captured() -> None:
     made = make(60, 4)
-    with pytest.raises(AssertionError, match="prompts are not captured"):
+    with pytest.raises(AssertionError, match="steps with prefill are not captured"):
         made.attention.plan_captured(Paged(((0, 3),), 4).layout())
 
 
@@ -182,6 +182,6 @@ def test_limits_whose_tables_are_too_large_are_named(limits: StepLimits, named: 
 def test_a_batch_that_needs_too_much_room_to_work_in_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flashinfer_workspace, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(flashinfer_workspace, "MAX_BYTES", 1 << 20)
     with pytest.raises(StartupError, match=r"max_batch_size=4096 needs \d+ MiB"):
         make(4, 64, limits=StepLimits(4096, 64, 64))

@@ -7,7 +7,7 @@ import torch
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
-from adapters.attention.flashinfer.fit import absent, unfit
+from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
 from engine.errors import StartupError
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import RUNS_ON
@@ -32,23 +32,23 @@ def spec(
 def test_the_shapes_of_the_families_fit(
     heads: int, kv_heads: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
 ) -> None:
-    assert unfit(spec(heads, kv_heads, head_dim), kv_dtype, page_size) == ""
+    assert unsupported_shape(spec(heads, kv_heads, head_dim), kv_dtype, page_size) == ""
 
 
 @pytest.mark.parametrize(
     ("wrong", "kv_dtype", "named"),
     [
         (spec(dtype=torch.float32), torch.float32, "dtype float32 .*--attention reference"),
-        (spec(), torch.float16, "KV in float16 under bfloat16 .*--kv-cache-dtype"),
-        (spec(dtype=torch.float16), HALF, "KV in bfloat16 under float16"),
+        (spec(), torch.float16, "a KV cache in float16 with dtype bfloat16 .*--kv-cache-dtype"),
+        (spec(dtype=torch.float16), HALF, "a KV cache in bfloat16 with dtype float16"),
         (spec(head_dim=80), HALF, "head_dim 80 .*64, 128, 256.*--attention reference"),
-        (spec(heads=10, kv_heads=4), HALF, "10 heads cannot share 4"),
+        (spec(heads=10, kv_heads=4), HALF, "10 attention heads are not a multiple of 4 KV heads"),
     ],
 )
 def test_what_has_no_kernel_is_named(
     wrong: AttentionSpec, kv_dtype: torch.dtype, named: str
 ) -> None:
-    line = unfit(wrong, kv_dtype, 16)
+    line = unsupported_shape(wrong, kv_dtype, 16)
     assert "\n" not in line
     cache = KVTensors((torch.zeros((1, 16, 2, 8), dtype=kv_dtype),), ())
     with pytest.raises(StartupError, match=f"attention 'flashinfer' cannot be used: {named}"):
@@ -58,19 +58,19 @@ def test_what_has_no_kernel_is_named(
 def test_without_a_gpu_or_the_library_that_is_what_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert absent(0) == "there is no GPU that torch can use"
+    assert missing_requirement(0) == "there is no GPU that torch can use"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert absent(1) == "the GPU has compute capability 7.5, 8.0 is needed"
+    assert missing_requirement(1) == "the GPU has compute capability 7.5; 8.0 or later is needed"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert absent(1) == "flashinfer is not installed (pip install 'podway[cuda]')"
+    assert missing_requirement(1) == "flashinfer is not installed (pip install 'podway[cuda]')"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
     def broken(name: str) -> None:
         raise ImportError("no module named 'tvm_ffi'")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert absent(1) == "flashinfer cannot be imported: no module named 'tvm_ffi'"
+    assert missing_requirement(1) == "flashinfer cannot be imported: no module named 'tvm_ffi'"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

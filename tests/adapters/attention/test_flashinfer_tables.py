@@ -111,7 +111,7 @@ def test_an_arena_keeps_what_it_was_given_until_it_is_entered_again() -> None:
         assert arena.put(np.array([9], dtype=np.int32)).data_ptr() == first.data_ptr()
 
 
-def test_an_arena_is_not_entered_before_the_device_has_fetched_from_it() -> None:
+def test_an_arena_is_not_entered_before_the_device_has_uploaded_from_it() -> None:
     stand_in = StandIn()
     arenas = PageTableArenas(
         [PageTableArena(stand_in.pinned(64), stand_in.event()) for _ in range(2)]

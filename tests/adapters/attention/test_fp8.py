@@ -12,9 +12,9 @@ from tests.adapters.attention.flashinfer_cases import Paged, make
 
 def test_what_is_beyond_becomes_the_largest_and_the_rest_the_nearest() -> None:
     rows = torch.tensor([1e6, -500.0, 448.0, 0.3, 17.0, -0.001])
-    found = fp8.rounded(rows, 1.0).float().tolist()
+    found = fp8.quantize(rows, 1.0).float().tolist()
     assert found == [448.0, -448.0, 448.0, 0.3125, 16.0, -(2.0**-9)]
-    assert fp8.rounded(rows, 4.0).float().tolist()[:3] == [448.0, -128.0, 112.0]
+    assert fp8.quantize(rows, 4.0).float().tolist()[:3] == [448.0, -128.0, 112.0]
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
