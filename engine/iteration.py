@@ -1,4 +1,4 @@
-"""One turn of the scheduler: the message for the workers, and whom it is for."""
+"""One iteration of the scheduler: the message for the workers, and the requests it is for."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,32 +12,33 @@ if TYPE_CHECKING:
 class Iteration:
     """A `Step` and its requests, in the order of the step's entries.
 
-    `riders` are in none of its entries: their KV moves between the tiers in it.
+    `swapping` are requests without an entry whose KV the step's moves copy.
     """
 
     step: "Step"
     requests: "tuple[Request, ...]"
-    riders: "tuple[Request, ...]" = ()
+    swapping: "tuple[Request, ...]" = ()
 
-    def strays(self, result: "StepResult") -> "dict[Request, Fault | None]":
-        """Who has no result, and why; None for who is late."""
-        strays: dict[Request, Fault | None] = {self.requests[at]: None for at in result.late}
-        strays.update((self.requests[fault.entry], fault) for fault in result.faults)
-        return strays
+    def rows_without_token(self, result: "StepResult") -> "dict[Request, Fault | None]":
+        """The requests for which `result` has no token: with their fault, or None if late."""
+        rows: dict[Request, Fault | None] = {self.requests[row]: None for row in result.late}
+        rows.update((self.requests[fault.entry], fault) for fault in result.faults)
+        return rows
 
 
 class Swaps(NamedTuple):
-    """What an iteration moves between the tiers, and whose KV moves without being in its batch."""
+    """KV moves of an iteration, and the requests without an entry whose KV they copy."""
 
     moves: "tuple[BlockMove, ...]"
-    riders: "tuple[Request, ...]"
+    requests: "tuple[Request, ...]"
 
 
 NO_SWAPS = Swaps((), ())
 
 
 class Delivery(NamedTuple):
-    """A token for a request that is still wanted, or None: it has failed instead."""
+    """A sampled token for a request that has not been cancelled. `token` is None if the request
+    failed in this iteration."""
 
     request: "Request"
     token: int | None

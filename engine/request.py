@@ -1,29 +1,28 @@
-"""One request: what was asked (`RequestSpec`, never changes) and how far it is (`Request`).
+"""One request: what its caller requested (`RequestSpec`, constant) and its progress (`Request`).
 
-Theory of operation. A request waits until the ledger has room, is admitted (it holds KV), runs
-in one iteration after another, and ends exactly once. Only the scheduler moves it, and only
-along `TRANSITIONS`; an illegal move is our bug and changes nothing.
+Theory of operation. A request waits until the ledger has enough blocks, is admitted (it holds KV),
+runs in one iteration after another, and ends exactly once. Only the control plane moves it, and
+only along `TRANSITIONS`; an illegal move is a bug, raises AssertionError and changes nothing.
 
     WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish, fail──▶ FINISHED, FAILED
        ▲  ◀──preempt────┘ ▲             │    │
        │                  └───commit────┘    └──leave──▶ LEAVING ──finish, fail, cancel, expire──▶
        └───────────lose (worker gone)──── all but LEAVING
 
-With a host tier a preempted request may keep its KV there. Both moves take one iteration; who
-is needed in that very iteration is admitted at once, and its entry waits for the move:
+With a host tier the KV of a preempted request may be kept there. A move takes one iteration. A
+request that is to run in that very iteration is admitted at once; its entry waits for the move:
 
     READY ──swap_out──▶ SWAPPING_OUT ──settle──▶ SWAPPED ──admit──▶ READY
       ▲                       └─────leave─────▶ LEAVING ◀──leave─┐  │
       └───────────────────────settle───────────────── SWAPPING_IN ◀─┘ swap_in
 
-WAITING, READY and SWAPPED are cancelled at once; whoever passes its deadline ends EXPIRED in
-their way.
-With lookahead a RUNNING request may be planned again before the token of its first iteration is
-known, and is READY when it is in no iteration any more. Whoever's end is decided while it is in
-flight is LEAVING: the workers may write to its KV until its last iteration has come back, and
-what that iteration sampled is dropped.
+Requests that are WAITING, READY or SWAPPED can be cancelled at once; a request whose deadline
+passes goes the same ways and ends EXPIRED. With lookahead a RUNNING request may be planned again
+before the token of its first iteration is known; it is READY when it is in no iteration any more.
+A request whose end is decided while it is in flight is LEAVING: workers may write to its KV until
+its last iteration has returned, and tokens sampled by then are dropped.
 
-Orca calls the phases initiation and increment; we say prefill and decode.
+Orca calls the phases initiation and increment; here they are prefill and decode.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """Where a request is in its life. (A `StrEnum` hashes in C; this is the hottest key.)"""
+    """State of a request. (A `StrEnum` hashes in C, and this is the most used dictionary key.)"""
 
     WAITING = "waiting"  # holds no KV
     READY = "ready"  # holds KV, in no iteration
@@ -44,7 +43,7 @@ class State(StrEnum):
     SWAPPING_OUT = "swapping_out"  # an iteration in flight copies its KV to the host
     SWAPPED = "swapped"  # holds KV on the host only
     SWAPPING_IN = "swapping_in"  # an iteration in flight copies its KV to the device
-    LEAVING = "leaving"  # its end was decided in flight; its KV returns with its last iteration
+    LEAVING = "leaving"  # its end is decided; its KV is freed when its last iteration returns
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -59,7 +58,7 @@ TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.FAILED, State.EXPIR
 
 
 class Move(StrEnum):
-    """What can happen to a request."""
+    """An event that changes a request's state."""
 
     ADMIT = "admit"
     PLAN = "plan"
@@ -121,7 +120,7 @@ class Phase(Enum):
 
 
 class FinishReason(Enum):
-    """Why the model stopped, in OpenAI's words."""
+    """Why generation stopped, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -140,20 +139,21 @@ class Abort(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What a caller wants: at most `max_tokens` tokens after `prompt` (ids, at least one).
+    """What a caller requests: at most `max_tokens` tokens after `prompt` (ids, at least one).
 
-    `end_ids` end the answer; before `min_tokens` tokens they may not be drawn. `label` is the
-    caller's name for the request, for logs and to cancel it by. Prefixes are shared only under
-    equal `salt`.
+    A token of `end_ids` ends the output; none of them is sampled before `min_tokens` tokens.
+    `label` is the caller's name for the request, used in logs and to cancel it. Only requests with
+    equal `salt` share prefixes.
 
     For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
-    share is in proportion to `weight`. Deadlines are seconds after arrival: the first token
-    should come before `ttft_deadline`; past `deadline` the request ends, whatever it has produced.
-    A background request uses what the others leave, under every policy.
+    share is proportional to `weight`. Deadlines are seconds after arrival: the first token should
+    be produced before `ttft_deadline`; the request ends when `deadline` passes. A background
+    request uses only what the others leave, under every policy.
 
-    `logprobs` and `prompt_logprobs` spec for log-probabilities of the output and of the prompt
-    after its first token, each with that many likeliest tokens. The output matches `grammar`;
-    under one, `avoided_ids` (of the `end_ids`) are drawn only when it allows nothing else.
+    `logprobs` and `prompt_logprobs` request log-probabilities of the output, or of the prompt
+    after its first token, each with that many of the most likely tokens. The output matches
+    `grammar`; under one, `avoided_ids` (some of `end_ids`) are sampled only if nothing else is
+    allowed.
     """
 
     prompt: tuple[int, ...]
@@ -177,26 +177,26 @@ class RequestSpec:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request. Times are seconds of the engine's clock; None until they happened."""
+    """The progress of a request. Times are seconds of the engine's clock; None until known."""
 
     request_id: "RequestId"
     spec: RequestSpec
     arrived_at: float
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
-    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if asked for
-    fixed_draw: "SampleSpec | None" = None  # the draw of each of its tokens, if all are alike
+    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if requested
+    constant_sample: "SampleSpec | None" = None  # if the same for all its tokens
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
-    num_planned: int = 0  # those, and the ones that iterations in flight compute
-    num_pending: int = 0  # tokens that iterations in flight sample
-    num_in_flight: int = 0  # iterations in flight that compute it, or move its KV
-    num_cached: int = 0  # tokens of the prompt that were found there at first admission
+    num_planned: int = 0  # num_computed + tokens that iterations in flight compute
+    num_pending: int = 0  # output tokens that iterations in flight sample
+    num_in_flight: int = 0  # iterations in flight that compute it or swap its KV
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # see engine.kv.prefix
-    num_preemptions: int = 0  # times that its KV was given up, to be computed again
+    num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
     num_swaps: int = 0  # times that its KV was swapped out
-    produced_at_start: int = 0  # output when it was last given KV
-    num_step_overs: int = 0  # admissions that passed it since it last waited
-    num_crashes: int = 0  # worker deaths it took part in since its last token
+    produced_at_start: int = 0  # `produced` when it last got its KV
+    num_step_overs: int = 0  # later requests admitted before it since it last got its KV
+    num_crashes: int = 0  # worker crashes while it was in flight, since its last token
     finish: FinishReason | None = None
     abort: Abort | None = None
     error: "EngineError | None" = None
@@ -204,10 +204,10 @@ class Request:
     first_token_at: float | None = None
     last_token_at: float | None = None
     ended_at: float | None = None
-    cancelled_in: int | None = None  # iterations committed when the cancel came
+    cancelled_at_commit: int | None = None  # iterations committed when it was cancelled
 
     def move(self, move: Move) -> State:
-        """Make a legal move, and say where it led; anything else is a bug of ours."""
+        """Make a move of `TRANSITIONS` and return the new state. AssertionError for any other."""
         to = TRANSITIONS.get((self.state, move))
         assert to is not None, f"request {self.request_id}: {move} while {self.state}"
         self.state = to
@@ -229,18 +229,18 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not in the KV cache yet; at least one while alive."""
+        """Known tokens whose KV is not computed yet; at least one while the request is live."""
         return len(self.spec.prompt) + len(self.output) - self.num_computed
 
     @property
     def unplanned(self) -> int:
-        """Tokens that no iteration has computed or is computing, the pending ones included."""
+        """Tokens that no iteration has computed or is computing, including pending ones."""
         known = len(self.spec.prompt) + len(self.output)
         return known + self.num_pending - self.num_planned
 
     @property
     def max_slots(self) -> int:
-        """Slots it may ever need: the last token of the answer is never computed."""
+        """Most slots it can need: the last output token's KV is never computed."""
         return len(self.spec.prompt) + self.spec.max_tokens - 1
 
     @property
@@ -250,12 +250,12 @@ class Request:
 
     @property
     def is_suspect(self) -> bool:
-        """It was in the batch when a worker died, and has produced nothing since."""
+        """Whether it was in flight when a worker died and has produced no token since."""
         return self.num_crashes > 0
 
     @property
-    def ending(self) -> Move:
-        """How it ends, once that is decided."""
+    def final_move(self) -> Move:
+        """The move that ends it, once its end is decided."""
         if self.finish is not None:
             return Move.FINISH
         if self.abort is not None:
@@ -265,24 +265,24 @@ class Request:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether the worker may still have to compile its grammar: since it was last given KV it
-        has produced nothing."""
+        """Whether the worker may still have to compile its grammar: it has produced no token since
+        it last got its KV."""
         return self.spec.grammar is not None and self.produced == self.produced_at_start
 
-    def land(self, num_computed: int) -> None:
-        """It is in no iteration, and so many of its tokens are on the device."""
+    def reset_to(self, num_computed: int) -> None:
+        """The request is in no iteration, and the KV of its first `num_computed` tokens is kept."""
         self.num_computed = self.num_planned = num_computed
         self.num_pending = self.num_in_flight = 0
 
     @property
     def outcome(self) -> str:
-        """`finished`, `cancelled`, `failed`, `expired`; a stop string is a finish like others."""
+        """`finished`, `cancelled`, `failed` or `expired`; a stop string counts as finished."""
         stopped = self.abort is Abort.STOP_STRING
         return "finished" if self.finish or stopped else self.state.value
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Whether requested log-probabilities of its prompt are still to be computed."""
         if self.spec.prompt_logprobs is None:
             return False
         return len(self.prompt_logprobs) < len(self.spec.prompt) - 1

@@ -1,1 +1,1 @@
-"""The control plane: which requests run in the next iteration, and what its result means."""
+"""The control plane: decides which requests run in the next iteration and applies its result."""

@@ -1,4 +1,4 @@
-"""Draft: the iteration in the making, with the seats and tokens that are left in it."""
+"""BatchBuilder: the iteration being planned, with the seats and tokens that are left in it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,25 +6,26 @@ from engine.iteration import NO_SWAPS, Iteration, Swaps
 from engine.step import LAST_TOKEN, PromptTargets, SampleSpec, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
-    from engine.kv.ledger import KVLedger
+    from engine.kv.manager import KVManager
     from engine.request import Request
 
 
 class BatchBuilder:
-    """Collects entries up to `seats` requests and `tokens_left` tokens; decodes go first.
+    """Collects entries for up to `seats` requests and `tokens_left` tokens; decodes go first.
 
-    `ahead` are requests in flight that may be taken all the same; who is looked at leaves it.
+    `ahead` are requests in flight that may be planned again (lookahead). A request is removed from
+    it once it has been considered.
     """
 
     def __init__(self, seats: int, tokens: int, ahead: "set[Request]") -> None:
         self.seats = seats
         self.tokens_left = tokens
         self.ahead = ahead
-        self.passed: list[Request] = []  # wanted to be admitted and did not fit
-        self.num_skipped = 0  # ready, looked at and not taken
+        self.not_admitted: list[Request] = []  # considered for admission, and did not fit
+        self.num_skipped = 0  # ready requests that were considered and not taken
         self.has_suspect = False
-        self.least_crashes = 0  # that a suspect may have seen to be let in
-        self.is_cut = False  # a prompt's piece was made short for the others' sake
+        self.least_crashes = 0  # a suspect with more crashes is not taken
+        self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []
 
@@ -33,30 +34,27 @@ class BatchBuilder:
         return self.seats == 0
 
     @property
-    def is_late(self) -> bool:
-        """Whether there is no time for another prompt."""
+    def is_out_of_time(self) -> bool:
+        """Whether the iteration has no time left for another prompt."""
         return self.is_cut and bool(self._prefills)
 
-    def keeps_apart(self, suspect: "Request") -> bool:
-        """Whether a suspect has to wait for another one."""
+    def excludes_suspect(self, suspect: "Request") -> bool:
+        """Whether a suspect has to wait for another suspect."""
         return self.has_suspect or suspect.num_crashes > self.least_crashes
 
-    def add(
-        self, request: "Request", num_tokens: int, ledger: "KVLedger", *, is_last: bool
-    ) -> None:
-        """Take the next `num_tokens` tokens of a request whose slots are reserved; after the last
-        that it has, one is drawn."""
+    def add(self, request: "Request", num_tokens: int, kv: "KVManager", *, is_last: bool) -> None:
+        """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
+        last of its known tokens (`is_last`), a token is sampled after them."""
         start = request.num_planned
         stop = start + num_tokens
-        is_held = is_last and request.num_pending > 0
-        is_decode = is_held or (num_tokens == 1 and is_last and bool(request.output))
-        if is_held:
+        continues = is_last and request.num_pending > 0  # with a token that is not sampled yet
+        is_decode = continues or (num_tokens == 1 and is_last and bool(request.output))
+        if continues:
             tokens: tuple[int, ...] = (LAST_TOKEN,)
         else:
             tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
-        draw = request.fixed_draw or _num_samples(request) if is_last else None
-        blocks = ledger.table(request.request_id)
-        entry = StepEntry(request.request_id, start, tokens, blocks, draw)
+        sample = request.constant_sample or _sample_spec(request) if is_last else None
+        entry = StepEntry(request.request_id, start, tokens, kv.table(request), sample)
         if request.spec.prompt_logprobs is not None:
             entry = entry._replace(prompt_logprobs=_targets(request, start, stop))
         (self._decodes if is_decode else self._prefills).append((request, entry))
@@ -73,20 +71,21 @@ class BatchBuilder:
         return not self._decodes and not self._prefills
 
     def iteration(self, step_id: StepId, swaps: Swaps = NO_SWAPS) -> Iteration:
-        """What was collected, with the moves that go with it."""
-        parts = self._decodes + self._prefills
-        entries = tuple([entry for _, entry in parts])
-        requests = tuple([request for request, _ in parts])
-        return Iteration(Step(step_id, entries, swaps.moves), requests, swaps.riders)
+        """The iteration with all collected entries and these KV moves."""
+        rows = self._decodes + self._prefills
+        entries = tuple([entry for _, entry in rows])
+        requests = tuple([request for request, _ in rows])
+        return Iteration(Step(step_id, entries, swaps.moves), requests, swaps.requests)
 
 
-def _num_samples(request: "Request") -> SampleSpec:
+def _sample_spec(request: "Request") -> SampleSpec:
+    """How to sample the request's next token; remembered if it is the same for all its tokens."""
     spec = request.spec
     sampling = spec.sampling
     is_constrained = spec.grammar is not None
     if not spec.min_tokens and not sampling.reads_output and not is_constrained:
-        request.fixed_draw = SampleSpec(sampling, logprobs=spec.logprobs)
-        return request.fixed_draw
+        request.constant_sample = SampleSpec(sampling, logprobs=spec.logprobs)
+        return request.constant_sample
     is_early = request.produced + request.num_pending < spec.min_tokens
     banned = spec.end_ids if is_early else spec.avoided_ids
     return SampleSpec(
@@ -102,7 +101,8 @@ def _num_samples(request: "Request") -> SampleSpec:
 
 
 def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:
-    """The prompt's tokens after positions `[start, stop)`, without those told before."""
+    """The prompt tokens after positions `[start, stop)` whose log-probabilities are still to be
+    computed; None if there are none."""
     first = max(start, len(request.prompt_logprobs))
     ids = request.spec.prompt[first + 1 : stop + 1]
     top = request.spec.prompt_logprobs

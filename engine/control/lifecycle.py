@@ -1,9 +1,10 @@
-"""Endings: every way out of the engine. Whoever ends gives its KV back and is told of once.
+"""Lifecycle: every way in which a request ends. It frees its KV and is reported ended once.
 
-Who is in no iteration ends at once. Who is in flight, or whose KV moves, is LEAVING until its
-last iteration has come back, since the workers may touch its KV until then. A worker that dies
-ends nobody, but those in flight are suspect: each runs with no other suspect until it has
-produced a token, who saw more deaths after who saw fewer, and who saw too many is failed.
+A request that is in no iteration ends at once. One that is in flight, or whose KV is being
+swapped, is LEAVING until its last iteration has returned, since workers may touch its KV until
+then. If a worker dies no request ends, but those in flight are suspects: each runs in iterations
+without another suspect until it has produced a token. Suspects with fewer crashes run first, and
+one with `max_crashes` crashes in a row fails.
 """
 
 from typing import TYPE_CHECKING
@@ -14,73 +15,66 @@ from engine.request import Abort, Move, Request, State
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from engine.control.admission import AdmissionControl
-    from engine.control.pool import RequestPool
     from engine.events import Observer
     from engine.iteration import Iteration
-    from engine.kv.ledger import KVLedger
+    from engine.kv.manager import KVManager
+    from engine.pool import RequestPool
 
-LEAVING = State.LEAVING  # bound once, for the hot path (see pool)
+LEAVING = State.LEAVING  # bound once, for the hot path (see engine.pool)
 
 
 class Lifecycle:
-    """Ends requests; `num_committed` counts the iterations that came back, whatever they did."""
+    """Ends requests. `num_committed` counts the iterations that returned, failed ones included."""
 
     def __init__(
-        self,
-        ledger: "KVLedger",
-        pool: "RequestPool",
-        memory: "AdmissionControl",
-        observer: "Observer",
-        max_crashes: int,
+        self, kv: "KVManager", pool: "RequestPool", observer: "Observer", max_crashes: int
     ) -> None:
         self.num_committed = 0
-        self._ledger = ledger
+        self._kv = kv
         self._pool = pool
-        self._memory = memory
         self._observer = observer
         self._max_crashes = max_crashes
         self._suspects: set[Request] = set()
 
     @property
     def has_suspect_in_flight(self) -> bool:
-        """Whether a second one has to wait, so that a death says which of them it was."""
+        """Whether another suspect has to wait, so that a crash can be attributed to this one."""
         return any(suspect.num_in_flight for suspect in self._suspects)
 
     @property
     def least_crashes(self) -> int:
-        """Of all suspects who wait for an answer; who has more lets them go first, and so is not
-        blamed again for what another one, or nobody, did."""
+        """The fewest crashes of a suspect that is not in the background. Suspects with more wait
+        for it, so that they are not counted in a crash which it causes."""
         suspects = [r.num_crashes for r in self._suspects if not r.spec.is_background]
         return min(suspects, default=self._max_crashes)
 
     def clear(self, request: Request) -> None:
-        """A suspect has produced a token."""
+        """A suspect has produced a token: it is no suspect any more."""
         request.num_crashes = 0
         self._suspects.discard(request)
 
     def leave(self, request: Request, now: float) -> None:
-        """Its end is decided: it ends now if it is in no iteration."""
+        """The request's end is decided: it ends now, or after its last iteration in flight."""
         if request.num_in_flight:
             self._pool.move(request, Move.LEAVE)
         else:
             self._end(request, now)
 
-    def come_back(self, request: Request, now: float) -> None:
-        """An iteration of one who is leaving came back; the last one ends it."""
+    def iteration_returned(self, request: Request, now: float) -> None:
+        """An iteration of a leaving request has returned; after the last one it ends."""
         if not request.num_in_flight:
             self._end(request, now)
 
     def fail(self, request: Request, error: EngineError, now: float) -> None:
-        """End it with an error, unless its end is decided already."""
+        """End the request with an error, unless its end is already decided."""
         if request.state is LEAVING:
-            self.come_back(request, now)
+            self.iteration_returned(request, now)
         else:
             request.error = error
             self.leave(request, now)
 
     def fail_all(self, error: EngineError, now: float) -> list[Request]:
-        """Nobody will be served any more. The requests that learn of it."""
+        """End all live requests with an error. Returns those whose end was not decided before."""
         self._observer.given_up(now)
         requests = [request for request in self._pool if request.state is not LEAVING]
         for request in requests:
@@ -92,57 +86,58 @@ class Lifecycle:
         return requests
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:
-        """End a request from outside, if it has not ended and its end is not decided."""
+        """End the request from outside, unless it has ended or its end is already decided."""
         if request.state.is_terminal or request.state is LEAVING:
             return
         request.abort = reason
-        request.cancelled_in = self.num_committed
+        request.cancelled_at_commit = self.num_committed
         self._observer.cancelled(request, now)
         self.leave(request, now)
 
     def expire(self, now: float) -> list[Request]:
-        """End whoever is past its deadline. The requests."""
+        """End the requests whose deadline has passed, and return them."""
         overdue = [r for r in self._pool.overdue(now) if r.state is not LEAVING]
         for request in overdue:
             request.error = DeadlineExceeded(
                 f"The request's deadline of {request.spec.deadline:g} s passed after "
-                f"{request.produced} of its tokens."
+                f"{request.produced} output tokens."
             )
             self.cancel(request, Abort.DEADLINE, now)
         return overdue
 
     def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
-        """All KV is gone: everybody waits again, to be computed from prompt and output.
+        """All KV is lost: all requests wait again, to be recomputed from prompt and output.
 
-        Who was in flight is suspect; who is so for the `max_crashes`th time in a row is failed.
-        The requests that ended.
+        Those in flight become suspects; one that was in flight at `max_crashes` crashes in a row
+        fails. Returns the requests that ended.
         """
         self._observer.worker_lost(now)
         ended: list[Request] = []
-        for rider in [r for iteration in in_flight for r in self._memory.tiers.void(iteration)]:
-            self.come_back(rider, now)
+        for iteration in in_flight:
+            for request in self._kv.abandon_swaps(iteration):
+                self.iteration_returned(request, now)
         for request in dict.fromkeys(r for iteration in in_flight for r in iteration.requests):
             request.num_in_flight = 0
             request.num_crashes += 1
             self._suspects.add(request)
             if request.num_crashes >= self._max_crashes or request.state is LEAVING:
-                error = WorkerLost("This request was being computed each time a worker died.")
+                error = WorkerLost("A worker died each time while it computed this request.")
                 self.fail(request, error, now)
                 ended.append(request)
         for request in self._pool:
             if request.state is not State.WAITING:
-                request.land(0)
+                request.reset_to(0)
                 self._pool.move(request, Move.LOSE)
-        self._ledger.forget()
+        self._kv.reset()
         return ended
 
     def _end(self, request: Request, now: float) -> None:
-        """The one way out: KV back, out of pool and policy, told once."""
-        self._ledger.release(request.request_id)
-        self._pool.move(request, request.ending)
-        self._memory.policy.leave(request, now)
+        """The one way out: free the KV, leave pool and policy, report the end once."""
+        self._kv.release(request)
+        self._pool.move(request, request.final_move)
+        self._pool.policy.leave(request, now)
         self._suspects.discard(request)
         request.ended_at = now
-        if request.cancelled_in is not None:
-            self._observer.freed(request, self.num_committed - request.cancelled_in)
+        if request.cancelled_at_commit is not None:
+            self._observer.freed(request, self.num_committed - request.cancelled_at_commit)
         self._observer.ended(request, now)

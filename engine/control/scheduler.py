@@ -1,10 +1,9 @@
-"""IterationScheduler: add, plan, commit, cancel. Plain functions; time is given, nobody waits.
+"""IterationScheduler: add, plan, commit, cancel. Plain functions; `now` is an argument.
 
-Orca's algorithm 1 with three changes. Prompts are computed in chunks beside the decodes. A
-request that does not fit is stepped over, but only `max_step_overs` times: then slots are kept
-for it. And KV may grow block by block: when it runs short the policy's last request gives its
-blocks up, to the host tier or to be recomputed later. One that was preempted too often comes back
-with all the slots that it may ever need, so preemptions are bounded and nobody deadlocks.
+Orca's algorithm 1 with three changes. Prompts are computed in chunks beside the decodes. A request
+that does not fit is stepped over, but only `max_step_overs` times; after that no request behind it
+is admitted before it. And KV may grow block by block, with preemption when blocks run short (see
+`engine.control.admission`).
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.control.admission import Admission, AdmissionControl, AdmissionSettings, SwapMode
 from engine.control.batch_builder import BatchBuilder
 from engine.control.lifecycle import Lifecycle
-from engine.control.pool import RequestPool
+from engine.control.swap_planner import SwapPlanner
 from engine.cost.model import CostModel, LiveCost
 from engine.errors import (
     ContextTooLong,
@@ -27,7 +26,8 @@ from engine.errors import (
 )
 from engine.events import NullObserver, Observer
 from engine.iteration import Delivery, Iteration
-from engine.kv.swap_planner import SwapPlanner
+from engine.kv.manager import KVManager
+from engine.pool import RequestPool
 from engine.request import Abort, FinishReason, Move, Request, RequestSpec, State
 from engine.step import RequestId, StepId
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
-LEAVING, PLAN, COMMIT = State.LEAVING, Move.PLAN, Move.COMMIT  # path (see pool)
-LEAST_PIECE = 16  # of a prompt, however little time there is for it
+LEAVING, PLAN, COMMIT = State.LEAVING, Move.PLAN, Move.COMMIT  # path (see engine.pool)
+LEAST_PIECE = 16  # tokens of a prompt's chunk, even if there is less time
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Bounds of an iteration, of the queue, and of unfairness."""
+    """Bounds of an iteration, of the queue, and of unfairness. Seconds and tokens."""
 
     max_model_len: int
     max_batch_size: int = 64
@@ -61,15 +61,17 @@ class SchedulerSettings:
     max_swaps: int = 16
     max_crashes: int = 3
     reuses_prefixes: bool = True
-    scan_limit: int = 16  # waiting requests that may be found not to fit, per plan
-    max_step_seconds: float = inf  # of an iteration in which somebody waits for a prompt's piece
+    scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
+    max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
 
     def __post_init__(self) -> None:
-        assert self.max_batch_tokens >= self.max_batch_size, "every seat needs room for a token"
+        assert self.max_batch_tokens >= self.max_batch_size, (
+            "max_batch_tokens is at least max_batch_size"
+        )
 
 
 class IterationScheduler:
-    """Decides who runs in the next iteration, and what its result means."""
+    """Plans which requests run in the next iteration, and applies its result to them."""
 
     def __init__(
         self,
@@ -80,19 +82,18 @@ class IterationScheduler:
         cost: LiveCost | None = None,
     ) -> None:
         self.settings = settings
-        self.ledger = ledger
-        self.policy = policy
-        self.pool = RequestPool()
+        self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
-        self._observer = observer or NullObserver()
+        self._observer = observer = observer or NullObserver()
+        self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
         swap = settings.swap if ledger.host.num_blocks else SwapMode.OFF
-        most = (settings.max_preemptions, settings.max_swaps)
-        terms = AdmissionSettings(settings.admission, *most, settings.reuses_prefixes, swap)
-        self.memory = AdmissionControl(terms, ledger, self.pool, policy, self._observer)
-        self.swap = SwapPlanner(terms, ledger, self.pool, self.memory, settings.max_batch_size)
-        self.endings = Lifecycle(
-            ledger, self.pool, self.memory, self._observer, settings.max_crashes
+        bounds = (settings.max_preemptions, settings.max_swaps)
+        terms = AdmissionSettings(settings.admission, *bounds, swap)
+        self.admission = AdmissionControl(terms, self.kv, self.pool, observer)
+        self._swap_planner = SwapPlanner(
+            terms, self.kv, self.pool, self.admission, settings.max_batch_size
         )
+        self._lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
         self._next_request_id = 0
         self._next_step_id = 0
 
@@ -100,14 +101,24 @@ class IterationScheduler:
         return f"IterationScheduler({self.pool!r}, {self.ledger!r})"
 
     @property
+    def ledger(self) -> "KVLedger":
+        """The KV blocks, for metrics and checks."""
+        return self.kv.ledger
+
+    @property
+    def policy(self) -> "Policy":
+        """The policy in force."""
+        return self.pool.policy
+
+    @property
     def num_committed(self) -> int:
-        """Iterations that came back so far."""
-        return self.endings.num_committed
+        """Iterations that returned so far, failed ones included."""
+        return self._lifecycle.num_committed
 
     # Arrivals
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise `ContextTooLong` if so many tokens can never be served."""
+        """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
         limit = self.settings.max_model_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
@@ -115,237 +126,242 @@ class IterationScheduler:
             raise ContextTooLong(prompt_len, max_tokens, self.ledger.num_slots, "KV cache size")
 
     def check_group(self, prompt_lens: "Sequence[int]") -> None:
-        """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
+        """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
+        at once."""
         num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
         bound, tokens = self.settings.max_queue_requests, self.settings.max_queue_tokens
         if num_requests > bound or (num_requests > 1 and num_tokens > tokens):
             raise InvalidRequest(
-                f"It asks for {num_requests} answers at once, to {num_tokens} tokens of prompts "
-                f"in all; {bound} answers and {tokens} tokens can wait here."
+                f"The request has {num_requests} choices with {num_tokens} prompt tokens in "
+                f"all; the queue holds at most {bound} requests and {tokens} tokens."
             )
 
     def add(self, spec: RequestSpec, now: float) -> Request:
-        """Accept a request, or raise `ContextTooLong`, `Overloaded` or, if it would be late,
-        `DeadlineUnmeetable` or `InvalidRequest`, and change nothing."""
+        """Accept a request. Raises `ContextTooLong`, `Overloaded`, or, if it cannot meet its
+        deadline, `DeadlineUnmeetable` or `InvalidRequest`; then nothing is changed."""
         assert spec.prompt, "a prompt has at least one token"
-        assert spec.max_tokens > 0, "an answer has at least one token"
+        assert spec.max_tokens > 0, "max_tokens is at least 1"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._check_queue(len(spec.prompt))
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
-        self.memory.arrive(request)
-        self.policy.validate(spec, self.memory.num_to_compute(request), now)
+        self.kv.add(request)
+        self.policy.validate(spec, self.kv.num_to_compute(request), now)
         self._next_request_id += 1
         self.pool.add(request)
         self.policy.arrive(request, now)
-        self.swap.arrive(request)
+        self._swap_planner.arrive(request)
         self._observer.arrived(request, now)
         return request
 
     def _check_queue(self, prompt_len: int) -> None:
-        idle = [request for request in self.pool.background if request.state is WAITING]
-        waiting = self.pool.count(WAITING) - len(idle)
-        tokens = self.pool.waiting_tokens - sum(request.num_tokens for request in idle)
+        background = [request for request in self.pool.background if request.state is WAITING]
+        waiting = self.pool.count(WAITING) - len(background)
+        tokens = self.pool.waiting_tokens - sum(request.num_tokens for request in background)
         too_many = waiting >= self.settings.max_queue_requests
         if too_many or (waiting and tokens + prompt_len > self.settings.max_queue_tokens):
             raise Overloaded(
-                f"The server is full: {waiting} requests with {tokens} tokens are waiting.",
+                f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
                 retry_after=self.cost.seconds_for(tokens),
             )
 
     def switch(self, policy: "Policy", now: float) -> None:
-        """Go on under another policy, one with nobody in it; no request is lost or restarted."""
+        """Continue under another policy, which is empty; no request is lost or restarted."""
         for request in self.pool:
             policy.arrive(request, now)
-        self.policy = self.memory.policy = policy
+        self.pool.policy = policy
         self._observer.switched(policy, now)
 
     # Planning
 
     def plan(self, now: float, oldest: Iteration | None = None) -> Iteration | None:
-        """The next iteration, its KV reserved and its requests running; None if there is none.
+        """The next iteration, with its KV reserved and its requests running; None if no request
+        can run.
 
-        With lookahead, requests of the `oldest` iteration in flight may be in it: for them the
-        worker goes on from the token that it samples there, unless that is known to be the last.
+        With lookahead, requests of the `oldest` iteration in flight may be planned again, unless
+        the token being sampled is known to be their last. For them the worker continues with the
+        token that it samples in that iteration.
         """
         ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
-        draft = BatchBuilder(self.settings.max_batch_size, self.settings.max_batch_tokens, ahead)
-        draft.has_suspect = self.endings.has_suspect_in_flight
-        draft.least_crashes = self.endings.least_crashes
-        self.memory.begin()
-        self._fill(draft, now)
-        if not draft.is_empty:
-            self.swap.look_ahead(now)
-        swaps = self.memory.tiers.collect()
-        if draft.is_empty:
-            assert not swaps.moves, "KV moves for somebody, and nobody runs"
+        batch = BatchBuilder(self.settings.max_batch_size, self.settings.max_batch_tokens, ahead)
+        batch.has_suspect = self._lifecycle.has_suspect_in_flight
+        batch.least_crashes = self._lifecycle.least_crashes
+        self.admission.begin_plan()
+        self._fill(batch, now)
+        if not batch.is_empty:
+            self._swap_planner.order_moves(now)
+        swaps = self.kv.collect_swaps()
+        if batch.is_empty:
+            assert not swaps.moves, "KV is swapped by an iteration without entries"
             if self.pool:
                 self._observer.idled(now)
             return None
-        iteration = draft.iteration(StepId(self._next_step_id), swaps)
+        iteration = batch.iteration(StepId(self._next_step_id), swaps)
         self._next_step_id += 1
         self._observer.planned(iteration, now)
         return iteration
 
-    def _fill(self, draft: BatchBuilder, now: float) -> None:
-        """From the front of the order; once nobody more may start, only those who have."""
+    def _fill(self, batch: BatchBuilder, now: float) -> None:
+        """Take requests in the policy's order; when no more may be admitted, only started ones."""
         order = self.policy.order(now)
         whole_batch = self.settings.admission is Admission.REQUEST
         admits = not (whole_batch and self.pool.num_admitted)
-        while admits and not draft.is_full:
+        while admits and not batch.is_full:
             request = next(order, None)
             if request is None:
                 return
-            if request.state is READY or request in draft.ahead:
-                self._take(draft, request, now)
+            if request.state is READY or request in batch.ahead:
+                self._take(batch, request, now)
             elif request.state is WAITING or request.state is SWAPPED:
-                admits = self._admit(draft, request, now)
-        while not draft.is_full and self._ready_left(draft):
-            request = next((r for r in order if r.state is READY or r in draft.ahead), None)
+                admits = self._admit(batch, request, now)
+        while not batch.is_full and self._ready_left(batch):
+            request = next((r for r in order if r.state is READY or r in batch.ahead), None)
             if request is None:
                 return
-            self._take(draft, request, now)
+            self._take(batch, request, now)
 
-    def _take(self, draft: BatchBuilder, request: Request, now: float) -> None:
-        """Put a request into the draft, unless tokens or KV do not allow it now.
+    def _take(self, batch: BatchBuilder, request: Request, now: float) -> None:
+        """Add a started request to the batch, unless tokens or KV blocks lack.
 
-        A prefill leaves a token for every other ready request: decodes come first. Where KV is
-        short nobody behind goes ahead, so that all of them can soon be preempted.
+        A prefill leaves a token for every other ready request, so that decodes go on. If KV blocks
+        lack, no request is planned ahead any more: when those in flight return, they can be
+        preempted.
         """
         unplanned = request.unplanned
-        num_tokens = self._num_tokens_now(draft, request, unplanned)
-        if draft.ahead:
-            draft.ahead.discard(request)
+        num_tokens = self._num_tokens_now(batch, request, unplanned)
+        if batch.ahead:
+            batch.ahead.discard(request)
         slots = request.num_planned + num_tokens
-        if num_tokens > 0 and self.memory.secure(request, slots, now):
-            draft.add(request, num_tokens, self.ledger, is_last=num_tokens == unplanned)
+        if num_tokens > 0 and self.admission.secure(request, slots, now):
+            batch.add(request, num_tokens, self.kv, is_last=num_tokens == unplanned)
             self.pool.move(request, PLAN)
             return
         if request.state is READY:
-            draft.num_skipped += 1
+            batch.num_skipped += 1
         if num_tokens > 0:
-            draft.ahead.clear()
+            batch.ahead.clear()
 
-    def _num_tokens_now(self, draft: BatchBuilder, request: Request, num_tokens: int) -> int:
-        """How many of its `num_tokens` unplanned tokens the draft has room for; 0: it waits."""
-        if request.num_crashes and draft.keeps_apart(request):
+    def _num_tokens_now(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
+        """How many of the request's `num_tokens` unplanned tokens fit into the batch; 0 if none."""
+        if request.num_crashes and batch.excludes_suspect(request):
             return 0
         if num_tokens > 1:
-            others = self._num_others(draft, request, self._ready_left(draft) - 1)
-            num_tokens = min(num_tokens, draft.tokens_left - others)
+            others = self._num_others(batch, request, self._ready_left(batch) - 1)
+            num_tokens = min(num_tokens, batch.tokens_left - others)
             is_bounded = self.settings.max_step_seconds < inf and not request.is_suspect
-            if num_tokens > LEAST_PIECE and is_bounded:  # a suspect is to be cleared soon
-                num_tokens = self._num_tokens_in_time(draft, request, num_tokens, others)
-        return num_tokens if num_tokens <= draft.tokens_left else 0
+            if num_tokens > LEAST_PIECE and is_bounded:  # suspects are not slowed down
+                num_tokens = self._num_tokens_in_time(batch, request, num_tokens, others)
+        return num_tokens if num_tokens <= batch.tokens_left else 0
 
     def _num_tokens_in_time(
-        self, draft: BatchBuilder, request: Request, num_tokens: int, others: int
+        self, batch: BatchBuilder, request: Request, num_tokens: int, others: int
     ) -> int:
-        """As many of a prompt's tokens as do not keep others waiting for too long; some for one
-        prompt in each iteration, and once there is no time left, none for others."""
-        if draft.is_late:
+        """How many of a prompt's tokens fit into `max_step_seconds`: at least `LEAST_PIECE` for the
+        first prompt of an iteration; 0 once the time is used up."""
+        if batch.is_out_of_time:
             return 0
-        beside = self.settings.max_batch_tokens - draft.tokens_left + others
+        beside = self.settings.max_batch_tokens - batch.tokens_left + others
         if not beside:
             return num_tokens
         bound, start = self.settings.max_step_seconds, request.num_planned
         in_time = max(LEAST_PIECE, self.cost.tokens_within(bound, num_tokens, start, beside))
-        draft.is_cut = draft.is_cut or in_time < num_tokens
+        batch.is_cut = batch.is_cut or in_time < num_tokens
         return in_time
 
-    def _ready_left(self, draft: BatchBuilder) -> int:
-        """Requests that the draft may take and has not looked at."""
-        return self.pool.count(READY) - draft.num_skipped + len(draft.ahead)
+    def _ready_left(self, batch: BatchBuilder) -> int:
+        """Ready requests, and those that may be planned ahead, which were not considered yet."""
+        return self.pool.count(READY) - batch.num_skipped + len(batch.ahead)
 
-    def _num_others(self, draft: BatchBuilder, request: Request, num_ready: int) -> int:
-        """How many of so many ready requests `request` has to leave a token: no more than have
-        seats, and none in the background if it is not there itself."""
+    def _num_others(self, batch: BatchBuilder, request: Request, num_ready: int) -> int:
+        """For how many of `num_ready` ready requests a prefill of `request` leaves a token: at most
+        one per seat, and none for background requests unless it is one itself."""
         if self.pool.background and not request.spec.is_background:
-            left = draft.ahead
+            left = batch.ahead
             num_ready -= sum(r.state is READY or r in left for r in self.pool.background)
-        return min(num_ready, draft.seats - 1)
+        return min(num_ready, batch.seats - 1)
 
-    def _admit(self, draft: BatchBuilder, request: Request, now: float) -> bool:
-        """Start a request without KV here if it fits; whether others behind it may be looked at."""
-        if request.is_suspect and draft.keeps_apart(request):
+    def _admit(self, batch: BatchBuilder, request: Request, now: float) -> bool:
+        """Start a request without device KV if it fits. Returns whether requests behind it may be
+        admitted in this plan."""
+        if request.is_suspect and batch.excludes_suspect(request):
             return True
-        if self.swap.may_wait(request, self._ready_left(draft) - draft.seats):
+        if self._swap_planner.may_wait(request, self._ready_left(batch) - batch.seats):
             return True
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
-        others = self._num_others(draft, request, self._ready_left(draft))
-        if not whole_batch and (draft.is_late or draft.tokens_left <= others):
+        others = self._num_others(batch, request, self._ready_left(batch))
+        if not whole_batch and (batch.is_out_of_time or batch.tokens_left <= others):
             return False
-        if self.memory.admit(request, now):
-            for other in draft.passed:
+        if self.admission.admit(request, now):
+            for other in batch.not_admitted:
                 other.num_step_overs += 1
-            self._take(draft, request, now)
+            self._take(batch, request, now)
         else:
-            draft.passed.append(request)
+            batch.not_admitted.append(request)
             if self.policy.preempts or self.pool.background:
-                draft.ahead.clear()  # they come back, and may be preempted for it
+                batch.ahead.clear()  # when they return, they may be preempted for it
         bound = self.settings.max_step_overs
-        is_kept = any(other.num_step_overs >= bound for other in draft.passed)
-        return not is_kept and len(draft.passed) < self.settings.scan_limit
+        must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)
+        return not must_stop and len(batch.not_admitted) < self.settings.scan_limit
 
     # Results
 
     def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
-        """Count what an iteration computed; the tokens for requests that still want them.
+        """Apply the result of an iteration; returns the tokens of requests that are not leaving.
 
-        Who has a fault fails, and is among them without a token. Who is late computes the last
-        of its tokens again.
+        A request with a fault fails, and is returned without a token. A late request computes the
+        last of its tokens again in a later iteration.
         """
         tokens = iter(result.tokens)
         logprobs = iter(result.logprobs or repeat(None))
-        strays = iteration.strays(result)
+        without_token = iteration.rows_without_token(result)
         deliveries: list[Delivery] = []
-        count, publish, seconds = self.policy.ran, self.memory.publish, result.seconds
-        self.endings.num_committed += 1
+        count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
+        self._lifecycle.num_committed += 1
         if iteration.step.moves or result.prompt_logprobs:
-            self._settle(iteration, result, now)
+            self._apply_extras(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
             if entry.sample is not None:
                 token, scores = next(tokens), next(logprobs)
             request.num_in_flight -= 1
             if request.state is LEAVING:
-                self.endings.come_back(request, now)
+                self._lifecycle.iteration_returned(request, now)
                 continue
-            if strays and (fault := strays.get(request)):
-                self.endings.fail(request, _error_of(fault), now)
+            if without_token and (fault := without_token.get(request)):
+                self._lifecycle.fail(request, _error_of(fault), now)
                 deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
             request.num_computed = entry.start + num_tokens
             count(request, num_tokens, seconds, now)
-            if strays and request in strays:
-                request.land(request.num_computed - 1)
+            if without_token and request in without_token:
+                request.reset_to(request.num_computed - 1)
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
             publish(request, entry.start)
             if request.finish is not None:
-                self.endings.leave(request, now)
+                self._lifecycle.leave(request, now)
             elif not request.num_in_flight:
                 self.pool.move(request, COMMIT)
         self.cost.observe(iteration.step, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
-    def _settle(self, iteration: Iteration, result: "StepResult", now: float) -> None:
-        """Count what few iterations bring: KV that moved, and log-probabilities of prompts."""
-        for rider in self.memory.tiers.settle(iteration):
-            self.endings.come_back(rider, now)
+    def _apply_extras(self, iteration: Iteration, result: "StepResult", now: float) -> None:
+        """Apply what few iterations have: KV moves and log-probabilities of prompts."""
+        for leaving in self.kv.finish_swaps(iteration):
+            self._lifecycle.iteration_returned(leaving, now)
         if result.prompt_logprobs:
-            for request, told in zip(iteration.requests, result.prompt_logprobs, strict=True):
-                request.prompt_logprobs += told
+            for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
+                request.prompt_logprobs += scores
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.output.append(token)
         request.num_pending -= 1
         if request.num_crashes:
-            self.endings.clear(request)
+            self._lifecycle.clear(request)
         request.last_token_at = now
         if request.first_token_at is None:
             request.first_token_at = now
@@ -355,38 +371,39 @@ class IterationScheduler:
             request.finish = FinishReason.LENGTH
 
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
-        """An iteration raised: its batch is lost. The requests that ended."""
+        """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
-        self.endings.num_committed += 1
-        for rider in self.memory.tiers.void(iteration):
-            self.endings.come_back(rider, now)
+        self._lifecycle.num_committed += 1
+        for leaving in self.kv.abandon_swaps(iteration):
+            self._lifecycle.iteration_returned(leaving, now)
         for request in iteration.requests:
             request.num_in_flight -= 1
-            self.endings.fail(request, error, now)
+            self._lifecycle.fail(request, error, now)
         return list(iteration.requests)
 
-    # Endings from outside
+    # Ends from outside
 
     def fail_all(self, error: EngineError, now: float) -> list[Request]:
-        """Nobody will be served any more. The requests; see `Lifecycle`."""
-        return self.endings.fail_all(error, now)
+        """End all requests with an error, because none can be served any more. Returns them."""
+        return self._lifecycle.fail_all(error, now)
 
     def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
-        """All KV is gone, and the iterations in flight will not return. The requests that ended;
-        see `Lifecycle`."""
-        return self.endings.lose_device(in_flight, now)
+        """A worker died: all KV is lost, and the iterations in flight will not return. Returns the
+        requests that ended (`Lifecycle.lose_device`); all others wait to be recomputed."""
+        return self._lifecycle.lose_device(in_flight, now)
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:
-        """End a request; its KV is free now, or when its last iteration returns."""
-        self.endings.cancel(request, reason, now)
+        """End a request; its KV is freed now, or when its last iteration returns."""
+        self._lifecycle.cancel(request, reason, now)
 
     def expire(self, now: float) -> list[Request]:
-        """End whoever is past its deadline; who is in flight ends at its commit. The requests."""
-        return self.endings.expire(now)
+        """End the requests whose deadline has passed; those in flight end at their commit. Returns
+        them."""
+        return self._lifecycle.expire(now)
 
 
 def _may_go_ahead(request: Request) -> bool:
-    """Whether one that is in flight will be there for another iteration, as far as is known."""
+    """Whether a request in flight can be planned again: it has a next token, as far as is known."""
     is_once = request.state is State.RUNNING and request.num_in_flight == 1
     if request.num_pending and request.awaits_grammar:
         return False

@@ -1,1 +1,1 @@
-"""KV cache bookkeeping in integers: block ledger, prefix names, host tier, swapping. No tensors."""
+"""KV cache bookkeeping in integers, behind `KVManager`; the tensors live in the workers."""

@@ -1,7 +1,7 @@
-"""HostTier: whose KV has a copy in which host blocks. Integers only, the second half of the ledger.
+"""HostTier: which request's KV is copied to which host blocks. Integers only.
 
-A host block is free, held (a copy that is complete), or moving: being written by a step in flight
-that swaps its request out, or read by one that swaps it in. free + held + moving = all.
+A host block is free, held (part of a complete copy), or moving: a step in flight writes it (swap
+out) or reads it (swap in). free + held + moving = all.
 """
 
 from array import array
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """Hands out host blocks for copies; a copy belongs to one request and is never shared.
+    """Allocates host blocks for copies; a copy belongs to one request and is never shared.
 
-        free ──take──▶ moving (written) ──complete──▶ held ──read──▶ moving (read) ──put──▶ free
+        free ─begin_write─▶ moving ─finish_write─▶ held ─begin_read─▶ moving ─finish_read─▶ free
 
-    What is being read belongs to the step that reads it, not to the request: the request may end
-    meanwhile, the blocks are free when the step is back.
+    Blocks that are being read belong to the step that reads them, not to the request: the request
+    may end before the step returns, and the blocks are free when the step has returned.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 0, "a tier has no negative size"
+        assert num_blocks >= 0, "the number of host blocks is not negative"
         self.num_blocks = num_blocks
         self._free: list[int] = []
         self._copies: dict[RequestId, array[int]] = {}
-        self._written: set[RequestId] = set()  # copies that are not complete yet
+        self._written: set[RequestId] = set()  # owners of copies that are not complete yet
         self._read: set[int] = set()
-        self.forget()
+        self.reset()
 
     def __repr__(self) -> str:
         return (
@@ -43,7 +43,7 @@ class HostTier:
 
     @property
     def num_held(self) -> int:
-        """Blocks of copies that are complete."""
+        """Blocks of complete copies."""
         return self.num_blocks - len(self._free) - self.num_moving
 
     @property
@@ -51,9 +51,10 @@ class HostTier:
         """Blocks that a step in flight writes or reads."""
         return len(self._read) + sum(len(self._copies[owner]) for owner in self._written)
 
-    def take(self, request_id: "RequestId", num_blocks: int) -> "array[int] | None":
-        """Blocks to copy a request's KV to, in the order of its table; None if too few are free."""
-        assert request_id not in self._copies, "one copy is enough"
+    def begin_write(self, request_id: "RequestId", num_blocks: int) -> "array[int] | None":
+        """Allocate the blocks of a request's copy, in the order of its block table; None, and no
+        change, if too few are free. A step in flight writes them until `finish_write`."""
+        assert request_id not in self._copies, "a request has at most one copy"
         if num_blocks > len(self._free):
             return None
         split = len(self._free) - num_blocks
@@ -62,49 +63,46 @@ class HostTier:
         self._written.add(request_id)
         return copy
 
-    def complete(self, request_id: "RequestId") -> None:
-        """The step that wrote the copy is back."""
+    def finish_write(self, request_id: "RequestId") -> None:
+        """The step that wrote the copy has returned: the copy is complete."""
         self._written.remove(request_id)
 
-    def read(self, request_id: "RequestId", skip: int) -> "array[int]":
-        """A step reads the copy but its first `skip` blocks, and nobody needs it afterwards."""
-        assert request_id not in self._written, "a copy is read when it is complete"
+    def begin_read(self, request_id: "RequestId", num_skipped: int) -> "array[int]":
+        """A step reads the copy except for its first `num_skipped` blocks. The request no longer
+        has a copy: the skipped blocks are free now, the others after `finish_read`."""
+        assert request_id not in self._written, "only a complete copy is read"
         copy = self._copies.pop(request_id)
-        self._free.extend(copy[:skip])
-        self._read.update(copy[skip:])
-        return copy[skip:]
+        self._free.extend(copy[:num_skipped])
+        self._read.update(copy[num_skipped:])
+        return copy[num_skipped:]
 
-    def put(self, blocks: "Iterable[int]") -> None:
-        """The step that read these blocks is back."""
+    def finish_read(self, blocks: "Iterable[int]") -> None:
+        """The step that read these blocks has returned: they are free."""
         for block in blocks:
             self._read.remove(block)
             self._free.append(block)
 
-    def drop(self, request_id: "RequestId") -> None:
-        """Forget the request's copy, if it has one; no step in flight may be writing it."""
+    def release(self, request_id: "RequestId") -> None:
+        """Free the request's copy, if it has one. No step in flight may be writing it."""
         self._free.extend(self._copies.pop(request_id, ()))
         self._written.discard(request_id)
 
-    def size(self, request_id: "RequestId") -> int:
-        """Blocks of the request's copy; 0 if it has none."""
-        return len(self._copies.get(request_id, ()))
-
-    def forget(self) -> None:
-        """The worker is gone, and its host memory with it."""
+    def reset(self) -> None:
+        """The worker is lost, and its host memory with it: all blocks are free."""
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._copies.clear()
         self._written.clear()
         self._read.clear()
 
-    def num_orphans(self, live: "Container[RequestId]") -> int:
-        """Blocks of copies that belong to nobody alive: always 0, or we have a leak."""
+    def num_leaked(self, live: "Container[RequestId]") -> int:
+        """Blocks of copies whose request is not live; anything but 0 is a leak."""
         return sum(len(copy) for owner, copy in self._copies.items() if owner not in live)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one place."""
+        """Assert that every block is in exactly one state."""
         copied = [block for copy in self._copies.values() for block in copy]
         everywhere = sorted([*self._free, *copied, *self._read])
         assert everywhere == list(range(self.num_blocks)), f"lost or owned twice: {self!r}"
-        assert self._written <= self._copies.keys(), "a copy is written that nobody has"
+        assert self._written <= self._copies.keys(), "a copy is written that no request has"
         total = self.num_free + self.num_held + self.num_moving
         assert total == self.num_blocks, f"free + held + moving is not all: {self!r}"

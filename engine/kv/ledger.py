@@ -1,9 +1,9 @@
-"""KVLedger: who holds which KV blocks. Integers only; the tensors live in the workers.
+"""KVLedger: which request holds which KV blocks. Integers only; the tensors live in the workers.
 
-A slot is the KV room of one token in all layers of all stages (Orca, section 4.2); a block is a
-fixed run of slots. Every block of the device is free, held by requests, cached, or moving (held
-by requests that are being swapped only): free + held + cached + moving = all. `host` counts the
-blocks of the host tier.
+A slot is the KV memory of one token in all layers of all stages (Orca, section 4.2); a block is a
+fixed run of slots. Every device block is free, held by requests, cached, or moving (held only by
+requests that are being swapped): free + held + cached + moving = all. `host` counts the blocks of
+the host tier.
 """
 
 from array import array
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds: its blocks, oldest first, and how many of them are published."""
+    """The blocks of one request, oldest first, and how many of them are published."""
 
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     num_published: int = 0
 
 
 class BlockPairs(NamedTuple):
-    """Blocks to copy between, index by index."""
+    """Blocks to copy: `device[i]` to or from `host[i]`."""
 
     device: "array[int]"
     host: "array[int]"
 
 
 class KVLedger:
-    """Hands out blocks and takes them back; never waits and never hands out a part.
+    """Allocates and frees blocks; an allocation succeeds completely or changes nothing.
 
-        free ──reserve──▶ held, private ──publish──▶ held, shared by whoever has the same prefix
+        free ──reserve──▶ held, private ──publish──▶ held, shared by requests with this prefix
           ▲                  │ release                  │ release by the last holder
           ├──────────────────┘                          ▼
           └───────── evict, least recently used ──── cached ──adopt──▶ held
@@ -45,10 +45,10 @@ class KVLedger:
     equal content; only full, computed blocks are published. The scheduler must not release a
     request that is in an iteration in flight: the workers may still write to its blocks.
 
-    A request that is swapped out beside the compute keeps its device blocks until the step is
-    back: they are *moving*, that is coming, neither free nor missing. Published blocks are copied
-    like all others, and stay cached on the device; what is still there when the request comes
-    back is adopted, and only the rest is moved in.
+    A request that is swapped out by a move that is not awaited keeps its device blocks until the
+    step returns. Until then they are *moving*: not free yet, but counted in `num_to_be_freed`.
+    Published blocks are copied like all others and stay cached on the device. When the request is
+    swapped in, it adopts the blocks that are still cached, and only the rest is copied back.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
@@ -57,14 +57,15 @@ class KVLedger:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host = HostTier(num_host_blocks)
-        self._in_motion: set[RequestId] = set()  # whose device blocks a step in flight moves
+        # Requests whose device blocks a step in flight copies, with the blocks that become free.
+        self._in_motion: dict[RequestId, int] = {}
         self._held: dict[RequestId, _Holding] = {}
         self._free: list[int] = []
         self._holders: list[int] = []  # by block
         self._hash: dict[int, bytes] = {}  # of published blocks
         self._published: dict[bytes, int] = {}
-        self._cached: dict[int, None] = {}  # published, held by nobody; least recent first
-        self.forget()
+        self._cached: dict[int, None] = {}  # published, held by no request; least recent first
+        self.reset()
 
     def __repr__(self) -> str:
         return (
@@ -75,22 +76,22 @@ class KVLedger:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out: free ones, and cached ones that would be evicted."""
+        """Blocks that can be allocated: free blocks, and cached blocks, which would be evicted."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content may be used again."""
+        """Blocks that no request holds and whose content can be reused."""
         return len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Blocks held by requests, but those that only move."""
+        """Blocks held by requests, without the moving ones."""
         return self.num_blocks - len(self._free) - len(self._cached) - self.num_moving
 
     @property
     def num_moving(self) -> int:
-        """Blocks held by nobody but requests whose KV a step in flight moves."""
+        """Blocks held only by requests whose KV a step in flight copies."""
         movers: dict[int, int] = {}
         for owner in self._in_motion:
             for block in self._held[owner].blocks:
@@ -98,28 +99,33 @@ class KVLedger:
         return sum(self._holders[block] == count for block, count in movers.items())
 
     @property
+    def num_to_be_freed(self) -> int:
+        """Moving blocks that become free when the steps in flight return."""
+        return sum(self._in_motion.values())
+
+    @property
     def num_slots(self) -> int:
-        """Room for so many tokens in all."""
+        """Tokens whose KV fits on the device."""
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_slots: int) -> int:
-        """Blocks that `num_slots` slots need."""
+        """Blocks needed for `num_slots` slots."""
         return -(-num_slots // self.block_size)
 
     def match(self, hashes: "Sequence[bytes]") -> int:
-        """How many leading hashes are published: blocks that need not be computed."""
+        """How many of the leading hashes are published: blocks that need not be computed."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._published:
                 return count
         return len(hashes)
 
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
-        """How many of these published blocks are cached, so that adopting them takes room."""
+        """How many of these published blocks are cached: adopting them reduces `num_free`."""
         return sum(self._published[block_hash] in self._cached for block_hash in hashes)
 
     def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
-        """Let a request that holds nothing share the published blocks of a prefix."""
-        assert request_id not in self._held, "a prefix comes first"
+        """Let a request that holds no blocks share the published blocks of a prefix."""
+        assert request_id not in self._held, "a prefix is adopted before any block is reserved"
         holding = self._held[request_id] = _Holding(num_published=len(hashes))
         for block_hash in hashes:
             block = self._published[block_hash]
@@ -128,13 +134,13 @@ class KVLedger:
             holding.blocks.append(block)
 
     def num_missing(self, request_id: "RequestId", num_slots: int) -> int:
-        """Blocks short for the request to hold so many slots; none or less if they are there."""
+        """Blocks that lack for the request to hold so many slots; 0 or negative if none lack."""
         holding = self._held.get(request_id)
         held = len(holding.blocks) if holding is not None else 0
         return self.blocks_for(num_slots) - held - self.num_free
 
     def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
-        """Make the request hold at least `num_slots` slots; False, and no change, if short."""
+        """Make the request hold at least `num_slots` slots; False, and no change, if it cannot."""
         holding = self._held.get(request_id)
         held = len(holding.blocks) if holding is not None else 0
         missing = -(-num_slots // self.block_size) - held
@@ -160,9 +166,9 @@ class KVLedger:
         self._free.append(block)
 
     def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
-        """The request's leading blocks are full and computed: `hashes` names all of them.
+        """Publish the request's leading blocks, which are full and computed, under `hashes`.
 
-        A block whose content is published already stays private, to be freed with its request.
+        A block whose content is already published stays private and is freed with its request.
         """
         holding = self._held[request_id]
         for index in range(holding.num_published, len(hashes)):
@@ -172,40 +178,64 @@ class KVLedger:
                 self._hash[block] = block_hash
         holding.num_published = max(holding.num_published, len(hashes))
 
-    def num_private(self, request_id: "RequestId", but: "Sequence[bytes]" = ()) -> int:
-        """Blocks that nobody else holds, what its release makes available; without the published
-        blocks that `but` names."""
-        kept = {self._published[block_hash] for block_hash in but}
+    def num_private(self, request_id: "RequestId", exclude: "Sequence[bytes]" = ()) -> int:
+        """Blocks that only this request holds, so that its release makes them available; the
+        published blocks named by `exclude` are not counted."""
+        kept = {self._published[block_hash] for block_hash in exclude}
         blocks = self._held[request_id].blocks
         return sum([self._holders[block] == 1 and block not in kept for block in blocks])
 
-    def copy_out(self, request_id: "RequestId", num_slots: int) -> BlockPairs | None:
-        """Find host blocks for the request's first `num_slots` slots; None, and no change, if
-        too few are free. A step is to copy them; until it is back both ends are moving."""
+    def begin_swap_out(
+        self, request_id: "RequestId", num_slots: int, *, is_awaited: bool
+    ) -> BlockPairs | None:
+        """Allocate host blocks for a copy of the request's first `num_slots` slots; None, and no
+        change, if too few are free. The device blocks are free now if the copy is awaited, else
+        after `finish_swap_out`."""
         copied = self._held[request_id].blocks[: self.blocks_for(num_slots)]
-        copy = self.host.take(request_id, len(copied))
+        copy = self.host.begin_write(request_id, len(copied))
         if copy is None:
             return None
-        self._in_motion.add(request_id)
+        if is_awaited:
+            self._release_device(request_id)
+        else:
+            self._in_motion[request_id] = self.num_private(request_id)
         return BlockPairs(copied, copy)
 
-    def copy_in(self, request_id: "RequestId", num_adopted: int) -> BlockPairs:
-        """A step is to fill the request's blocks from its copy, but those adopted."""
-        copy = self.host.read(request_id, num_adopted)
-        filled = self._held[request_id].blocks[num_adopted : num_adopted + len(copy)]
-        self._in_motion.add(request_id)
+    def finish_swap_out(self, request_id: "RequestId") -> None:
+        """The step that copied the request's KV to the host has returned."""
+        self.host.finish_write(request_id)
+        self._release_device(request_id)
+
+    def begin_swap_in(
+        self,
+        request_id: "RequestId",
+        prefix: "Sequence[bytes]",
+        num_slots: int,
+        *,
+        is_awaited: bool,
+    ) -> BlockPairs:
+        """Give the request `num_slots` slots, which must be available: the published blocks of
+        `prefix` and new ones. The pairs say which of these to fill from its host copy; unless
+        that is awaited, they are moving until `finish_swap_in`."""
+        self.adopt(request_id, prefix)
+        reserved = self.reserve(request_id, num_slots)
+        assert reserved, "a request is swapped in only if its blocks are available"
+        copy = self.host.begin_read(request_id, len(prefix))
+        filled = self._held[request_id].blocks[len(prefix) : len(prefix) + len(copy)]
+        if filled and not is_awaited:
+            self._in_motion[request_id] = 0
         return BlockPairs(filled, copy)
 
-    def settle(self, request_id: "RequestId") -> None:
-        """The request's device blocks are at rest again."""
-        self._in_motion.discard(request_id)
+    def finish_swap_in(self, request_id: "RequestId") -> None:
+        """The step that copied the request's KV to the device has returned."""
+        self._in_motion.pop(request_id, None)
 
-    def leave_device(self, request_id: "RequestId") -> int:
-        """Take back the request's device blocks; the number of them. A copy stays.
+    def _release_device(self, request_id: "RequestId") -> int:
+        """Free the request's device blocks and return their number; a host copy is kept.
 
-        The end of a prefix is forgotten before its beginning, which more requests can use.
+        The end of a prefix is evicted before its beginning, which more requests can use.
         """
-        self._in_motion.discard(request_id)
+        self._in_motion.pop(request_id, None)
         holding = self._held.pop(request_id, None)
         if holding is None:
             return 0
@@ -220,13 +250,13 @@ class KVLedger:
         return len(holding.blocks)
 
     def release(self, request_id: "RequestId") -> int:
-        """Take back all that the request has in both tiers; the device blocks it held."""
-        self.host.drop(request_id)
-        return self.leave_device(request_id)
+        """Free the request's blocks in both tiers; the number of device blocks that it held."""
+        self.host.release(request_id)
+        return self._release_device(request_id)
 
-    def forget(self) -> None:
-        """The worker is gone: nobody holds anything in any tier, and nothing is cached."""
-        self.host.forget()
+    def reset(self) -> None:
+        """The worker is lost: all blocks of both tiers are free, and no prefix is cached."""
+        self.host.reset()
         self._in_motion.clear()
         self._held.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
@@ -239,13 +269,13 @@ class KVLedger:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
         return self._held[request_id].blocks.tobytes()
 
-    def num_orphans(self, live: "Container[RequestId]") -> int:
-        """Blocks of both tiers held by nobody alive: always 0, or we have a leak."""
+    def num_leaked(self, live: "Container[RequestId]") -> int:
+        """Blocks of both tiers whose request is not live; anything but 0 is a leak."""
         held = sum(len(h.blocks) for owner, h in self._held.items() if owner not in live)
-        return held + self.host.num_orphans(live)
+        return held + self.host.num_leaked(live)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one place, and is held as often as it says."""
+        """Assert that every block is in exactly one state and that all counts agree."""
         holders = [0] * self.num_blocks
         for holding in self._held.values():
             assert len(set(holding.blocks)) == len(holding.blocks), "a block twice in a table"
@@ -254,7 +284,7 @@ class KVLedger:
         assert holders == self._holders, f"holders drifted: {self!r}"
         idle = [block for block in range(self.num_blocks) if not holders[block]]
         assert sorted([*self._free, *self._cached]) == idle, f"lost or owned twice: {self!r}"
-        assert self._in_motion <= self._held.keys(), "somebody moves who holds nothing"
+        assert self._in_motion.keys() <= self._held.keys(), "a request moves and holds no block"
         counts = (len(self._free), self.num_held, self.num_cached, self.num_moving)
         assert min(counts) >= 0, f"a negative count: {self!r}"
         assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"

@@ -1,7 +1,7 @@
-"""Names for KV content: the chained hash of all tokens up to the end of each full block.
+"""Hashes of KV content: the chained hash of all tokens up to the end of each full block.
 
-A block's KV depends on every token before it, so equal chained hash means equal KV, whoever
-computed it: a prompt, or an answer that comes back as part of the next turn's prompt.
+A block's KV depends on every token before it, so equal chained hash means equal KV, whether it was
+computed for a prompt or for an output that is part of the next prompt of the chat.
 """
 
 from array import array
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.request import Request
 
-DIGEST_BYTES = 16  # collisions would show one caller's content to another
+DIGEST_BYTES = 16  # a collision would let one caller read another caller's KV
 
 
 def extend_hashes(request: "Request", block_size: int) -> None:
-    """Name all full blocks of the tokens that the request knows by now.
+    """Extend `request.block_hashes` to all full blocks of the tokens known by now.
 
-    The chain starts from the caller's salt: requests with different salts share nothing. It is
-    hashed first, so that nobody's salt can stand for the blocks before another caller's block.
+    The chain starts from the hash of the caller's salt, so requests with different salts share no
+    block. The salt is hashed with its own personalization: no salt can be chosen that equals the
+    hash of another caller's block.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), request.num_tokens // block_size):

@@ -126,7 +126,7 @@ class Exposition(Collector):
         yield slots
         yield from self._gauge(
             Described("podway_orphan_blocks", "KV blocks owned by no live request; always 0."),
-            ledger.num_orphans(self._scheduler.pool),
+            ledger.num_leaked(self._scheduler.pool),
         )
         used = (ledger.num_held + ledger.num_moving) / ledger.num_blocks
         for alias in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):

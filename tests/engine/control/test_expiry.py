@@ -22,7 +22,7 @@ def test_a_waiting_request_expires_at_once() -> None:
     assert scheduler.expire(5.75) == []
     assert scheduler.expire(6.0) == [request]
     assert (request.state, request.outcome) == (State.EXPIRED, "expired")
-    assert str(request.error) == "The request's deadline of 5 s passed after 0 of its tokens."
+    assert str(request.error) == "The request's deadline of 5 s passed after 0 output tokens."
     assert scheduler.expire(7.0) == []
     assert not list(scheduler.policy.order(7.0))
 

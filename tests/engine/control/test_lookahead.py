@@ -116,7 +116,7 @@ def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
     assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 4)
     assert commit(scheduler, second) == []
     assert (request.state, scheduler.ledger.num_held) == (State.CANCELLED, 0)
-    assert request.cancelled_in == 0
+    assert request.cancelled_at_commit == 0
     assert scheduler.num_committed == 2
 
 

@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.ledger.check()
         self.scheduler.pool.check()
         live = {request.request_id for request in self.scheduler.pool}
-        assert self.scheduler.ledger.num_orphans(live) == 0
+        assert self.scheduler.ledger.num_leaked(live) == 0
         for request in self.requests:
             assert self.ends.count[request.request_id] == int(request.state.is_terminal)
             assert (request.request_id in live) != request.state.is_terminal

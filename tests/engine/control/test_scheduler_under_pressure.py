@@ -167,7 +167,7 @@ class Case:
         scheduler = self.scheduler
         scheduler.ledger.check()
         scheduler.pool.check()
-        assert scheduler.ledger.num_orphans(scheduler.pool) == 0
+        assert scheduler.ledger.num_leaked(scheduler.pool) == 0
         assert self.told.late <= self.depth
         for request in self.requests:
             assert self.told.ends[request.request_id] == int(request.state.is_terminal)

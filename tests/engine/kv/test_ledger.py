@@ -50,7 +50,7 @@ def test_a_leak_is_counted_as_orphans() -> None:
     ledger = KVLedger(num_blocks=4, block_size=2)
     ledger.reserve(A, 4)
     ledger.reserve(B, 2)
-    assert ledger.num_orphans(live={B}) == 2
+    assert ledger.num_leaked(live={B}) == 2
 
 
 def test_check_finds_a_block_owned_twice() -> None:
@@ -104,7 +104,7 @@ def test_after_the_device_is_lost_nothing_is_held_or_cached() -> None:
     ledger = KVLedger(num_blocks=4, block_size=1)
     ledger.reserve(A, 2)
     ledger.publish(A, [b"one"])
-    ledger.forget()
+    ledger.reset()
     assert (ledger.num_free, ledger.num_cached, ledger.match([b"one"])) == (4, 0, 0)
     ledger.check()
 

@@ -100,7 +100,7 @@ def test_a_deadline_before_the_first_token_is_a_504(stream: bool) -> None:
             error = (await exchange.json())["error"]
         assert exchange.status == 504
         assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
-        assert error["message"] == "The request's deadline of 0.125 s passed after 0 of its tokens."
+        assert error["message"] == "The request's deadline of 0.125 s passed after 0 output tokens."
 
     rig = play(scene)
     assert rig.metrics.outcomes["expired"] == 1

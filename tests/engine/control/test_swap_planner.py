@@ -95,9 +95,9 @@ def test_blocks_that_are_coming_are_not_asked_for_again() -> None:
     assert first is not None
     assert len(first.step.moves) == 1
     assert second is None
-    assert scheduler.memory.tiers.num_coming == 27
+    assert scheduler.kv.num_to_be_freed == 27
     scheduler.commit(first, StepResult(first.step.step_id, (5,), 1.0), 0.0)
-    assert scheduler.memory.tiers.num_coming == 0
+    assert scheduler.kv.num_to_be_freed == 0
 
 
 def test_whose_turn_it_is_waits_for_its_kv_while_others_fill_the_iteration() -> None:
@@ -107,14 +107,14 @@ def test_whose_turn_it_is_waits_for_its_kv_while_others_fill_the_iteration() -> 
         turn(scheduler)
     first, second = scheduler.pool
     assert first.produced == 2
-    assert scheduler.memory.tiers.swap_out(first, 0.0, is_awaited=False)
+    assert scheduler.kv.swap_out(first, 0.0, is_awaited=False)
     out = scheduler.plan(0.0)
     assert out is not None
-    assert (out.requests, out.riders) == ((second,), (first,))
+    assert (out.requests, out.swapping) == ((second,), (first,))
     scheduler.commit(out, StepResult(out.step.step_id, (5,), 1.0), 0.0)
     back = scheduler.plan(0.0)
     assert back is not None
-    assert (back.requests, back.riders) == ((second,), (first,))
+    assert (back.requests, back.swapping) == ((second,), (first,))
     assert [(move.direction, move.is_awaited) for move in back.step.moves] == [
         (Direction.IN, False)
     ]

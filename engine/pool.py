@@ -1,4 +1,4 @@
-"""RequestPool: every live request, with the counts that plan and admission need."""
+"""RequestPool: every live request, the policy that orders them, and counts for planning."""
 
 from collections import Counter
 from heapq import heappop, heappush
@@ -9,23 +9,29 @@ from engine.request import TERMINAL, Move, Request, State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine.ports import Policy
     from engine.step import RequestId
 
 
-# Bound once: Python 3.11 looks a member up in a quarter of a microsecond.
+# Bound once: Python 3.11 takes a quarter of a microsecond to look a member up.
 WAITING, SWAPPED, SWAPPING_OUT = State.WAITING, State.SWAPPED, State.SWAPPING_OUT
 
 
 class RequestPool:
-    """Holds requests from arrival to their terminal state. All moves go through `move`, so
-    that the counts are never wrong."""
+    """Holds requests from arrival to their terminal state. Every state change goes through `move`,
+    so that the counts are always right.
 
-    def __init__(self) -> None:
+    `policy` is the one place where the policy in force is stored. Its caller reports arrivals and
+    ends to it: pool and policy hold the same requests.
+    """
+
+    def __init__(self, policy: "Policy") -> None:
+        self.policy = policy
         self._live: dict[RequestId, Request] = {}
-        self._deadlines: list[tuple[float, RequestId]] = []  # a heap; perhaps of the ended
-        self._counts = dict.fromkeys(State, 0)  # of the living, and of the ended so far
-        self.background: set[Request] = set()  # those who use what the others leave
-        self.waiting_tokens = 0  # prompt and output tokens that waiting requests need computed
+        self._deadlines: list[tuple[float, RequestId]] = []  # a heap; may name ended requests
+        self._counts = dict.fromkeys(State, 0)  # live requests by state; for terminal states all
+        self.background: set[Request] = set()  # live requests with `spec.is_background`
+        self.waiting_tokens = 0  # prompt and output tokens of waiting requests
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{state}={self._counts[state]}" for state in State)
@@ -41,17 +47,18 @@ class RequestPool:
         return request_id in self._live
 
     def count(self, state: State) -> int:
-        """Requests in this state; for a terminal state, all that ever ended so."""
+        """Requests in this state; for a terminal state, all that ever ended in it."""
         return self._counts[state]
 
     @property
     def num_admitted(self) -> int:
-        """Requests that hold KV on the device, and are not about to give it up."""
+        """Requests that hold KV on the device, except those being swapped out."""
         counts = self._counts
         return len(self._live) - counts[WAITING] - counts[SWAPPED] - counts[SWAPPING_OUT]
 
     def add(self, request: Request) -> None:
-        assert request.request_id not in self._live, "a request arrives once"
+        """Add a new request, which is waiting."""
+        assert request.request_id not in self._live, "a request is added once"
         self._live[request.request_id] = request
         self._counts[request.state] += 1
         self.waiting_tokens += request.num_tokens
@@ -63,7 +70,7 @@ class RequestPool:
             )
 
     def overdue(self, now: float) -> list[Request]:
-        """Live requests whose deadline has passed; each is told once."""
+        """Live requests whose deadline has passed since the last call."""
         found: list[Request] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._live.get(heappop(self._deadlines)[1])
@@ -72,7 +79,7 @@ class RequestPool:
         return found
 
     def move(self, request: Request, move: Move) -> None:
-        """Make a move of `TRANSITIONS`; a request that ends leaves the pool."""
+        """Make a move of `TRANSITIONS`; a request that reaches a terminal state is removed."""
         before = request.state
         after = request.move(move)
         self._counts[before] -= 1
@@ -86,7 +93,7 @@ class RequestPool:
             self.background.discard(request)
 
     def check(self) -> None:
-        """Assert that the counts say what the requests say."""
+        """Assert that the counts agree with the requests."""
         counts = Counter(request.state for request in self)
         for state in State:
             drifted = state not in TERMINAL and counts[state] != self._counts[state]

@@ -67,7 +67,7 @@ def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fi
     (move,) = out.step.moves
     assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, True, 4)
     assert (young.state, young.num_computed) == (State.SWAPPING_OUT, 4)
-    assert (out.requests, out.riders) == ((old,), (young,))
+    assert (out.requests, out.swapping) == ((old,), (young,))
     assert (scheduler.ledger.num_held, scheduler.ledger.host.num_moving) == (5, 4)
     commit(scheduler, out)
     assert young.state is State.SWAPPED
@@ -134,10 +134,10 @@ def swapped() -> tuple[IterationScheduler, Request, Iteration | None]:
 
 def swapping_in() -> tuple[IterationScheduler, Request, Iteration | None]:
     scheduler, young, _ = swapped()
-    while scheduler.memory.num_missing(young) > 0:
+    while scheduler.admission.num_missing(young) > 0:
         commit(scheduler, planned(scheduler))
     scheduler.add(an_ask(1, 3), 0.0)
-    scheduler.memory.start(young, 0.0, is_awaited=False)
+    scheduler.admission.start(young, 0.0, is_awaited=False)
     return scheduler, young, planned(scheduler)
 
 
@@ -163,7 +163,7 @@ def settled(scheduler: IterationScheduler, in_flight: Iteration | None) -> None:
     while scheduler.pool:
         commit(scheduler, planned(scheduler))
     ledger = scheduler.ledger
-    assert (ledger.num_held, ledger.num_moving, ledger.num_orphans(())) == (0, 0, 0)
+    assert (ledger.num_held, ledger.num_moving, ledger.num_leaked(())) == (0, 0, 0)
     assert ledger.host.num_free == ledger.host.num_blocks
 
 

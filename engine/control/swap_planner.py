@@ -1,0 +1,113 @@
+"""SwapPlanner: swaps KV before it has to be swapped (FastServe, section 4.3).
+
+Swapping only when blocks are short puts the link to the host on the critical path. So with each
+planned iteration some blocks are kept free for requests that are about to arrive, by swapping out
+early the request that will run last; and a request that will run soon is swapped in early. "Soon"
+is the policy's estimate of the next scheduled time (ENST). These moves are not awaited: they run in
+parallel with the compute of the iteration.
+
+Against thrashing: a request is swapped out only if it has run since it last got its KV, and
+swapped in only if it is among the next batch; it is not swapped out for a request whose next
+scheduled time is not clearly earlier; and `max_swaps` (`engine.control.admission`) bounds it all.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.control.admission import SwapMode
+from engine.request import Request, State
+
+if TYPE_CHECKING:
+    from engine.control.admission import AdmissionControl, AdmissionSettings
+    from engine.kv.manager import KVManager
+    from engine.pool import RequestPool
+
+READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
+DECAY = 0.98  # per plan, of the largest recent burst
+MOST_SPARE = 0.25  # of all blocks
+MOST_WAITS = 4  # iterations of others before a swapped request is swapped in by an awaited move
+CLEARLY = 2.0  # ratio of next scheduled times from which one request makes room for another
+
+
+class SwapPlanner:
+    """Decides moves for requests that are not in the iteration just planned; `seats` is the
+    largest number of requests in an iteration."""
+
+    def __init__(
+        self,
+        settings: "AdmissionSettings",
+        kv: "KVManager",
+        pool: "RequestPool",
+        admission: "AdmissionControl",
+        seats: int,
+    ) -> None:
+        self._is_on = settings.swaps and settings.swap is SwapMode.PROACTIVE
+        self._kv = kv
+        self._pool = pool
+        self._admission = admission
+        self._seats = seats
+        self._arrived = 0  # blocks of prompts that arrived since the last plan
+        self._burst = 0.0  # most blocks that arrived between two plans, decaying
+
+    @property
+    def _is_active(self) -> bool:
+        return self._is_on and self._pool.policy.preempts
+
+    def arrive(self, request: Request) -> None:
+        """Count the blocks of a new prompt."""
+        self._arrived += -(-request.prompt_len // self._kv.block_size)
+
+    def may_wait(self, request: Request, num_others: int) -> bool:
+        """Whether a swapped request that could run now waits for a move that is not awaited.
+
+        It does if enough other requests are ready to fill the iteration (`num_others`, those
+        beyond a full batch, is not negative), and at most `MOST_WAITS` times in a row.
+        """
+        if request.state is not SWAPPED or num_others < 0 or not self._is_active:
+            return False
+        request.num_step_overs += 1
+        return request.num_step_overs <= MOST_WAITS
+
+    def order_moves(self, now: float) -> None:
+        """Order moves that are not awaited, to be part of the iteration being planned."""
+        if not self._is_active:
+            return
+        spare = self._spare()
+        if self._num_short(spare) <= 0 and not self._pool.count(SWAPPED):
+            return
+        policy = self._pool.policy
+        idle = [r for r in policy.order(now) if r.state is READY or r.state is SWAPPED]
+        times = dict(zip(idle, policy.next_scheduled_times(idle, now), strict=True))
+        idle.sort(key=times.__getitem__)
+        movable = [r for r in idle if r.state is READY and self._may_swap_out(r)]  # soonest first
+        for request in [r for r in idle[: self._seats] if r.state is SWAPPED]:
+            short = self._admission.num_missing(request) + spare
+            if short <= 0:
+                self._admission.start(request, now, is_awaited=False)
+                continue
+            later = CLEARLY * times[request]
+            self._swap_out([r for r in movable if times[r] > later], short, now)
+            break  # requests behind it can wait for blocks to become free
+        self._swap_out(movable, self._num_short(spare), now)
+
+    def _spare(self) -> int:
+        """Blocks to keep free: for a burst like recent ones and for the batch to grow into."""
+        self._burst = max(self._arrived, self._burst * DECAY)
+        self._arrived = 0
+        growth = self._pool.count(State.RUNNING) // self._kv.block_size + 1
+        return min(int(self._burst) + growth, int(MOST_SPARE * self._kv.num_blocks))
+
+    def _num_short(self, spare: int) -> int:
+        """Blocks that lack for so many free ones, when the moves in flight have ended."""
+        return spare - self._kv.num_free - self._kv.num_to_be_freed
+
+    def _may_swap_out(self, request: Request) -> bool:
+        return self._admission.has_run(request) and not self._admission.is_reserved(request)
+
+    def _swap_out(self, movable: list[Request], num_blocks: int, now: float) -> None:
+        """Swap requests out, the last first, until so many blocks are to be freed in all."""
+        for request in reversed(movable):
+            if self._kv.num_to_be_freed >= num_blocks:
+                return
+            is_ready = request.state is READY
+            if is_ready and not self._kv.swap_out(request, now, is_awaited=False):
+                return  # the host tier is full

@@ -1,0 +1,231 @@
+"""KVManager: all that the control plane asks of the KV cache, over ledger, host tier and prefixes.
+
+Swapping. A move of KV is part of the next step. Until that step returns, both ends of the move
+are moving: device blocks that are swapped out are not free yet, and a request whose KV is being
+copied does not run. An *awaited* move ends before its step computes. So the device blocks that it
+swaps out are free in the plan that orders it, and a request that it swaps in may run in that plan.
+"""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from engine.iteration import NO_SWAPS, Iteration, Swaps
+from engine.kv.prefix import extend_hashes
+from engine.request import Move, Request, State
+from engine.step import BlockMove, Direction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.events import Observer
+    from engine.kv.ledger import BlockPairs, KVLedger
+    from engine.pool import RequestPool
+
+SWAPPED = State.SWAPPED  # bound once (see engine.pool)
+
+
+class KVManager:
+    """Gives requests KV blocks, takes them back, swaps them, and finds shared prefixes."""
+
+    def __init__(
+        self,
+        ledger: "KVLedger",
+        pool: "RequestPool",
+        observer: "Observer",
+        *,
+        reuses_prefixes: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.block_size = ledger.block_size
+        self.num_blocks = ledger.num_blocks
+        self._pool = pool
+        self._observer = observer
+        self._reuses_prefixes = reuses_prefixes
+        self._moves: list[BlockMove] = []  # of the plan being made
+        self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
+
+    @property
+    def num_free(self) -> int:
+        """Device blocks that can be allocated."""
+        return self.ledger.num_free
+
+    @property
+    def num_to_be_freed(self) -> int:
+        """Device blocks that become free when the steps in flight return."""
+        return self.ledger.num_to_be_freed
+
+    # Shared prefixes
+
+    def add(self, request: Request) -> None:
+        """Hash the prompt of a new request, so that its prefix can be found in the cache."""
+        if self._reuses_prefixes:
+            extend_hashes(request, self.block_size)
+
+    def publish(self, request: Request, start: int) -> None:
+        """Let other requests share the blocks that this one has filled from position `start`."""
+        size = self.block_size
+        num_full = request.num_computed // size
+        if num_full > start // size and self._reuses_prefixes:
+            extend_hashes(request, size)
+            self.ledger.publish(request.request_id, request.block_hashes[:num_full])
+
+    def num_to_compute(self, request: Request) -> int:
+        """Known tokens of a request without KV whose KV is not in the cache."""
+        return request.num_tokens - len(self.prefix(request)) * self.block_size
+
+    def prefix(self, request: Request) -> "Sequence[bytes]":
+        """Hashes of the request's leading blocks that are on the device, held or cached.
+
+        A request that is not swapped computes at least one token. Prompt tokens whose
+        log-probabilities are still to be computed are not taken from the cache.
+        """
+        most = request.num_tokens - 1
+        if request.state is SWAPPED:
+            most = request.num_computed
+        elif request.wants_prompt_logprobs:
+            most = len(request.prompt_logprobs)
+        hashes = request.block_hashes[: most // self.block_size]
+        return hashes[: self.ledger.match(hashes)]
+
+    # Blocks
+
+    def num_missing(self, request: Request, num_slots: int) -> int:
+        """Blocks that lack for a started request to hold `num_slots` slots; 0 or less if none."""
+        return self.ledger.num_missing(request.request_id, num_slots)
+
+    def num_missing_to_start(self, request: Request, num_slots: int) -> int:
+        """The same for a waiting or swapped request, which can share a prefix."""
+        prefix = self.prefix(request)
+        need = self.ledger.blocks_for(num_slots) - len(prefix) + self.ledger.num_idle(prefix)
+        return need - self.ledger.num_free
+
+    def num_gained(self, victim: Request, exclude: "Sequence[bytes]" = ()) -> int:
+        """Blocks that become available if `victim` releases its KV, without those named by the
+        hashes in `exclude`."""
+        return self.ledger.num_private(victim.request_id, exclude)
+
+    def reserve(self, request: Request, num_slots: int) -> bool:
+        """Make a started request hold at least so many slots; False, and no change, if blocks
+        lack."""
+        return self.ledger.reserve(request.request_id, num_slots)
+
+    def start(self, request: Request, num_slots: int, now: float, *, is_awaited: bool) -> None:
+        """Give a waiting or swapped request `num_slots` slots, which must be available.
+
+        A request whose KV is on the host is swapped in by an awaited move or another one.
+        """
+        prefix = self.prefix(request)
+        if request.state is SWAPPED:
+            self._swap_in(request, prefix, num_slots, now, is_awaited=is_awaited)
+            return
+        self.ledger.adopt(request.request_id, prefix)
+        reserved = self.ledger.reserve(request.request_id, num_slots)
+        assert reserved, "a request is started only if its blocks are available"
+        self._pool.move(request, Move.ADMIT)
+        request.reset_to(len(prefix) * self.block_size)
+
+    def table(self, request: Request) -> bytes:
+        """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
+        return self.ledger.table(request.request_id)
+
+    def release(self, request: Request) -> None:
+        """Free the request's blocks in both tiers; no step in flight may use them."""
+        self.ledger.release(request.request_id)
+
+    def reset(self) -> None:
+        """The worker is lost: no request holds any block, and no prefix is cached."""
+        self.ledger.reset()
+
+    # Swapping
+
+    def swap_out(self, request: Request, now: float, *, is_awaited: bool) -> bool:
+        """Order the swap-out of a ready request; False, and no change, if the host tier is full."""
+        if not request.num_computed:
+            return False
+        pairs = self.ledger.begin_swap_out(
+            request.request_id, request.num_computed, is_awaited=is_awaited
+        )
+        if pairs is None:
+            return False
+        request.num_swaps += 1
+        self._pool.move(request, Move.SWAP_OUT)
+        self._order(request, Direction.OUT, pairs, now, is_awaited=is_awaited)
+        return True
+
+    def _swap_in(
+        self,
+        request: Request,
+        prefix: "Sequence[bytes]",
+        num_slots: int,
+        now: float,
+        *,
+        is_awaited: bool,
+    ) -> None:
+        """Order the swap-in; the request is ready at once if nothing has to be waited for."""
+        pairs = self.ledger.begin_swap_in(
+            request.request_id, prefix, num_slots, is_awaited=is_awaited
+        )
+        is_ready = is_awaited or not pairs.device
+        self._pool.move(request, Move.ADMIT if is_ready else Move.SWAP_IN)
+        if pairs.device:
+            self._order(request, Direction.IN, pairs, now, is_awaited=is_awaited)
+
+    def _order(
+        self,
+        request: Request,
+        direction: Direction,
+        pairs: "BlockPairs",
+        now: float,
+        *,
+        is_awaited: bool,
+    ) -> None:
+        if request.state is not State.READY:
+            self._swapping.append(request)
+            request.num_in_flight += 1
+        move = BlockMove(direction, pairs.device.tobytes(), pairs.host.tobytes(), is_awaited)
+        self._moves.append(move)
+        self._observer.swapped(request, move, now)
+
+    def collect_swaps(self) -> Swaps:
+        """The moves ordered since the last call; they must be part of the step being planned."""
+        if not self._moves:
+            return NO_SWAPS
+        self._moves.sort(key=lambda move: not move.is_awaited)  # stable: out before in, as ordered
+        swaps = Swaps(tuple(self._moves), tuple(self._swapping))
+        self._moves.clear()
+        self._swapping.clear()
+        return swaps
+
+    def finish_swaps(self, iteration: Iteration) -> list[Request]:
+        """A step has returned, so its moves have ended. Returns the swapping requests whose end
+        was decided meanwhile; their blocks are still held."""
+        self._free_read_blocks(iteration)
+        for request in iteration.swapping:
+            request.num_in_flight -= 1
+            if request.state is State.SWAPPING_OUT:
+                self.ledger.finish_swap_out(request.request_id)
+                self._pool.move(request, Move.SETTLE)
+            elif request.state is State.SWAPPING_IN:
+                self.ledger.finish_swap_in(request.request_id)
+                self._pool.move(request, Move.SETTLE)
+        return [request for request in iteration.swapping if request.state is State.LEAVING]
+
+    def abandon_swaps(self, iteration: Iteration) -> list[Request]:
+        """A step failed or is lost, and its moves may not have been made: the swapping requests
+        have no KV any more. Returns those whose end was decided meanwhile."""
+        self._free_read_blocks(iteration)
+        for request in iteration.swapping:
+            request.num_in_flight -= 1
+            if request.state is not State.LEAVING:
+                self.ledger.release(request.request_id)
+                request.reset_to(0)
+                self._pool.move(request, Move.LOSE)
+        return [request for request in iteration.swapping if request.state is State.LEAVING]
+
+    def _free_read_blocks(self, iteration: Iteration) -> None:
+        """The host blocks that the step has read are free."""
+        for move in iteration.step.moves:
+            if move.direction is Direction.IN:
+                blocks = array("i")
+                blocks.frombytes(move.host)
+                self.ledger.host.finish_read(blocks)
