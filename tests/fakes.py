@@ -59,7 +59,7 @@ class ScriptedExecutor:
 
     async def restart(self) -> None:
         if self.num_restarts == self._max_restarts:
-            raise Unavailable(f"the worker was started again {self.num_restarts} times")
+            raise Unavailable(f"the worker was restarted {self.num_restarts} times")
         self.num_restarts += 1
         self.lose("the worker is being restarted")
         self._lost = None

@@ -12,7 +12,7 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Request, RequestSpec
 from engine.step import Step, StepResult, TokenLogprobs
-from engine.transport.inline import InlineExecutor, StepAnswer
+from engine.transport.inline import InlineExecutor, ResultFuture
 from engine.worker.process.worker import Worker
 
 
@@ -49,7 +49,7 @@ class Mortal:
     def watch(self, on_lost: Callable[[], object]) -> None:
         """Deaths are told by the step that meets them."""
 
-    def submit(self, step: Step) -> StepAnswer:
+    def submit(self, step: Step) -> ResultFuture:
         return self._inner.submit(step)
 
     async def restart(self) -> None:

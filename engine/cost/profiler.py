@@ -1,8 +1,9 @@
-"""Measures the machine before anybody waits: steps through the executor, then a fitted cost model.
+"""Measures the machine at start-up: runs steps on the executor and fits a cost model to them.
 
-FastServe profiles the first iteration by prompt length (section 4.1). Here: pieces of prompts of
-growing length, decodes in growing batches and contexts. KV is written where nobody owns it yet.
-The steps that tell most come first, and none begins that would not end within the time.
+FastServe profiles the first iteration by prompt length (section 4.1). This profiles prompt pieces
+of growing length and decodes of growing batch size and context. It writes to KV blocks before any
+request owns them. The most informative steps come first, and a step is skipped if it would
+exceed the time limit.
 """
 
 import asyncio
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from engine.step import StepResult
 
 REPEATS = 3
-_FIRST_ID = 1 << 40  # of requests and steps that no engine knows
+_FIRST_ID = 1 << 40  # of requests and steps; an engine's own ids are lower
 _SHORT, _LONG = 16, 1024  # tokens of context
 _GROWTH = 4  # from one length or batch to the next
-_BRIEF = 0.02  # of the time: once a step has had so much, it is not repeated
+_MAX_REPEAT_SHARE = 0.02  # of the time limit, after which a step is not repeated
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a step may be like: the scheduler's bounds and the worker's blocks."""
+class ProbeLimits:
+    """Limits of a step: those of the scheduler, and the worker's KV blocks."""
 
     max_batch_size: int
     max_batch_tokens: int
@@ -40,12 +41,12 @@ class Bounds:
 
     @property
     def longest(self) -> int:
-        """Positions that one request of the profile may have."""
+        """The largest number of positions of one request."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class Probe(NamedTuple):
-    """A step to measure: so many requests alike, each of `num_tokens` tokens from `start` on."""
+    """A step to measure: `num_requests` entries of `num_tokens` tokens from position `start`."""
 
     num_requests: int
     num_tokens: int
@@ -55,9 +56,9 @@ class Probe(NamedTuple):
     def size(self) -> int:
         return self.num_requests * self.num_tokens
 
-    def step(self, number: int, bounds: Bounds) -> Step:
-        """All requests read the same blocks, and each writes to a last one of its own."""
-        size = bounds.block_size
+    def step(self, number: int, limits: ProbeLimits) -> Step:
+        """The step: all requests share the context's blocks, and each writes to its own block."""
+        size = limits.block_size
         first_written = self.start // size
         last = (self.start + self.num_tokens - 1) // size
         entries = []
@@ -72,35 +73,35 @@ class Probe(NamedTuple):
         return Step(StepId(_FIRST_ID + number), tuple(entries))
 
     def sample(self, seconds: float) -> Sample:
-        """It took so long."""
+        """The sample for the fit, given the measured seconds."""
         end = self.start + self.num_tokens
         pairs = self.size * (self.start + (self.num_tokens + 1) / 2) if self.num_tokens > 1 else 0.0
         return Sample(self.size, self.num_requests * end, pairs, self.num_requests, seconds)
 
-    def fits(self, bounds: Bounds) -> bool:
-        """Whether a scheduler could plan it."""
-        size = bounds.block_size
+    def fits(self, limits: ProbeLimits) -> bool:
+        """Whether the step is within the limits."""
+        size = limits.block_size
         first_written = self.start // size
         own = (self.start + self.num_tokens - 1) // size - first_written + 1
         return (
-            self.num_requests <= bounds.max_batch_size
-            and self.size <= bounds.max_batch_tokens
-            and self.start + self.num_tokens <= bounds.longest
-            and first_written + self.num_requests * own <= bounds.num_blocks
+            self.num_requests <= limits.max_batch_size
+            and self.size <= limits.max_batch_tokens
+            and self.start + self.num_tokens <= limits.longest
+            and first_written + self.num_requests * own <= limits.num_blocks
         )
 
 
-def probes(bounds: Bounds) -> Iterator[Probe]:
-    """What to measure, the most telling first; each context was written by those before."""
-    lengths = _growing(bounds.max_batch_tokens)
-    batches = _growing(bounds.max_batch_size)
-    context = min(_LONG, 2 * lengths[-1], bounds.longest - 1)
+def probes(limits: ProbeLimits) -> Iterator[Probe]:
+    """The steps to measure, most informative first; each one's context was written earlier."""
+    lengths = _growing(limits.max_batch_tokens)
+    batches = _growing(limits.max_batch_size)
+    context = min(_LONG, 2 * lengths[-1], limits.longest - 1)
     piece = max(1, context // 2)
     wanted = [Probe(1, 1, 0)]
     wanted += [Probe(1, length, 0) for length in lengths]
     wanted += [Probe(batch, 1, _SHORT) for batch in batches]
     wanted += [Probe(1, piece, context - piece), Probe(1, 1, context), Probe(8, 1, context)]
-    return (probe for probe in wanted if probe.fits(bounds))
+    return (probe for probe in wanted if probe.fits(limits))
 
 
 def _growing(limit: int) -> list[int]:
@@ -110,21 +111,21 @@ def _growing(limit: int) -> list[int]:
 
 
 async def measure(
-    executor: "StepExecutor", bounds: Bounds, clock: "Clock", seconds: float
+    executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
 ) -> CostModel:
-    """A cost model of what `executor` runs, after about `seconds` at most (but two steps at
-    least). Raises what a failed step raises, and ValueError where nothing can be told apart."""
+    """Measure `executor` for about `seconds` at most, but for at least two steps, and fit a cost
+    model. Raises the error of a failed step, and ValueError if the fit is not determined."""
     until = clock() + seconds
     samples: list[Sample] = []
     idle: list[float] = []
-    per_token = 0.0  # of the step before: a larger one takes no longer for each
-    for probe in probes(bounds):
+    per_token = 0.0  # of the previous step; an upper bound for a larger step
+    for probe in probes(limits):
         if len(samples) > 1 and probe.size * per_token > until - clock():
             continue
         repeats: list[float] = []
-        while len(repeats) < REPEATS and sum(repeats) <= _BRIEF * seconds:
+        while len(repeats) < REPEATS and sum(repeats) <= _MAX_REPEAT_SHARE * seconds:
             submitted = clock()
-            result = await _answered(executor.submit(probe.step(len(idle), bounds)))
+            result = await _result(executor.submit(probe.step(len(idle), limits)))
             idle.append(clock() - submitted - result.seconds)
             repeats.append(result.seconds)
         samples.append(probe.sample(median(repeats)))
@@ -132,7 +133,7 @@ async def measure(
     return fit(samples, idle_step=max(0.0, median(idle)))
 
 
-async def _answered(future: "StepFuture") -> "StepResult":
+async def _result(future: "StepFuture") -> "StepResult":
     done = asyncio.Event()
     future.add_done_callback(lambda _: done.set())
     await done.wait()

@@ -1,1 +1,1 @@
-"""The same engine in virtual time: an event loop, an executor that costs, arrival traces."""
+"""Simulation: the same engine in virtual time, on an executor that only waits, with traces."""

@@ -1,4 +1,4 @@
-"""Capacity planning: the highest load that a setup carries within an SLO, by search."""
+"""Capacity planning: searches for the highest load that a setup serves within an SLO."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,29 +18,29 @@ _MAX_DOUBLINGS = 20
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The highest rate found within the SLO, 0 if even the lowest tried was beyond it, and
-    every run of the search by its rate."""
+    """The highest rate within the SLO in requests/s, 0 if the lowest one tried already violates
+    the SLO, and every run of the search by its rate."""
 
     rate: float
     runs: "dict[float, Figures]"
 
 
-def highest(holds: "Callable[[float], bool]", start: float, tolerance: float = 0.02) -> float:
-    """The largest load for which `holds`, from below and within `tolerance` of it.
+def highest_load(holds: "Callable[[float], bool]", start: float, tolerance: float = 0.02) -> float:
+    """The largest load for which `holds` is true, from below and within a relative `tolerance`.
 
-    `holds` is true up to some load and false beyond. Doubles or halves from `start` until the
-    load is enclosed, then bisects; 0 if nothing holds down to `start` / 2 ** 20. A load that
-    never fails ends the search at `start` * 2 ** 20.
+    `holds` must be true up to some load and false above it. The search doubles or halves `start`
+    until that load is bracketed, then bisects. It returns 0 if `holds` is false down to
+    `start` / 2 ** 20, and `start` * 2 ** 20 if it is never false.
     """
-    low, high = _enclose(holds, start)
+    low, high = _bracket(holds, start)
     while low > 0.0 and high > low * (1.0 + tolerance):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 
-def _enclose(holds: "Callable[[float], bool]", start: float) -> tuple[float, float]:
-    """Neighbouring loads, of which the first holds and the second does not."""
+def _bracket(holds: "Callable[[float], bool]", start: float) -> tuple[float, float]:
+    """Two loads a factor of two apart; `holds` is true for the first and false for the second."""
     factor = 2.0 if holds(start) else 0.5
     load = start
     for _ in range(_MAX_DOUBLINGS):
@@ -57,11 +57,11 @@ def capacity(
     start: float,
     tolerance: float = 0.02,
 ) -> Capacity:
-    """How many requests a second of this pattern `setup` carries while `accepts` its figures."""
+    """The highest rate of this arrival pattern at which `accepts` is true of the run's figures."""
     runs: dict[float, Figures] = {}
 
     def holds(rate: float) -> bool:
         runs[rate] = simulate(setup, at_rate(arrivals, rate))
         return accepts(runs[rate])
 
-    return Capacity(highest(holds, start, tolerance), runs)
+    return Capacity(highest_load(holds, start, tolerance), runs)

@@ -1,7 +1,7 @@
 """Named devices (data sheets) and model shapes (papers, model cards), for simulation.
 
-Links are in bytes a second in one direction: half of what NVLink's sheets add up to; the host is
-at the end of sixteen lanes of PCIe 4 or 5.
+Link rates are bytes/s in one direction, so half of NVLink's bidirectional figure; the host is
+connected by 16 lanes of PCIe 4 or 5.
 """
 
 from dataclasses import fields
@@ -46,15 +46,15 @@ SHAPES: dict[str, ModelSpec] = {
 }
 
 
-def described(kind: "type[T]", values: "Mapping[str, object]") -> T:
-    """A device or shape from the fields of a JSON object; raises `InvalidRequest`."""
+def parse_spec(kind: "type[T]", values: "Mapping[str, object]") -> T:
+    """A device or model shape from the fields of a JSON object. Raises `InvalidRequest`."""
     names = {field.name for field in fields(kind)}
     for name, value in values.items():
         if name not in names:
             known = ", ".join(sorted(names))
-            raise InvalidRequest(f"{name!r} is none of {known}", param=name)
+            raise InvalidRequest(f"unknown field {name!r}; the fields are {known}", param=name)
         if name != "name" and not (isinstance(value, int | float) and value > 0):
-            raise InvalidRequest(f"{name} must be a number above 0, not {value!r}", param=name)
+            raise InvalidRequest(f"{name} must be a positive number, not {value!r}", param=name)
     try:
         return kind(**values)  # type: ignore[arg-type]  # checked above, field by field
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The figures of a simulated run: latencies, goodput within an SLO, and the state over time.
+"""The metrics of a simulated run: latencies, goodput within an SLO, and the state over time.
 
 TTFT: arrival to first token. ITL: gaps between tokens of one request, pooled. TPOT: (JCT - TTFT)
 / (tokens - 1). JCT: arrival to last token. Normalized latency: JCT / tokens (Orca, section 6).
@@ -15,7 +15,7 @@ from engine.simulated.trace import mean_rate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.simulated.play import Outcome, Played
+    from engine.simulated.play import Outcome, PlayResult
     from engine.simulated.record import Moment, Recorder
 
 MEASURES = {
@@ -29,7 +29,7 @@ MEASURES = {
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a request must keep to be good, in seconds; None is not asked for."""
+    """Latency limits in seconds which a request must meet to count as good; None is no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -38,7 +38,7 @@ class SLO:
 
     @classmethod
     def parse(cls, text: str) -> "SLO":
-        """`ttft=1,tpot=0.1`; raises `InvalidRequest` naming the part."""
+        """Parse text such as `ttft=1,tpot=0.1`. Raises `InvalidRequest` that names the part."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
@@ -47,11 +47,11 @@ class SLO:
             except ValueError:
                 raise InvalidRequest(f"{part!r} is not a limit such as ttft=1", "slo") from None
             if not limits[name] > 0.0:
-                raise InvalidRequest(f"{part!r} is not above 0", "slo")
+                raise InvalidRequest(f"{part!r} must be above 0", "slo")
         unknown = limits.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
-            raise InvalidRequest(f"{min(unknown)!r} is none of {known}", "slo")
+            raise InvalidRequest(f"unknown limit {min(unknown)!r}; the limits are {known}", "slo")
         return cls(**limits)
 
     def is_met(self, outcome: "Outcome") -> bool:
@@ -66,7 +66,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How samples in seconds are distributed; percentiles are interpolated linearly."""
+    """Count, mean, percentiles (linearly interpolated) and maximum of samples in seconds."""
 
     count: int
     mean: float
@@ -78,7 +78,7 @@ class Distribution:
 
     @classmethod
     def of(cls, samples: "Sequence[float]") -> "Distribution | None":
-        """None for no samples."""
+        """None if there are no samples."""
         if not len(samples):
             return None
         values = numpy.asarray(samples, dtype=numpy.float64)
@@ -88,10 +88,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. Rates are per second, from the first arrival to the last token."""
+    """The metrics of one run. Rates are per second, from the first arrival to the last token."""
 
     label: str
-    offered: float  # requests a second that arrived
+    offered: float  # requests/s that arrived
     num_arrived: int
     num_finished: int
     seconds: float
@@ -99,32 +99,32 @@ class Figures:
     cached_tokens: int  # of prompts, found in the KV cache
     num_iterations: int
     busy_seconds: float
-    num_preempted: int  # times that KV was given up or swapped out
-    num_swapped: int  # times that it was swapped out
-    num_ahead: int  # of those, ahead of need
-    swapped_slots: int  # that crossed the link to the host, in both directions
+    num_preempted: int  # preemptions, by recomputation or by swapping out
+    num_swapped: int  # preemptions by swapping out
+    num_ahead: int  # of those, swapped out before the space was needed
+    swapped_slots: int  # slots moved between device and host, in both directions
     num_good: int  # finished within the SLO
     spreads: dict[str, Distribution | None]
     moments: "list[Moment]"
 
     @property
     def throughput(self) -> float:
-        """Finished requests a second."""
+        """Finished requests/s."""
         return self.num_finished / self.seconds if self.seconds else 0.0
 
     @property
     def output_rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens/s."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def goodput(self) -> float:
-        """Requests a second that finished within the SLO."""
+        """Requests/s that finished within the SLO."""
         return self.num_good / self.seconds if self.seconds else 0.0
 
     @property
     def attainment(self) -> float:
-        """Share of all requests that arrived which finished within the SLO."""
+        """The fraction of arrived requests which finished within the SLO."""
         return self.num_good / self.num_arrived if self.num_arrived else 0.0
 
     @property
@@ -136,20 +136,20 @@ class Figures:
         return max((moment.held_slots for moment in self.moments), default=0)
 
     def at(self, measure: str, point: str) -> float | None:
-        """Seconds, such as `at("ttft", "p99")`; None if there was no sample."""
+        """A value in seconds, such as `at("ttft", "p99")`; None if there are no samples."""
         spread = self.spreads[measure]
         return None if spread is None else float(getattr(spread, point))
 
     def as_json(self) -> dict[str, object]:
-        """All fields, with the rates beside what they are computed from."""
+        """All fields and the derived rates."""
         names = ("throughput", "output_rate", "goodput", "attainment")
         rates = {name: getattr(self, name) for name in names}
         moments = [moment._asdict() for moment in self.moments]
         return asdict(self) | rates | {"moments": moments}
 
 
-def summarise(label: str, played: "Played", recorder: "Recorder", slo: SLO) -> Figures:
-    """The figures of those who finished; who was refused or lost only lowers attainment."""
+def summarise(label: str, played: "PlayResult", recorder: "Recorder", slo: SLO) -> Figures:
+    """The metrics of the finished requests; rejected and lost ones only lower the attainment."""
     outcomes = played.outcomes
     arrivals = sorted(
         [one.arrival for one in outcomes] + [one.arrival for one in played.lost],

@@ -1,8 +1,8 @@
-"""A cost model from a description: the roofline of a model on stages × ranks of a device.
+"""A cost model from data sheets: the roofline of a model on stages × ranks of a device.
 
-All operators but attention take the longer of reading the weights and multiplying by them; to
-that come the all-reduces inside a stage, the hand-over between stages, and fixed overheads.
-Attention is limited by memory in decodes (each slot is read) and by arithmetic in prefills.
+All operators except attention take the time of reading the weights or of multiplying by them,
+whichever is longer, plus the all-reduces within a stage, the transfers between stages and fixed
+overheads. Attention is memory-bound in decodes (every slot is read) and compute-bound in prefills.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from engine.cost.model import CostModel
 from engine.errors import StartupError
 
-_FAR = 1 << 20  # tokens; the cost is a straight line from the ridge of the roofline on
+_FAR = 1 << 20  # tokens; beyond the roofline's ridge the cost is a straight line
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One accelerator: dense FLOP/s at the model's dtype, bytes/s and bytes of its memory, and
-    bytes/s in one direction to its neighbours in the machine (`link`), outside (`network`) and to
-    the memory of the host (`host`)."""
+    """One accelerator: dense FLOP/s at the model's dtype, bandwidth (bytes/s) and size (bytes) of
+    its memory, and bytes/s in one direction to other devices of the machine (`link`), to other
+    machines (`network`) and to host memory (`host`)."""
 
     name: str
     flops: float
@@ -30,8 +30,8 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only model: `parameters` are read by every step; attention is `width` wide
-    (heads × head size) and keeps `kv_bytes` per token, over all layers."""
+    """A decoder-only model: every step reads all `parameters`; `width` is heads × head size;
+    `kv_bytes` is the KV cache per token, summed over all layers."""
 
     name: str
     parameters: float
@@ -45,21 +45,21 @@ class ModelSpec:
 
     @classmethod
     def gpt(cls, name: str, layers: int, hidden: int) -> "ModelSpec":
-        """GPT-3's family in fp16: all heads have keys and values of their own."""
+        """A model of GPT-3's family in fp16, with multi-head attention (no grouped KV heads)."""
         parameters = layers * 12 * hidden**2 + 50_257 * hidden
         return cls(name, parameters, layers, hidden, hidden, kv_bytes=4.0 * layers * hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of the data sheet, and what the data sheet does not say (seconds)."""
+    """The fractions of the data sheet's rates that are reached, and fixed overheads in seconds."""
 
     compute: float = 0.6
     attention: float = 0.4  # of the FLOP/s, in prefills
     memory: float = 0.8
     link: float = 0.7
     usable_memory: float = 0.9
-    per_step: float = 0.0005  # launching, sampling, answering
+    per_step: float = 0.0005  # launching, sampling, returning the result
     per_layer: float = 5e-6  # norms, residuals, rotary: small kernels between the large ones
     per_collective: float = 10e-6
     per_handoff: float = 30e-6
@@ -67,8 +67,8 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model on `stages` × `ranks` devices; `slowdown` stretches every second, to
-    fit a measurement of an engine that is further from the roofline."""
+    """A model on `stages` × `ranks` devices. `slowdown` multiplies all times, to match a measured
+    engine which is further from the roofline."""
 
     device: DeviceSpec
     shape: ModelSpec
@@ -79,7 +79,7 @@ class Deployment:
 
     @property
     def num_slots(self) -> int:
-        """Tokens whose KV fits beside the weights. Raises `StartupError` if none does."""
+        """Tokens whose KV cache fits beside the weights. Raises `StartupError` if that is 0."""
         shape = self.shape
         memory = self.stages * self.ranks * self.device.memory * self.efficiency.usable_memory
         slots = int((memory - shape.parameters * shape.weight_bytes) / shape.kv_bytes)
@@ -91,12 +91,12 @@ class Deployment:
 
     @property
     def slot_seconds(self) -> float:
-        """Seconds to move the KV of a token between device and host, all devices at once."""
+        """Seconds to move one token's KV between device and host, all devices in parallel."""
         wire = self.stages * self.ranks * self.device.host * self.efficiency.link
         return self.shape.kv_bytes / wire
 
     def cost(self) -> CostModel:
-        """Seconds of a whole step through all stages, one after the other."""
+        """The cost of a step through all stages, one after the other."""
         knee = max(1, round(self._ridge()))
         curve = tuple((n, self._tokens(n)) for n in (0, knee, knee + _FAR))
         device, kept = self.device, self.efficiency
@@ -109,13 +109,13 @@ class Deployment:
         )
 
     def _ridge(self) -> float:
-        """Tokens at which multiplying takes as long as reading the weights."""
+        """The batch size in tokens at which compute time equals the time of reading weights."""
         kept = self.efficiency
         intensity = self.device.flops * kept.compute / (self.device.bandwidth * kept.memory)
         return intensity * self.shape.weight_bytes / 2.0
 
     def _tokens(self, num_tokens: int) -> float:
-        """Seconds of everything but attention."""
+        """Seconds of everything except attention."""
         device, shape, kept = self.device, self.shape, self.efficiency
         weights = shape.parameters / self.ranks
         reading = weights * shape.weight_bytes / (device.bandwidth * kept.memory)
@@ -125,7 +125,7 @@ class Deployment:
         return self.slowdown * (max(reading, multiplying) + fixed + links)
 
     def _all_reduces(self, num_tokens: int) -> float:
-        """Two a layer, each a ring over the ranks of the stage."""
+        """Seconds of two ring all-reduces per layer over the ranks of a stage."""
         if self.ranks == 1:
             return 0.0
         share = 2.0 * (self.ranks - 1) / self.ranks
@@ -133,7 +133,8 @@ class Deployment:
         return 2.0 * self.shape.layers * (each + self.efficiency.per_collective)
 
     def _handoffs(self, num_tokens: int) -> float:
-        """Each rank hands its share of the hidden states on; it is gathered on the other side."""
+        """Seconds of the transfers between stages: each rank sends its share of the hidden states,
+        and the receiving stage gathers them."""
         if self.stages == 1:
             return 0.0
         wire = self.ranks * self.device.network * self.efficiency.link

@@ -1,4 +1,4 @@
-"""Play a trace through a real `Engine` in virtual time, and say how every request fared."""
+"""Runs the arrivals of a trace through a real `Engine`, and reports the outcome of each."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished request: seconds from arrival to its first and last token, and its size."""
+    """A finished request: seconds from its arrival to its first and last token."""
 
     arrival: "Arrival"
     ttft: float
     jct: float
     num_preemptions: int
-    num_cached: int = 0  # tokens of the prompt that need not be computed
-    admitted_at: float = 0.0  # the moment at which it was first given KV
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    admitted_at: float = 0.0  # when it was first admitted, in the clock's seconds
 
     @property
     def normalized_latency(self) -> float:
@@ -38,25 +38,25 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None for an answer of one token."""
+        """Seconds per output token after the first; None if there is only one token."""
         if self.arrival.output_len == 1:
             return None
         return (self.jct - self.ttft) / (self.arrival.output_len - 1)
 
 
 class RequestLost(NamedTuple):
-    """A request that was refused, or accepted and not finished."""
+    """A request that was rejected, or that was accepted and did not finish."""
 
     arrival: "Arrival"
     error: EngineError
 
 
 LONG = 1e9  # seconds
-Accepted = Callable[[Request, "Arrival"], object]
+OnAccepted = Callable[[Request, "Arrival"], object]
 
 
-class Played(NamedTuple):
-    """How everybody fared: the finished in order of arrival, and the others."""
+class PlayResult(NamedTuple):
+    """The outcomes of finished requests in order of arrival, and the requests that were lost."""
 
     outcomes: list[Outcome]
     lost: list[RequestLost]
@@ -65,9 +65,9 @@ class Played(NamedTuple):
 def play(
     scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
 ) -> list[Outcome]:
-    """Every arrival to its last token, in order of arrival. Same inputs, same answer.
+    """Run every arrival to its last token; outcomes in order of arrival. Deterministic.
 
-    Raises the `EngineError` of the first request that was refused or lost.
+    Raises the `EngineError` of the first request that was rejected or lost.
     """
     played = play_all(scheduler, executor, arrivals)
     for lost in played.lost:
@@ -79,119 +79,122 @@ def play_all(
     scheduler: "IterationScheduler",
     executor: "StepExecutor",
     arrivals: "Sequence[Arrival]",
-    accepted: "Accepted | None" = None,
+    on_accepted: "OnAccepted | None" = None,
     lookahead: int = 0,
-) -> Played:
-    """As `play`, for loads at which some requests may be refused. Arrivals are by time; `accepted`
-    hears which of them became which request."""
-    return run_virtual(play_out(scheduler, executor, arrivals, accepted, lookahead))
+) -> PlayResult:
+    """Like `play`, for loads at which some requests may be rejected.
+
+    `arrivals` are sorted by time. `on_accepted` is called with each request and its arrival.
+    """
+    return run_virtual(play_async(scheduler, executor, arrivals, on_accepted, lookahead))
 
 
-async def play_out(
+async def play_async(
     scheduler: "IterationScheduler",
     executor: "StepExecutor",
     arrivals: "Sequence[Arrival]",
-    accepted: "Accepted | None" = None,
+    on_accepted: "OnAccepted | None" = None,
     lookahead: int = 0,
-) -> Played:
-    """As `play_all`, in the time of the running loop: on a real one with a real executor, this is
-    the engine that serves, and what is measured is real."""
+) -> PlayResult:
+    """Like `play_all`, on the running event loop: a virtual one, or a real one together with a
+    real executor, which measures the real engine."""
     clock = asyncio.get_running_loop().time
     engine = Engine(scheduler, executor, clock, lookahead=lookahead)
-    audience = _Audience(engine, len(arrivals), accepted)
+    clients = _Clients(engine, len(arrivals), on_accepted)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        await audience.arrive(arrivals)
-        await audience.is_served.wait()
-        await engine.drain(LONG)  # iterations of which nobody wants anything are still in flight
+        await clients.send(arrivals)
+        await clients.all_ended.wait()
+        await engine.drain(LONG)  # iterations of cancelled requests may still be in flight
         running.cancel()
-    return audience.played()
+    return clients.result()
 
 
-class _Audience:
-    """All clients as one: asks in the order of arrival, and notes each end."""
+class _Clients:
+    """All clients of a trace: sends each request at its time and records its end."""
 
-    def __init__(self, engine: Engine, size: int, accepted: "Accepted | None") -> None:
-        self.is_served = asyncio.Event()
+    def __init__(self, engine: Engine, size: int, on_accepted: "OnAccepted | None") -> None:
+        self.all_ended = asyncio.Event()
         self._engine = engine
-        self._left = size
-        self._accepted = accepted
-        self._fared: dict[int, Outcome] = {}
+        self._num_open = size
+        self._on_accepted = on_accepted
+        self._outcomes: dict[int, Outcome] = {}
         self._lost: dict[int, RequestLost] = {}
 
-    async def arrive(self, arrivals: "Sequence[Arrival]") -> None:
+    async def send(self, arrivals: "Sequence[Arrival]") -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         if not arrivals:
-            self.is_served.set()
+            self.all_ended.set()
         for index, arrival in enumerate(arrivals):
             at = began + arrival.at
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
-            stream = _PatientClient(arrival.spec(index), self._engine, self._watch(index, arrival))
+            on_end = self._recording_end(index, arrival)
+            stream = _FinishStream(arrival.spec(index), self._engine, on_end)
             try:
                 stream.__enter__()
             except EngineError as error:
-                self._note(index, arrival, error)
+                self._record_end(index, arrival, error)
                 continue
-            if self._accepted is not None:
-                self._accepted(stream.request, arrival)
+            if self._on_accepted is not None:
+                self._on_accepted(stream.request, arrival)
             if arrival.patience is not None:
-                loop.call_at(at + arrival.patience, stream.leave)
+                loop.call_at(at + arrival.patience, stream.disconnect)
 
-    def played(self) -> Played:
-        finished = [self._fared[index] for index in sorted(self._fared)]
-        return Played(finished, [self._lost[index] for index in sorted(self._lost)])
+    def result(self) -> PlayResult:
+        finished = [self._outcomes[index] for index in sorted(self._outcomes)]
+        return PlayResult(finished, [self._lost[index] for index in sorted(self._lost)])
 
-    def _watch(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
-        def ended(request: Request) -> None:
-            self._note(index, arrival, request.error or outcome(arrival, request))
+    def _recording_end(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
+        def on_end(request: Request) -> None:
+            self._record_end(index, arrival, request.error or outcome_of(arrival, request))
 
-        return ended
+        return on_end
 
-    def _note(self, index: int, arrival: "Arrival", end: Outcome | EngineError) -> None:
+    def _record_end(self, index: int, arrival: "Arrival", end: Outcome | EngineError) -> None:
         if isinstance(end, Outcome):
-            self._fared[index] = end
+            self._outcomes[index] = end
         else:
             self._lost[index] = RequestLost(arrival, end)
-        self._left -= 1
-        if not self._left:
-            self.is_served.set()
+        self._num_open -= 1
+        if not self._num_open:
+            self.all_ended.set()
 
 
-class _PatientClient(TokenStream):
-    """A reader that is told of the end only: a million tokens need not wake a million readers.
+class _FinishStream(TokenStream):
+    """A stream that only reports the end of its request, so that tokens wake no reader.
 
-    Its lease ends with its request, or when its caller leaves.
+    It is closed when the request ends or when the client disconnects.
     """
 
     def __init__(
-        self, spec: RequestSpec, engine: Engine, ended: "Callable[[Request], None]"
+        self, spec: RequestSpec, engine: Engine, on_end: "Callable[[Request], None]"
     ) -> None:
         super().__init__(spec, engine)
-        self._ended = ended
+        self._on_end = on_end
 
     def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
         if self.request.finish is not None:
-            self._ended(self.request)
+            self._on_end(self.request)
 
     def wake(self) -> None:
-        self._ended(self.request)
+        self._on_end(self.request)
 
-    def leave(self) -> None:
-        """The caller has waited long enough."""
+    def disconnect(self) -> None:
+        """The client disconnects after `Arrival.patience` seconds."""
         request = self.request
         if not request.state.is_terminal and request.abort is None:
-            request.error = RequestCancelled("its caller left")
+            request.error = RequestCancelled("the client disconnected")
             self.close(Abort.CLIENT_GONE)
-            self._ended(request)
+            self._on_end(request)
 
 
-def outcome(arrival: "Arrival", request: Request) -> Outcome:
-    """How a request fared that has finished."""
+def outcome_of(arrival: "Arrival", request: Request) -> Outcome:
+    """The outcome of a finished request."""
     assert request.first_token_at is not None, "a finished request has a first token"
-    assert request.last_token_at is not None, "and a last one"
-    assert request.admitted_at is not None, "and was admitted"
+    assert request.last_token_at is not None, "a finished request has a last token"
+    assert request.admitted_at is not None, "a finished request was admitted"
     return Outcome(
         arrival=arrival,
         ttft=request.first_token_at - request.arrived_at,

@@ -1,4 +1,4 @@
-"""Recorder: the observer of a simulation. Gaps between tokens, and the state over time."""
+"""Recorder: an observer that collects inter-token latencies and the state over time."""
 
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 class Moment(NamedTuple):
-    """The state at one time; `preempted` counts from the start."""
+    """The state at one time; `preempted` counts since the start of the run."""
 
     at: float
     waiting: int  # requests without KV
     admitted: int  # requests with KV
     held_slots: int
-    preempted: int  # swapped out or to be computed again
-    host_slots: int = 0  # held on the host, or moving
+    preempted: int  # preemptions, by recomputation or by swapping out
+    host_slots: int = 0  # slots used in host memory, moves in progress included
 
 
 class Recorder(NullObserver):
-    """Samples at the first commit of each `period` seconds; `watch` before the first request."""
+    """Samples the state at the first commit of every `period` seconds. Call `watch` before the
+    first request."""
 
     def __init__(self, period: float) -> None:
-        self.gaps = array("d")  # seconds between two tokens of one request (ITL), all requests
+        self.gaps = array("d")  # inter-token latencies in seconds, of all requests
         self.moments: list[Moment] = []
-        self.num_recomputed = 0  # preemptions, by what becomes of the KV
-        self.num_swapped = 0
-        self.num_ahead = 0  # of the latter: ahead of need
-        self.swapped_blocks = 0  # in both directions
+        self.num_recomputed = 0  # preemptions whose KV is recomputed
+        self.num_swapped = 0  # preemptions whose KV is swapped out
+        self.num_ahead = 0  # of those, swapped out before the space was needed
+        self.swapped_blocks = 0  # blocks moved, in both directions
         self.block_size = 1
         self.num_iterations = 0
         self.busy_seconds = 0.0
@@ -71,7 +72,7 @@ class Recorder(NullObserver):
             self.num_ahead += not move.is_awaited
 
     def _sample(self, now: float) -> None:
-        assert self._scheduler is not None, "a recorder watches from the start"
+        assert self._scheduler is not None, "watch is called before the first request"
         pool, ledger = self._scheduler.pool, self._scheduler.ledger
         held = ledger.num_held * ledger.block_size
         waiting = pool.count(State.WAITING)

@@ -1,7 +1,7 @@
-"""A recording read back: its requests as arrivals, its iterations as samples of what steps cost.
+"""Reads a recording: its requests become arrivals, its iterations become samples of step costs.
 
-Nothing says which tokens there were, only which blocks were alike; so tokens are made up such
-that the same blocks are alike again, in prompts and in answers, and each answer ends where it did.
+A recording has no tokens, only hashes of blocks. Synthetic tokens are chosen such that blocks
+with equal hashes are equal again, in prompts and outputs, and each output ends where it did.
 """
 
 import gzip
@@ -23,17 +23,17 @@ from engine.simulated.trace import GREEDY, Arrival
 if TYPE_CHECKING:
     from engine.step import StepEntry
 
-END = (1 << 31) - 1  # the token that ends a made-up answer
-_FIRST_OWN = 1 << 30  # from here on, tokens that only one request has
-_FEWEST_SAMPLES = 20  # below that, the cost model that the recording began with is better
+END = (1 << 31) - 1  # the stop token of synthetic outputs
+_FIRST_UNIQUE = 1 << 30  # token ids from here on belong to one request only
+_FEWEST_SAMPLES = 20  # with fewer, the cost model in the recording's header is used
 
 
 class BadRecording(InvalidRequest):
-    """A file that is no recording, or of another version; the message names file and line."""
+    """A file that is not a recording of this version; the message names file and line."""
 
 
 class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One event of `engine.control.event_recorder`; the field that is set tells which one."""
+    """One event of `engine.control.event_recorder`; the kind of event is the field that is set."""
 
     at: float
     arrived: int | None = None
@@ -68,17 +68,17 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest(Arrival):
-    """An arrival of a recording. `names` stand for the content of its leading blocks."""
+    """An arrival of a recording. Equal `names` stand for equal contents of its leading blocks."""
 
-    terms: RequestSpec | None = None  # all of the ask but the prompt
+    params: RequestSpec | None = None  # the request without its prompt
     names: tuple[int, ...] = ()
     block_size: int = 1
     number: int = 0
-    ends_after: int | None = None  # tokens, if the answer ended before its limit
+    ends_after: int | None = None  # output tokens, if the output ended before `max_tokens`
 
     def spec(self, index: int) -> RequestSpec:
-        assert self.terms is not None, "a recorded arrival has terms"
-        return replace(self.terms, prompt=self.prompt(index))
+        assert self.params is not None, "a recorded arrival has params"
+        return replace(self.params, prompt=self.prompt(index))
 
     def prompt(self, index: int) -> tuple[int, ...]:
         size, tokens = self.block_size, []
@@ -88,30 +88,30 @@ class RecordedRequest(Arrival):
         return (*tokens, *map(self._at, rest))
 
     def token(self, position: int) -> int:
-        """The token of the answer at that position of prompt and answer."""
+        """The output token at a position counted from the start of the prompt."""
         if self.ends_after == position - self.prompt_len + 1:
             return END
         return self._at(position)
 
     def _at(self, position: int) -> int:
         block = position // self.block_size
-        return self.names[block] if block < len(self.names) else _FIRST_OWN + self.number
+        return self.names[block] if block < len(self.names) else _FIRST_UNIQUE + self.number
 
-    def told(self) -> "RecordedRequest":
-        """The same, with a limit that gives the length of the answer away, for an oracle."""
-        assert self.terms is not None, "a recorded arrival has terms"
-        return replace(self, terms=replace(self.terms, max_tokens=self.output_len))
+    def with_known_length(self) -> "RecordedRequest":
+        """The same with `max_tokens` set to the output's length, for an oracle policy."""
+        assert self.params is not None, "a recorded arrival has params"
+        return replace(self, params=replace(self.params, max_tokens=self.output_len))
 
 
-class RecordedAnswers:
-    """The tokens that the requests of a replay get; `SimulatedExecutor` draws from it."""
+class RecordedOutputs:
+    """The output tokens of a replay, as `SimulatedExecutor` asks for them."""
 
     def __init__(self) -> None:
         self._arrivals: dict[int, RecordedRequest] = {}
 
     def accepted(self, request: Request, arrival: Arrival) -> None:
-        """From now on this request gives that arrival's answer."""
-        assert isinstance(arrival, RecordedRequest), "only a recording knows answers"
+        """Use the recorded output of `arrival` for this request."""
+        assert isinstance(arrival, RecordedRequest), "the arrival of a recording"
         self._arrivals[request.request_id] = arrival
 
     def __call__(self, entry: "StepEntry") -> int:
@@ -121,7 +121,7 @@ class RecordedAnswers:
 
 @dataclass(frozen=True)
 class Recording:
-    """A file in memory; `rows` are its events in order."""
+    """A recording in memory; `rows` are its events in order."""
 
     path: Path
     header: RecordingHeader
@@ -129,12 +129,12 @@ class Recording:
 
     @cached_property
     def ends(self) -> dict[int, IterationRow]:
-        """The end of each request that ended."""
+        """The row at which each request ended, by request."""
         return {row.ended: row for row in self.rows if row.ended is not None}
 
     @cached_property
     def arrivals(self) -> list[RecordedRequest]:
-        """By request, from 0 on; the first comes at second 0."""
+        """The arrivals by request number; the first one is at 0 s."""
         names: dict[Hashable, int] = {}
         left = {row.cancelled: row for row in self.rows if row.cancelled is not None}
         rows = [row for row in self.rows if row.arrived is not None]
@@ -149,7 +149,7 @@ class Recording:
     ) -> RecordedRequest:
         assert row.arrived is not None, "a row of an arrival"
         end, leaving = self.ends.get(row.arrived), left.get(row.arrived)
-        is_gone = leaving is not None and leaving.reason in _OF_THE_CALLER
+        is_gone = leaving is not None and leaving.reason in _BY_THE_CLIENT
         ends_after = None if is_gone else _ends_after(row, end)
         blocks = (*row.blocks, *(end.blocks if end is not None else ()))
         return RecordedRequest(
@@ -157,7 +157,7 @@ class Recording:
             prompt_len=row.prompt,
             output_len=ends_after or row.max_tokens,
             patience=leaving.at - row.at if leaving is not None and is_gone else None,
-            terms=_terms(row),
+            params=_params(row),
             names=tuple(names.setdefault(block, len(names)) for block in blocks),
             block_size=self.header.block_size,
             number=row.arrived,
@@ -165,17 +165,17 @@ class Recording:
         )
 
     def cost(self) -> CostModel:
-        """Fitted to the recording's own iterations, and to what lay between them."""
+        """The cost model fitted to the recorded iterations and to the idle times between them."""
         samples = list(self._samples())
         try:
             if len(samples) < _FEWEST_SAMPLES:
                 return self.header.cost
             return fit(samples, *self._idle())
-        except ValueError:  # iterations of one size alone
+        except ValueError:  # all iterations have the same size
             return self.header.cost
 
     def _samples(self) -> Iterator[Sample]:
-        """Each iteration that was committed. An entry draws if it reaches the last known token."""
+        """Each committed iteration. An entry samples a token if it reaches the last known one."""
         known = {row.arrived: row.prompt for row in self.rows if row.arrived is not None}
         sizes: dict[int, tuple[int, int, float, int]] = {}
         for row in self.rows:
@@ -193,16 +193,15 @@ class Recording:
                 yield Sample(*sizes[row.committed], row.seconds)
 
     def _idle(self) -> tuple[float, float]:
-        """Seconds around a step in which the worker waits: for each step, for each request.
+        """Seconds that the worker is idle around a step: the part per step and per request.
 
-        With one step in flight the worker waits until the next plan, if anybody is live; with
-        more, it has the next step already.
+        With one step in flight the worker is idle until the next plan, if there are live
+        requests; with more it already has the next step.
         """
         points: list[tuple[int, float]] = []
         plans: dict[int, IterationRow] = {}
-        waiting: tuple[IterationRow, IterationRow] | None = (
-            None  # planned and committed, until the next plan
-        )
+        # Plan and commit of the last step, until the next plan.
+        waiting: tuple[IterationRow, IterationRow] | None = None
         live, before = 0, 0.0
         for row in self.rows:
             live += (row.arrived is not None) - (row.ended is not None)
@@ -224,15 +223,16 @@ class Recording:
 def _waited(
     plan: IterationRow, back: IterationRow, until: float, since: float = 0.0
 ) -> tuple[int, float]:
-    """Requests in a step, and the time around it that was not the worker's."""
+    """The number of requests in a step, and the seconds around it in which the worker was idle."""
     return len(plan.entries), max(0.0, until - max(since, plan.at) - back.seconds)
 
 
-_OF_THE_CALLER = {Abort.CLIENT_GONE.value, Abort.EXPLICIT.value, Abort.SLOW_CLIENT.value}
+_BY_THE_CLIENT = {Abort.CLIENT_GONE.value, Abort.EXPLICIT.value, Abort.SLOW_CLIENT.value}
 
 
 def _ends_after(row: IterationRow, end: IterationRow | None) -> int | None:
-    """Tokens of an answer that ended by itself, or that we know no more of; else None."""
+    """Output tokens of a request that ended before its limit; None if it reached `max_tokens` or
+    its deadline."""
     if end is None or end.reason == FinishReason.LENGTH.value:
         return None
     if end.reason == Abort.DEADLINE.value:
@@ -240,7 +240,7 @@ def _ends_after(row: IterationRow, end: IterationRow | None) -> int | None:
     return min(max(1, end.produced), row.max_tokens)
 
 
-def _terms(row: IterationRow) -> RequestSpec:
+def _params(row: IterationRow) -> RequestSpec:
     return RequestSpec(
         prompt=(),
         max_tokens=row.max_tokens,
@@ -257,7 +257,7 @@ def _terms(row: IterationRow) -> RequestSpec:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """The straight line nearest to the points, neither falling nor below 0."""
+    """Intercept and slope of a least-squares line; neither is negative."""
     if not points:
         return 0.0, 0.0
     count = len(points)
@@ -272,12 +272,12 @@ _rows = msgspec.json.Decoder(IterationRow)
 
 
 def decode_row(line: str | bytes) -> IterationRow:
-    """One event; raises `msgspec.MsgspecError`."""
+    """Decode one line of a recording. Raises `msgspec.MsgspecError`."""
     return _rows.decode(line)
 
 
 def read_recording(path: Path) -> Recording:
-    """A recording, perhaps gzipped. Raises `BadRecording`."""
+    """Read a recording, which may be gzipped. Raises `BadRecording`."""
     opener = gzip.open if path.suffix == ".gz" else open
     rows: list[IterationRow] = []
     try:
@@ -289,7 +289,7 @@ def read_recording(path: Path) -> Recording:
     except msgspec.MsgspecError as error:
         raise BadRecording(f"{path}, line {len(rows) + 2}: {error}", "replay") from error
     if not any(row.arrived is not None for row in rows):
-        raise BadRecording(f"nobody arrives in the recording {path}", "replay")
+        raise BadRecording(f"the recording {path} contains no requests", "replay")
     return Recording(path, header, tuple(rows))
 
 
@@ -299,7 +299,10 @@ def _header(path: Path, line: bytes) -> RecordingHeader:
     except (msgspec.MsgspecError, AttributeError) as error:
         raise BadRecording(f"{path} is not a recording of podway serve", "replay") from error
     if version != VERSION:
-        raise BadRecording(f"{path} has version {version}; this podway reads {VERSION}", "replay")
+        raise BadRecording(
+            f"{path} is a recording of version {version}; this version of podway reads {VERSION}",
+            "replay",
+        )
     try:
         return msgspec.json.decode(line, type=RecordingHeader)
     except (AssertionError, msgspec.MsgspecError) as error:

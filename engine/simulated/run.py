@@ -1,4 +1,4 @@
-"""One simulated run: a fresh scheduler, ledger and policy on given hardware, and its figures."""
+"""One simulated run: a new scheduler, KV ledger and policy on given hardware, and its metrics."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
-from engine.simulated.replay import RecordedAnswers, RecordedRequest
+from engine.simulated.replay import RecordedOutputs, RecordedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _NUM_MOMENTS = 500  # samples of the state while requests arrive
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that a run depends on but its arrivals: equal setups and arrivals, equal figures."""
+    """All inputs of a run except its arrivals; equal setups and arrivals give equal figures."""
 
     label: str
     settings: "SchedulerSettings"
@@ -39,15 +39,15 @@ class Setup:
     block_size: int = 16
     stages: int = 1
     slo: SLO = NO_SLO
-    is_oracle: bool = False  # its policy takes `max_tokens` for the length of the answer
+    is_oracle: bool = False  # `max_tokens` is set to the output length, which the policy uses
     lookahead: int = 0
     num_host_slots: int = 0
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
 
 
 class _KnownCost(LiveCost):
-    """The simulated machine takes what its model says: there is nothing to learn from it but
-    the rate. (Learning would change nothing, half a million times an hour.)"""
+    """The simulated machine takes exactly the predicted time, so only the rate of tokens is
+    updated. (Updating the model would be a costly no-op at half a million steps per run.)"""
 
     def observe(self, step: "Step", seconds: float) -> None:
         if seconds > 0.0:
@@ -58,8 +58,8 @@ class _KnownCost(LiveCost):
 def simulate(
     setup: Setup, arrivals: "Sequence[Arrival]", also: "Observer | None" = None
 ) -> Figures:
-    """Play the arrivals, which are by time, to the last token of the last request; `also` is
-    told of all that happens."""
+    """Run the arrivals, which are sorted by time, until every request has ended. `also` observes
+    all events."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
     observer = ObserverGroup(recorder, also) if also is not None else recorder
     cost = _KnownCost(setup.cost)
@@ -68,15 +68,17 @@ def simulate(
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
     recorder.watch(scheduler)
     if setup.is_oracle:
-        arrivals = [one.told() if isinstance(one, RecordedRequest) else one for one in arrivals]
-    answers = (
-        RecordedAnswers()
+        arrivals = [
+            one.with_known_length() if isinstance(one, RecordedRequest) else one for one in arrivals
+        ]
+    outputs = (
+        RecordedOutputs()
         if any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
         else None
     )
-    accepted = answers.accepted if answers is not None else None
+    on_accepted = outputs.accepted if outputs is not None else None
     executor = SimulatedExecutor(
-        setup.cost, setup.stages, answers, setup.lookahead, setup.slot_seconds * size
+        setup.cost, setup.stages, outputs, setup.lookahead, setup.slot_seconds * size
     )
-    played = play_all(scheduler, executor, arrivals, accepted, setup.lookahead)
+    played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
     return summarise(setup.label, played, recorder, setup.slo)

@@ -1,7 +1,7 @@
-"""Arrivals: when requests come and how long they are, from a file or from a distribution.
+"""Arrivals: the times and lengths of requests, from a trace file or from a distribution.
 
-A trace is a list of `Arrival`, by time. No text is in it: prompts are made up when a request
-arrives, equal where two arrivals name the same leading blocks and different everywhere else.
+A trace is a list of `Arrival` sorted by time. It contains no text: synthetic prompts are made
+when a request arrives. Two prompts share the leading blocks with equal names and nothing else.
 """
 
 import csv
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-    Lengths = Callable[[Random], tuple[int, int]]  # draws (prompt_len, output_len)
+    Lengths = Callable[[Random], tuple[int, int]]  # samples (prompt_len, output_len)
 
 GREEDY = SamplingParams(temperature=0.0)
-SHARED_BLOCK = 512  # tokens that one of `Arrival.blocks` stands for (Mooncake's)
-_FIRST_OWN_TOKEN = 1 << 30  # token ids below are names of shared blocks
+SHARED_BLOCK = 512  # tokens per entry of `Arrival.blocks`, as in the Mooncake traces
+_FIRST_UNIQUE_TOKEN = 1 << 30  # lower token ids are names of shared blocks
 
 
 class BadTrace(InvalidRequest):
@@ -34,10 +34,10 @@ class BadTrace(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace: seconds after the start, and lengths in tokens.
+    """One request of a trace: its time in seconds after the start, and its lengths in tokens.
 
-    `blocks` names the leading runs of `SHARED_BLOCK` prompt tokens: equal name, equal tokens.
-    The caller leaves after `patience` seconds, if the answer has not ended by then.
+    `blocks` names the leading blocks of `SHARED_BLOCK` prompt tokens; equal names mean equal
+    tokens. The client disconnects after `patience` seconds if the output has not ended by then.
     """
 
     at: float
@@ -47,27 +47,28 @@ class Arrival:
     patience: float | None = None
 
     def spec(self, index: int) -> RequestSpec:
-        """The request itself; `index` is its place in the trace."""
+        """The request; `index` is its position in the trace."""
         return RequestSpec(self.prompt(index), self.output_len, GREEDY)
 
     def prompt(self, index: int) -> tuple[int, ...]:
-        """Made-up token ids; `index` tells this request's own tokens from everybody's."""
+        """Synthetic token ids; `index` makes the tokens after the named blocks unique."""
         tokens: tuple[int, ...] = ()
         for block in self.blocks[: -(-self.prompt_len // SHARED_BLOCK)]:
             tokens += (block,) * SHARED_BLOCK
-        own = (_FIRST_OWN_TOKEN + index,) * (self.prompt_len - len(tokens))
-        return (tokens + own)[: self.prompt_len]
+        unique = (_FIRST_UNIQUE_TOKEN + index,) * (self.prompt_len - len(tokens))
+        return (tokens + unique)[: self.prompt_len]
 
 
 def poisson(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
-    """`count` arrivals at `rate` per second, with exponential gaps."""
+    """`count` arrivals at `rate` requests/s with exponential gaps."""
     return _arrivals((random.expovariate(rate) for _ in range(count)), lengths, random)
 
 
 def gamma(
     rate: float, count: int, lengths: "Lengths", random: "Random", variation: float
 ) -> list[Arrival]:
-    """Gamma gaps with this coefficient of variation: 1 is Poisson, more is burstier."""
+    """Gamma-distributed gaps. `variation` is their coefficient of variation: 1 is a Poisson
+    process, more is burstier."""
     shape = variation**-2
     gaps = (random.gammavariate(shape, 1 / (rate * shape)) for _ in range(count))
     return _arrivals(gaps, lengths, random)
@@ -97,15 +98,15 @@ def skewed_lengths(
 ) -> "Lengths":
     """FastServe's synthetic workload: many short requests and a few long ones.
 
-    Both lengths follow Zipf's law, cut off at their maxima and independent of each other:
-    a length of k has probability proportional to k ** -exponent.
+    Both lengths are independent and follow Zipf's law up to their maxima: a length of k has a
+    probability proportional to k ** -exponent.
     """
     prompts, outputs = _zipf(max_prompt, exponent), _zipf(max_output, exponent)
 
-    def draw(random: "Random") -> tuple[int, int]:
+    def sample(random: "Random") -> tuple[int, int]:
         return prompts(random), outputs(random)
 
-    return draw
+    return sample
 
 
 def _zipf(maximum: int, exponent: float) -> "Callable[[Random], int]":
@@ -114,30 +115,31 @@ def _zipf(maximum: int, exponent: float) -> "Callable[[Random], int]":
 
 
 def mean_rate(arrivals: "Sequence[Arrival]") -> float:
-    """Requests a second, from the first arrival to the last; 0 if they have no duration."""
+    """Requests/s from the first arrival to the last; 0 if they are simultaneous."""
     seconds = arrivals[-1].at - arrivals[0].at if arrivals else 0.0
     return (len(arrivals) - 1) / seconds if seconds else 0.0
 
 
 def sped_up(arrivals: "Sequence[Arrival]", factor: float) -> list[Arrival]:
-    """The same requests in the same pattern, `factor` times as fast, from second 0 on."""
+    """The same requests with all gaps divided by `factor`, starting at 0 s."""
     start = arrivals[0].at if arrivals else 0.0
     return [replace(arrival, at=(arrival.at - start) / factor) for arrival in arrivals]
 
 
 def at_rate(arrivals: "Sequence[Arrival]", rate: float) -> list[Arrival]:
-    """The same requests in the same pattern, at `rate` a second on average."""
-    assert mean_rate(arrivals) > 0.0, "one moment cannot be stretched"
+    """The same requests in the same pattern, at `rate` requests/s on average."""
+    assert mean_rate(arrivals) > 0.0, "simultaneous arrivals cannot be scaled to a rate"
     return sped_up(arrivals, rate / mean_rate(arrivals))
 
 
 def between(arrivals: "Sequence[Arrival]", start: float, stop: float) -> list[Arrival]:
-    """Who arrived in `[start, stop)` seconds."""
+    """The arrivals within `[start, stop)` seconds."""
     return [arrival for arrival in arrivals if start <= arrival.at < stop]
 
 
 def read_trace(path: "Path") -> list[Arrival]:
-    """A CSV or Mooncake JSONL trace, perhaps gzipped, by time. Raises `BadTrace`."""
+    """Read a CSV or Mooncake JSONL trace, which may be gzipped, sorted by time. Raises
+    `BadTrace`."""
     read = read_mooncake if ".jsonl" in path.suffixes else read_csv
     try:
         arrivals = sorted(read(path), key=lambda arrival: arrival.at)
@@ -149,8 +151,8 @@ def read_trace(path: "Path") -> list[Arrival]:
 
 
 def read_csv(path: "Path") -> "Iterator[Arrival]":
-    """Lines of arrival_s,prompt_tokens,output_tokens (the Azure LLM inference traces), perhaps
-    gzipped; a header line is skipped. Raises `BadTrace`."""
+    """Read lines of arrival_s,prompt_tokens,output_tokens (the Azure LLM inference traces); the
+    file may be gzipped and have a header line. Raises `BadTrace`."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", newline="") as file:
         for number, row in enumerate(csv.reader(file), start=1):
@@ -164,8 +166,9 @@ def read_csv(path: "Path") -> "Iterator[Arrival]":
 
 
 def read_mooncake(path: "Path") -> "Iterator[Arrival]":
-    """JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (one per
-    512 prompt tokens; equal ids are a shared prefix), perhaps gzipped. Raises `BadTrace`."""
+    """Read JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (one
+    per 512 prompt tokens; equal ids mean a shared prefix); the file may be gzipped. Raises
+    `BadTrace`."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -184,5 +187,5 @@ def read_mooncake(path: "Path") -> "Iterator[Arrival]":
 
 def _arrival(path: "Path", number: int, arrival: Arrival) -> Arrival:
     if arrival.prompt_len < 1 or arrival.output_len < 1 or arrival.at < 0.0:
-        raise BadTrace(f"{path}, line {number}: lengths start at 1 and times at 0")
+        raise BadTrace(f"{path}, line {number}: lengths must be at least 1 and times at least 0")
     return arrival

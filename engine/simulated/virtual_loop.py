@@ -1,7 +1,7 @@
-"""Virtual time: an asyncio event loop that jumps to the next timer when nobody is ready.
+"""Virtual time: an asyncio event loop that jumps to the next timer when no callback is ready.
 
-No sockets, no threads, no clock. When nobody is ready and no timer is set, the program would
-wait for ever: that is reported as `Deadlock`.
+It has no sockets, no threads and no real clock. If no callback is ready and no timer is set, the
+program would wait forever, so the loop raises `Deadlock`.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and no timer will wake anybody."""
+    """All tasks wait and no timer is set."""
 
 
 class VirtualLoop(BaseEventLoop):
-    """An event loop whose `time()` starts at 0 and moves only by jumping.
+    """An event loop whose `time()` starts at 0 and only moves to the time of the next timer.
 
-    A turn of the standard loop asks the operating system for news; here there is none to ask,
-    so `_run_once` is the bare minimum: a simulated hour is half a million iterations.
+    Each iteration of the standard loop polls the operating system for events. There are none
+    here, so `_run_once` does without: a simulated hour is half a million iterations.
     """
 
     _ready: "deque[asyncio.Handle]"
@@ -39,7 +39,7 @@ class VirtualLoop(BaseEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        """Run what is ready; if that is nothing, what the next moment with a timer makes ready."""
+        """Run the ready callbacks; if there are none, first advance to the next timer."""
         ready = self._ready
         if not ready and not self._stopping:
             self._jump()
@@ -49,12 +49,12 @@ class VirtualLoop(BaseEventLoop):
                 handle._run()
 
     def _jump(self) -> None:
-        """Move the clock to the next timer; all timers of that very moment are due."""
+        """Advance the clock to the next timer; all timers with the same time become ready."""
         timers = self._scheduled
         while timers and timers[0].cancelled():
             heappop(timers)
         if not timers:
-            raise Deadlock("nobody is ready and no timer is set")
+            raise Deadlock("no callback is ready and no timer is set")
         self._now = max(self._now, timers[0].when())
         while timers and timers[0].when() <= self._now:
             self._ready.append(heappop(timers))
@@ -70,6 +70,6 @@ class VirtualLoop(BaseEventLoop):
 
 
 def run_virtual(main: "Coroutine[object, object, T]") -> T:
-    """Run a coroutine to its end in virtual time. Raises `Deadlock` where it would hang."""
+    """Run a coroutine to its end in virtual time. Raises `Deadlock` if it would never end."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,1 +1,4 @@
-"""From a `Step` to its `StepResult`: `inline` in this process, `multiprocess` in another."""
+"""Executors: they run each `Step` and return its `StepResult`.
+
+`inline` runs steps in this process, `multiprocess` in worker processes.
+"""

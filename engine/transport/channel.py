@@ -1,10 +1,10 @@
-"""Steps out to all workers of a model and answers in from one of them, without waiting.
+"""Sends steps to all workers of a model and receives results from one of them, without blocking.
 
-A channel lives from the moment the workers are loaded until it is lost or closed, once. `submit`
-writes the step to every worker at once, so that each stage knows it before its hidden states
-come. Results come from the last worker only (`Placement.returns_results`) and resolve the futures
-in order. The end of any worker, bytes that are no answer, or a step that takes too long
-lose the channel: every future in flight then ends with `WorkerLost`.
+A channel is open from the moment all workers have loaded until it is lost or closed. `submit`
+sends the step to every worker at once, so that each pipeline stage has the step before its hidden
+states arrive. Results come from one worker only (`Placement.returns_results`) and resolve the
+futures in order. The channel is lost when a worker exits, sends invalid data or exceeds the time
+limit of a step: every future in flight then fails with `WorkerLost`.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from engine.transport.wire import (
     frame,
 )
 
-StepAnswer = asyncio.Future[StepResult]
+ResultFuture = asyncio.Future[StepResult]
 
 
 class _PendingStep(NamedTuple):
     step_id: StepId
-    answer: StepAnswer
+    result: ResultFuture
 
 
 class StepChannel:
-    """The conversation with the workers after loading. Borrows the sockets.
+    """Exchanges steps and results with loaded workers. The caller owns the sockets.
 
-    `step_seconds` bounds the time of the oldest step in flight. `on_lost` is called once with
-    the reason, after the futures have failed; not when `close` ends the channel. Workers that
-    were told to trace want a `trace`.
+    `step_seconds` limits the time of the oldest step in flight. `on_lost(reason)` is called once,
+    after the futures have failed; it is not called when `close` ends the channel. `trace` is
+    required if the workers were loaded with `WorkerSettings.traces`.
     """
 
     def __init__(
@@ -59,56 +59,58 @@ class StepChannel:
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
         self._ended: str | None = None
-        self._lines = [
+        self._connections = [
             WorkerConnection(
-                connection, partial(self._take, placement), partial(self._lose_one, placement)
+                connection,
+                partial(self._receive, placement),
+                partial(self._lose_connection, placement),
             )
             for placement, connection in connections.items()
         ]
 
     @property
     def ended(self) -> str | None:
-        """Why there will be no more answers; None while the channel lives."""
+        """Why the channel has ended; None while it is open."""
         return self._ended
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def submit(self, step: Step) -> StepAnswer:
-        """Hand the step over; the answer comes through the future.
+    def submit(self, step: Step) -> ResultFuture:
+        """Send the step to all workers and return the future of its result.
 
-        A step that cannot be written down fails at once, and on an ended channel every step
-        does.
+        The future has already failed if the step cannot be serialized (`StepFailed`) or the
+        channel has ended (`WorkerLost`).
         """
-        answer: StepAnswer = self._loop.create_future()
+        result: ResultFuture = self._loop.create_future()
         if self._ended is not None:
-            answer.set_exception(WorkerLost(self._ended))
-            return answer
+            result.set_exception(WorkerLost(self._ended))
+            return result
         try:
             data = frame(RunStep(step))
         except WireError as error:
-            answer.set_exception(StepFailed(f"step {step.step_id} {error}"))
-            return answer
+            result.set_exception(StepFailed(f"step {step.step_id} {error}"))
+            return result
         if not self._in_flight:
             self._oldest_since = self._loop.time()
-        self._in_flight.append(_PendingStep(step.step_id, answer))
+        self._in_flight.append(_PendingStep(step.step_id, result))
         if self._watchdog is None:
-            self._watchdog = self._loop.call_later(self._step_seconds, self._watch)
-        for line in self._lines:
-            line.write(data)
+            self._watchdog = self._loop.call_later(self._step_seconds, self._check_overdue)
+        for connection in self._connections:
+            connection.write(data)
         if self._trace is not None:
             self._trace.submitted(step)
-        return answer
+        return result
 
     def close(self, reason: str) -> None:
-        """Say goodbye and end; futures in flight fail with `reason`. Idempotent."""
+        """Send every worker a goodbye and fail the futures in flight with `reason`. Idempotent."""
         if self._ended is None:
-            for line in self._lines:
-                line.say_goodbye()
+            for connection in self._connections:
+                connection.send_goodbye()
         self._end(reason)
 
-    def _lose_one(self, placement: Placement, reason: str) -> None:
+    def _lose_connection(self, placement: Placement, reason: str) -> None:
         self._lose(f"{_name(placement)} {reason}")
 
     def _lose(self, reason: str) -> None:
@@ -120,51 +122,52 @@ class StepChannel:
         if self._ended is not None:
             return
         self._ended = reason
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
         while self._in_flight:
-            answer = self._in_flight.popleft().answer
-            if not answer.done():
-                answer.set_exception(WorkerLost(reason))
+            future = self._in_flight.popleft().result
+            if not future.done():
+                future.set_exception(WorkerLost(reason))
 
-    def _take(self, placement: Placement, message: FromWorker) -> None:
+    def _receive(self, placement: Placement, message: FromWorker) -> None:
         match message:
             case TraceEvents() if self._trace is not None:
-                self._trace.worked(placement, message)
+                self._trace.step_traced(placement, message)
             case StepRan(result) if placement.returns_results:
-                self._settle(result.step_id, result)
-            case StepFailure(step_id, line) if placement.returns_results:
-                self._settle(step_id, StepFailed(line))
+                self._resolve(result.step_id, result)
+            case StepFailure(step_id, text) if placement.returns_results:
+                self._resolve(step_id, StepFailed(text))
             case _:
-                raise WireError(f"{type(message).__name__} is no answer to a step")
+                raise WireError(f"{type(message).__name__} is not a result of a step")
 
-    def _settle(self, step_id: StepId, result: StepResult | StepFailed) -> None:
+    def _resolve(self, step_id: StepId, result: StepResult | StepFailed) -> None:
         if not self._in_flight or self._in_flight[0].step_id != step_id:
-            raise WireError(f"an answer to step {step_id}, which is not the next one due")
-        answer = self._in_flight.popleft().answer
+            raise WireError(f"a result of step {step_id}, which is not the oldest step in flight")
+        future = self._in_flight.popleft().result
         if self._trace is not None:
-            self._trace.answered(step_id)
+            self._trace.finished(step_id)
         self._oldest_since = self._loop.time()
-        if answer.done():  # the caller gave the future up
+        if future.done():  # the caller has cancelled it
             return
         if isinstance(result, StepResult):
-            answer.set_result(result)
+            future.set_result(result)
         else:
-            answer.set_exception(result)
+            future.set_exception(result)
 
-    def _watch(self) -> None:
-        """Runs when the oldest step may be overdue: looks again, and sleeps on if it is not."""
+    def _check_overdue(self) -> None:
+        """Lose the channel if the oldest step is overdue; otherwise set the timer again."""
         self._watchdog = None
         if self._remaining_seconds() <= 0:
-            for line in self._lines:  # this process may have been the one that slept
-                line.read()
+            # This process may have been the one that was suspended: read what has arrived.
+            for connection in self._connections:
+                connection.read()
         if self._ended is not None or not self._in_flight:
             return
         remaining = self._remaining_seconds()
         if remaining > 0:
-            self._watchdog = self._loop.call_later(remaining, self._watch)
+            self._watchdog = self._loop.call_later(remaining, self._check_overdue)
             return
         step_id = self._in_flight[0].step_id
         self._lose(f"the worker hangs: step {step_id} took longer than {self._step_seconds:g} s")

@@ -1,4 +1,4 @@
-"""One worker's socket on the event loop: frames out without waiting, messages in as they come."""
+"""One worker's socket on the event loop: sends frames without blocking, receives messages."""
 
 import asyncio
 import contextlib
@@ -18,29 +18,29 @@ RECEIVE_BYTES = 1 << 16
 
 
 class WorkerConnection:
-    """Open from its making to `close`. Borrows the socket, which must not block.
+    """Reads and writes a non-blocking socket, which the caller owns, until `close`.
 
-    `take` gets each message and may raise `WireError`; `lose` gets the reason why no more will
-    come, once: the worker's end, or bytes that are no message.
+    `on_message` is called with each message and may raise `WireError`. `on_lost` is called once
+    with the reason when the worker closes the connection or sends invalid data.
     """
 
     def __init__(
         self,
         connection: socket.socket,
-        take: Callable[[FromWorker], None],
-        lose: Callable[[str], None],
+        on_message: Callable[[FromWorker], None],
+        on_lost: Callable[[str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
-        self._take = take
-        self._lose = lose
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._frames = FrameReader()
         self._backlog = bytearray()
         self._is_open = True
         self._loop.add_reader(connection.fileno(), self.read)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Hand a frame over; what the socket does not take now leaves when it does."""
+        """Send a frame; what the socket does not accept now is sent when it is writable again."""
         if self._backlog:
             self._backlog += data
             return
@@ -50,33 +50,33 @@ class WorkerConnection:
             self._loop.add_writer(self._connection.fileno(), self._write_backlog)
 
     def read(self) -> None:
-        """Take what has come."""
+        """Receive what has arrived and pass on each complete message."""
         if not self._is_open:
             return
         try:
             piece = self._connection.recv(RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:  # it left with steps unread, or cannot be reached any more
+        except OSError:  # the worker exited with unread steps, or is unreachable
             piece = b""
         if not piece:
-            self._lose("left the connection")
+            self._on_lost("closed the connection")
             return
         try:
             for payload in self._frames.feed(piece):
                 if self._is_open:
-                    self._take(read_from_worker(payload))
+                    self._on_message(read_from_worker(payload))
         except WireError as error:
-            self._lose(f"sent rubbish: {error}")
+            self._on_lost(f"sent invalid data: {error}")
 
-    def say_goodbye(self) -> None:
-        """Ask the worker to leave, unless it still has frames to read."""
+    def send_goodbye(self) -> None:
+        """Ask the worker to exit, unless earlier frames are still unsent."""
         if self._is_open and not self._backlog:
             with contextlib.suppress(OSError):
                 self._connection.send(frame(Goodbye()))
 
     def close(self) -> None:
-        """Neither read nor write any more. Idempotent."""
+        """Stop reading and writing. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._connection.fileno())
@@ -88,11 +88,11 @@ class WorkerConnection:
             self._loop.remove_writer(self._connection.fileno())
 
     def _send(self, data: bytes | bytearray) -> int:
-        """How many bytes need no further care."""
+        """Send without blocking; returns how many bytes need not be sent again."""
         try:
             return self._connection.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            # The worker is gone. The reader finds that out too, after the last answers.
+            # The worker is gone. `read` finds that out too, after the last results.
             return len(data)

@@ -1,6 +1,6 @@
-"""Steps run in this process, one per turn of the event loop: for tests and for use as a library.
+"""Runs steps in this process, one per callback of the event loop: for tests and offline use.
 
-The loop stands still while a step runs, so this is no way to serve.
+The event loop is blocked while a step runs, so a server must not use this executor.
 """
 
 import asyncio
@@ -11,22 +11,22 @@ from typing import NamedTuple, Protocol
 from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.step import Step, StepResult
 
-StepAnswer = asyncio.Future[StepResult]
+ResultFuture = asyncio.Future[StepResult]
 
 
 class StepRunner(Protocol):
-    """Whatever computes a step; `engine.worker.process.worker.Worker` does."""
+    """Computes a step, as `engine.worker.process.worker.Worker` does."""
 
     def run(self, step: Step) -> StepResult: ...
 
 
 class _StepInFlight(NamedTuple):
     step: Step
-    answer: StepAnswer
+    result: ResultFuture
 
 
 class InlineExecutor:
-    """A `StepExecutor` around `worker`, which is lost for good when it raises `WorkerLost`."""
+    """A `StepExecutor` that calls `worker.run`. After a `WorkerLost` it accepts no more steps."""
 
     def __init__(self, worker: StepRunner, depth: int = 1) -> None:
         self._worker = worker
@@ -43,51 +43,51 @@ class InlineExecutor:
         return self._ended is None
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """A worker in this process is lost in a step or not at all, so the step's future tells."""
+        """Never calls `on_lost`: this worker is only lost in a step, and its future says so."""
 
-    def submit(self, step: Step) -> StepAnswer:
-        """Run the step in the next turn of the loop, after those submitted before."""
+    def submit(self, step: Step) -> ResultFuture:
+        """Run the step in a later callback of the loop, after those submitted before."""
         assert len(self._in_flight) < self._depth, "more steps in flight than depth"
         loop = asyncio.get_running_loop()
-        answer: StepAnswer = loop.create_future()
+        future: ResultFuture = loop.create_future()
         if self._ended is not None:
-            answer.set_exception(WorkerLost(self._ended))
-            return answer
-        self._in_flight.append(_StepInFlight(step, answer))
+            future.set_exception(WorkerLost(self._ended))
+            return future
+        self._in_flight.append(_StepInFlight(step, future))
         loop.call_soon(self._run_next)
-        return answer
+        return future
 
     async def restart(self) -> None:
-        """Always `Unavailable`: nothing in this process could be started afresh."""
+        """Raises `Unavailable`: there is no process to start again."""
         raise Unavailable("a worker inside this process cannot be restarted")
 
     async def close(self) -> None:
-        """Fail what is in flight and take no more."""
+        """Fail the steps in flight and all later ones with `WorkerLost`."""
         self._end("the executor was closed")
 
     def _run_next(self) -> None:
-        if not self._in_flight:  # ended meanwhile
+        if not self._in_flight:  # closed or lost since this callback was scheduled
             return
-        step, answer = self._in_flight[0]
+        step, future = self._in_flight[0]
         try:
             result = self._worker.run(step)
         except WorkerLost as error:
             self._end(str(error))
             return
-        except Exception as error:  # here is the doorway of a worker without a process
+        except Exception as error:  # as `engine.worker.process.entry` does for a process
             self._in_flight.popleft()
             failure = StepFailed(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-            if not answer.done():
-                answer.set_exception(failure)
+            if not future.done():
+                future.set_exception(failure)
             return
         self._in_flight.popleft()
-        if not answer.done():
-            answer.set_result(result)
+        if not future.done():
+            future.set_result(result)
 
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
         while self._in_flight:
-            answer = self._in_flight.popleft().answer
-            if not answer.done():
-                answer.set_exception(WorkerLost(self._ended))
+            future = self._in_flight.popleft().result
+            if not future.done():
+                future.set_exception(WorkerLost(self._ended))

@@ -1,4 +1,4 @@
-"""How workers come to be and how one reaches them: what a transport asks of a launcher."""
+"""The port of a launcher, which starts workers and connects to them."""
 
 import socket
 from collections.abc import Sequence
@@ -8,29 +8,31 @@ from engine.step import Placement
 
 
 class LaunchedWorker(Protocol):
-    """A worker that waits for its settings at the other end of a connected socket."""
+    """A started worker, which waits for its settings on a connected socket."""
 
     @property
     def placement(self) -> Placement: ...
 
     @property
     def connection(self) -> socket.socket:
-        """Ours; it does not block."""
+        """The server's end of the socket, non-blocking."""
         ...
 
     @property
     def pid(self) -> int:
-        """Its process, on whatever machine that is."""
+        """The process id on the machine that runs the worker."""
         ...
 
     def kill(self) -> None:
-        """End it now, without waiting; `end` is still to come."""
+        """Send SIGKILL without waiting; `end` must still be called."""
         ...
 
     async def end(self, grace: float) -> str:
-        """Hang up, and push whoever does not leave within `grace` seconds; free all there is.
+        """Close the connection, kill the process if it does not exit within `grace` seconds, and
+        release its resources.
 
-        Returns how it ended, as the rest of a sentence. Idempotent.
+        Returns how the process ended, as a predicate such as "ended with exit code 0".
+        Idempotent.
         """
         ...
 
@@ -39,19 +41,19 @@ class Launcher(Protocol):
     """Starts all workers of a model together."""
 
     async def launch(self, num_stages: int, num_ranks: int) -> Sequence[LaunchedWorker]:
-        """One worker for each stage and rank, in the order of `Placement.index`.
+        """Start one worker for each stage and rank, in the order of `Placement.index`.
 
-        Raises `StartupError`, leaving nothing behind.
+        Raises `StartupError`; then no worker is left running.
         """
         ...
 
     async def close(self) -> None:
-        """Give back what belongs to no single worker; nothing is launched any more."""
+        """Release what the workers share. `launch` must not be called afterwards."""
         ...
 
 
 def placements(num_stages: int, num_ranks: int) -> list[Placement]:
-    """The places of a model's workers, in order; where they meet is the launcher's to say."""
+    """The placements of a model's workers, in order of index. The launcher adds the addresses."""
     return [
         Placement(stage, num_stages, rank, num_ranks)
         for stage in range(num_stages)

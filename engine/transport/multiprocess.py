@@ -1,9 +1,9 @@
-"""Steps run in worker processes, one for each stage and rank; they may die, and are started
-again, all together, a bounded number of times.
+"""Runs steps in worker processes, one for each stage and rank, and restarts them when one dies.
 
-A life is what the launcher launched and, once all have loaded, a `StepChannel` over their
-sockets. The loss of one worker fails the futures at once and kills the others; `restart` and
-`close` free what is left of them.
+The launcher starts all workers together; once all have loaded, a `StepChannel` over their sockets
+carries the steps. When one worker is lost, the futures in flight fail at once and the other
+workers are killed; `restart` and `close` release what is left of them. The number of restarts is
+limited.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from engine.errors import StartupError, Unavailable
 from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
-from engine.transport.channel import StepAnswer, StepChannel
+from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher
 from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessSettings:
-    """How the processes are kept; `worker` is the class they run, `env` goes on top of ours.
+    """Number of workers, their class and their time limits.
 
-    `depth` steps are in flight at most: at least one for each stage, to keep all busy. A step that
-    takes longer than `step_seconds` counts as a hang. At most `max_restarts` starts happen within
-    any `restart_seconds`.
+    `worker` is the class that each process runs, as "module:Class"; `env` is added to this
+    process's environment. `depth` is the largest number of steps in flight, at least one for each
+    stage. A step longer than `step_seconds` counts as a hang. At most `max_restarts` restarts
+    happen within any `restart_seconds`.
     """
 
     num_stages: int = 1
@@ -47,10 +48,10 @@ class MultiprocessSettings:
 
 
 class MultiprocessExecutor:
-    """A `StepExecutor` over processes. `start` before the first step, `close` at last.
+    """A `StepExecutor` over worker processes. Call `start` before the first step, `close` last.
 
-    The workers are child processes unless another `launcher` is given, which is closed with us.
-    With a `trace` the workers tell the times of each step; it is not ours to close.
+    The workers are child processes unless another `launcher` is given; `close` closes it. With a
+    `trace` the workers report the times of each step; the caller closes it.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MultiprocessExecutor:
         self._restarts: deque[float] = deque(maxlen=settings.max_restarts)
         self._num_restarts = 0
         self._is_closed = False
-        self._on_lost: Callable[[], object] = _tell_nobody
+        self._on_lost: Callable[[], object] = _ignore_loss
 
     def __repr__(self) -> str:
         in_flight = self._channel.num_in_flight if self._channel else 0
@@ -87,65 +88,68 @@ class MultiprocessExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, stage by stage, from their start until they are ended."""
+        """The workers' process ids by stage and rank; empty before the start and after the end."""
         return [worker.pid for worker in self._workers]
 
     @property
     def is_alive(self) -> bool:
-        """Whether loaded workers are there to take steps."""
+        """Whether the workers are loaded and accept steps."""
         return self._channel is not None and self._channel.ended is None
 
     @property
     def num_restarts(self) -> int:
-        """Starts after the first, successful or not."""
+        """How many times the workers were started again, failed attempts included."""
         return self._num_restarts
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """Call `on_lost` after each loss of the worker; only the last caller is told."""
+        """Call `on_lost` whenever the workers are lost. A later call replaces the callback."""
         self._on_lost = on_lost
 
     async def start(self, on_progress: OnProgress) -> WorkerReport:
-        """Launch the workers and have them load; `on_progress(what, done, total)` as they go.
+        """Launch the workers and load the model; calls `on_progress(what, done, total)`.
 
-        Raises `StartupError` with a worker's own line, or with how its process died.
+        Raises `StartupError` with a worker's own message, or with how its process ended.
         """
         report = await self._open(self._worker, on_progress)
-        # The ledger counts on these blocks from now on, so later workers must have as many.
+        # The KV ledger is built for this many blocks, so restarted workers must have as many.
         self._worker = replace(self._worker, kv_slots=report.num_blocks * report.block_size)
         return report
 
-    def submit(self, step: Step) -> StepAnswer:
-        """Hand the step to the workers. Without them the future has already failed."""
+    def submit(self, step: Step) -> ResultFuture:
+        """Send the step to the workers. If they are lost, the future has already failed."""
         assert self._channel is not None, "submit before start"
         assert self._channel.num_in_flight < self.depth, "more steps in flight than depth"
         return self._channel.submit(step)
 
     async def restart(self) -> None:
-        """End the workers that there are, and start others with the same settings and slots.
+        """End the present workers and start new ones with the same settings and KV slots.
 
-        Tries again after a refusal. Raises `Unavailable` past the bound and after `close`.
+        Retries a failed start. Raises `Unavailable` beyond the limit and after `close`.
         """
         await self._end("the workers are being restarted", grace=0.0)
-        refusal: StartupError | None = None
+        failure: StartupError | None = None
         while True:
-            self._count_restart(refusal)
+            self._count_restart(failure)
             try:
                 await self._open(self._worker, _no_progress)
             except StartupError as error:
-                logger.warning("the new workers refused to start: %s", error)
-                refusal = error
+                logger.warning("the new workers could not start: %s", error)
+                failure = error
             else:
                 return
 
     async def close(self) -> None:
-        """End the workers: goodbye, wait, terminate, kill. Idempotent; no `restart` after it."""
+        """End the workers: send a goodbye, wait, terminate, kill. Idempotent.
+
+        `restart` raises `Unavailable` afterwards.
+        """
         self._is_closed = True
         grace = self._settings.close_seconds if self.is_alive else 0.0
         await self._end("the executor was closed", grace)
         await self._launcher.close()
 
     async def _open(self, settings: WorkerSettings, on_progress: OnProgress) -> WorkerReport:
-        assert not self._workers, "start on top of workers"
+        assert not self._workers, "start while workers are running"
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end, "the workers did not start", grace=0.0)
             self._workers = await self._launcher.launch(
@@ -154,8 +158,8 @@ class MultiprocessExecutor:
             report = await load_all(self._workers, settings, on_progress)
             if report.num_blocks * report.block_size < settings.kv_slots:
                 raise StartupError(
-                    f"the worker has {report.num_blocks} blocks of {report.block_size} slots "
-                    f"where {settings.kv_slots} slots were asked for"
+                    f"the worker has {report.num_blocks} KV blocks of {report.block_size} slots, "
+                    f"but {settings.kv_slots} slots are required"
                 )
             if self._is_closed:
                 raise Unavailable("the executor was closed")
@@ -182,7 +186,7 @@ class MultiprocessExecutor:
         for worker, how in zip(workers, endings, strict=True):
             logger.info("worker %d %s", worker.pid, how)
 
-    def _count_restart(self, refusal: StartupError | None) -> None:
+    def _count_restart(self, failure: StartupError | None) -> None:
         if self._is_closed:
             raise Unavailable("the executor was closed")
         now = self._clock()
@@ -191,16 +195,16 @@ class MultiprocessExecutor:
             starts.popleft()
         if len(starts) == self._settings.max_restarts:
             raise Unavailable(
-                f"the worker was started again {len(starts)} times "
+                f"the worker was restarted {len(starts)} times "
                 f"within {self._settings.restart_seconds:g} s"
-            ) from refusal
+            ) from failure
         starts.append(now)
         self._num_restarts += 1
 
 
-def _tell_nobody() -> None:
-    """Until somebody watches."""
+def _ignore_loss() -> None:
+    """The callback before `watch` is called."""
 
 
 def _no_progress(what: str, done: int, total: int) -> None:
-    """A restart is silent."""
+    """A restart shows no progress."""

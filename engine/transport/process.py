@@ -1,8 +1,8 @@
-"""Worker processes of this machine: spawned, reached by a socket, ended without remains.
+"""Worker processes on this machine: spawned, connected by a socket pair, always reaped.
 
-A child is a fresh interpreter that runs `engine.worker.process.entry`, with our module path and
-one end of a socket pair. Shutting our end is the order to leave; whoever does not follow is
-terminated, then killed, and always reaped. The child also dies with us (see
+A child is a new interpreter that runs `engine.worker.process.entry` with this process's module
+path and one end of a socket pair. Closing the other end asks the child to exit; a child which
+does not is terminated, then killed. The child also exits when this process dies (see
 `engine.worker.process.entry`).
 """
 
@@ -25,7 +25,7 @@ STDERR = 2
 
 
 class WorkerProcess:
-    """Owns a child process and our end of its socket, from `spawn` to `end`."""
+    """Owns a child process and the parent's end of its socket, from `spawn` to `end`."""
 
     def __init__(
         self, placement: Placement, process: subprocess.Popen[bytes], connection: socket.socket
@@ -36,14 +36,15 @@ class WorkerProcess:
 
     @classmethod
     def spawn(cls, placement: Placement, worker: str, env: Mapping[str, str]) -> Self:
-        """Start a process for the class `worker` ("module:Class") with `env` on top of ours.
+        """Start a process for the class `worker` ("module:Class"); `env` is added to the
+        environment.
 
-        It inherits the placement's `listener`. Raises `StartupError` when the machine does not
-        let us.
+        The child inherits the placement's `listener`. Raises `StartupError` if the process
+        cannot be started.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        # The parent's path in its order, so that both processes import the same code.
+        # The parent's module path in its order, so that both processes import the same code.
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         arguments = ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
         inherited = [theirs.fileno()]
@@ -69,16 +70,16 @@ class WorkerProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it now; `end` still has to reap it."""
+        """Send SIGKILL; `end` must still reap the process."""
         self._process.kill()
 
     async def end(self, grace: float) -> str:
-        """Hang up, wait, terminate, wait, kill; at most `grace` seconds to each wait.
+        """Close the connection, wait, terminate, wait, kill; each wait is at most `grace` seconds.
 
-        Returns how the process ended, as the rest of a sentence. Idempotent.
+        Returns how the process ended, as a predicate. Idempotent.
         """
-        with contextlib.suppress(OSError):  # the other end, or this one, is closed already
-            self.connection.shutdown(socket.SHUT_RDWR)  # also wakes whoever still reads from it
+        with contextlib.suppress(OSError):  # either end may be closed already
+            self.connection.shutdown(socket.SHUT_RDWR)  # also wakes a pending read
         exited = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
             for push in (self._process.terminate, self._process.kill):
@@ -86,21 +87,22 @@ class WorkerProcess:
                 if done:
                     break
                 push()
-            return how_it_ended(await exited)
+            return describe_exit(await exited)
         finally:
-            self._process.kill()  # for the case that we are cancelled; no signal once reaped
+            self._process.kill()  # if this coroutine is cancelled; no effect once reaped
             self.connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher:
-    """A `Launcher` of child processes that run the class `worker`, with `env` on top of ours."""
+    """A `Launcher` of child processes which run the class `worker` with `env` added."""
 
     worker: str
     env: Mapping[str, str]
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[WorkerProcess]:
-        """See `Launcher`. The workers meet on a port of the loopback that nobody else can take."""
+        """Start the child processes; they connect to each other through a loopback listener that
+        is open before any of them starts, so no other process can take its port."""
         places = placements(num_stages, num_ranks)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             if len(places) > 1:
@@ -127,11 +129,11 @@ class LocalLauncher:
         return started
 
     async def close(self) -> None:
-        """Nothing is shared by the processes."""
+        """The processes share nothing that must be released."""
 
 
-def how_it_ended(returncode: int) -> str:
-    """A process's return code, as the rest of a sentence."""
+def describe_exit(returncode: int) -> str:
+    """A return code as a predicate: "ended with exit code 3", "was killed by signal 15, …"."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     number = -returncode

@@ -1,9 +1,9 @@
-"""What every worker did with every step and when, as a Chrome trace that Perfetto shows.
+"""A Chrome trace, which Perfetto displays, of what every worker did with every step and when.
 
-One process of the trace is the loop, with each step from its submission to its answer; the others
-are the workers, each with three threads: *control* has the moment at which the worker learned of
-a step, *data* that at which hidden states arrived, *compute* the run of its layers. All times are
-of one machine's monotonic clock, so workers elsewhere are shown shifted.
+One process of the trace is the server's event loop, with a span for each step from submission to
+result. The others are the workers, each with three threads: *control* marks when the worker
+received a step, *data* when its hidden states arrived, and *compute* spans the run of its layers.
+All times are this machine's monotonic clock, so workers on other machines appear shifted.
 """
 
 import json
@@ -21,10 +21,10 @@ THREADS = {CONTROL: "control", DATA: "data", COMPUTE: "compute"}
 
 
 class TraceFile:
-    """Writes events as they come; the file can be read at any time, `close` completes it."""
+    """Writes events as they happen; the file is readable at any time, and `close` completes it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `StartupError` when the file cannot be written."""
+        """Raises `StartupError` if the file cannot be written."""
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -41,16 +41,16 @@ class TraceFile:
         self.close()
 
     def submitted(self, step: Step) -> None:
-        """The step has been handed to all workers."""
+        """The step has been sent to all workers."""
         facts = {"requests": len(step.entries), "tokens": step.num_tokens}
         self._span("b", step.step_id, facts)
 
-    def answered(self, step_id: StepId) -> None:
-        """Its tokens, or its failure, came back."""
+    def finished(self, step_id: StepId) -> None:
+        """The result or failure of the step has arrived."""
         self._span("e", step_id, {})
 
-    def worked(self, placement: Placement, traced: TraceEvents) -> None:
-        """A worker is through with a step."""
+    def step_traced(self, placement: Placement, traced: TraceEvents) -> None:
+        """A worker has finished a step and reports its times."""
         worker, step, times = 1 + placement.index, f"step {traced.step_id}", traced.times
         if worker not in self._named:
             self._name(worker, str(placement))
@@ -83,10 +83,10 @@ class TraceFile:
 
     def _name(self, worker: int, name: str) -> None:
         self._named.add(worker)
-        told = {"ph": "M", "pid": worker}
-        self._write({"name": "process_name", "args": {"name": name}, **told})
+        place = {"ph": "M", "pid": worker}
+        self._write({"name": "process_name", "args": {"name": name}, **place})
         for thread, name in THREADS.items():
-            self._write({"name": "thread_name", "tid": thread, "args": {"name": name}, **told})
+            self._write({"name": "thread_name", "tid": thread, "args": {"name": name}, **place})
 
     def _micros(self, at: float) -> int:
         return round((at - self.origin) * 1e6)

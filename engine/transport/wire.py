@@ -1,7 +1,7 @@
-"""Messages between the loop process and a worker, as bytes: MessagePack in length-prefixed frames.
+"""Messages between the server process and a worker: MessagePack in length-prefixed frames.
 
-A frame is the payload's length as four big-endian bytes, then the payload: one message as msgspec
-writes it. Nothing is pickled. Whatever is not a frame, or not a message, is a `WireError`.
+A frame is the payload's length as four big-endian bytes, then the payload: one message encoded by
+msgspec. Nothing is pickled. Invalid frames and messages raise `WireError`.
 """
 
 import struct
@@ -13,31 +13,31 @@ from msgspec import Struct
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
-HEADER = struct.Struct(">I")  # big-endian, so that text on the wire reads as an absurd length
+HEADER = struct.Struct(">I")  # big-endian, so that ASCII text reads as a length above the limit
 
 
 class WireError(Exception):
-    """The bytes are no message, or the message does not go into bytes."""
+    """The bytes are not a valid message, or the message cannot be encoded."""
 
 
 class LoadWorker(Struct, frozen=True, tag="load", array_like=True):
-    """Opens the conversation: what the worker is to load."""
+    """The first message to a worker: what it must load."""
 
     settings: WorkerSettings
 
 
 class RunStep(Struct, frozen=True, tag="run", array_like=True):
-    """Orders one iteration."""
+    """Run one step."""
 
     step: Step
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye", array_like=True):
-    """Ends the conversation; the worker leaves after the steps sent before."""
+    """The last message to a worker: it exits after the steps sent before."""
 
 
 class Progress(Struct, frozen=True, tag="progress", array_like=True):
-    """Loading goes on: `done` of `total` units of `what`."""
+    """Progress of loading: `done` of `total` units of `what`."""
 
     what: str
     done: int
@@ -50,27 +50,27 @@ class WorkerLoaded(Struct, frozen=True, tag="loaded", array_like=True):
     report: WorkerReport
 
 
-class LoadRefused(Struct, frozen=True, tag="refused", array_like=True):
-    """The worker cannot load; `line` says why to a person."""
+class LoadFailed(Struct, frozen=True, tag="refused", array_like=True):
+    """The worker could not load; `message` is the reason, one line for the operator."""
 
-    line: str
+    message: str
 
 
 class StepRan(Struct, frozen=True, tag="ran", array_like=True):
-    """The answer to a `RunStep`."""
+    """The result of a `RunStep`."""
 
     result: StepResult
 
 
 class StepFailure(Struct, frozen=True, tag="failed", array_like=True):
-    """The other answer to a `RunStep`: the step raised, the worker lives on."""
+    """The step of a `RunStep` raised; the worker can run further steps."""
 
     step_id: StepId
-    line: str
+    message: str
 
 
 class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
-    """After the answer, from a worker that traces: when it learned of the step, and ran it."""
+    """Sent after a result by a worker that traces: when it received the step and ran it."""
 
     step_id: StepId
     learned_at: float
@@ -78,7 +78,7 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
 
 
 ToWorker: TypeAlias = LoadWorker | RunStep | Goodbye
-FromWorker: TypeAlias = Progress | WorkerLoaded | LoadRefused | StepRan | StepFailure | TraceEvents
+FromWorker: TypeAlias = Progress | WorkerLoaded | LoadFailed | StepRan | StepFailure | TraceEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
@@ -86,7 +86,7 @@ _from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
 def frame(message: ToWorker | FromWorker) -> bytearray:
-    """The message as one frame. Raises `WireError` where a value or the size does not fit."""
+    """Encode a message as one frame. Raises `WireError` if a value or the size is too large."""
     buffer = bytearray(HEADER.size)
     try:
         _encoder.encode_into(message, buffer, HEADER.size)
@@ -94,13 +94,13 @@ def frame(message: ToWorker | FromWorker) -> bytearray:
         raise WireError(f"cannot be sent to another process: {error}") from error
     num_bytes = len(buffer) - HEADER.size
     if num_bytes > MAX_FRAME_BYTES:
-        raise WireError(f"a message of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+        raise WireError(f"is a message of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
     HEADER.pack_into(buffer, 0, num_bytes)
     return buffer
 
 
 def read_to_worker(payload: bytearray) -> ToWorker:
-    """A message as the worker receives it. Raises `WireError`."""
+    """Decode a payload that the worker received. Raises `WireError`."""
     try:
         message: ToWorker = _to_worker.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -109,7 +109,7 @@ def read_to_worker(payload: bytearray) -> ToWorker:
 
 
 def read_from_worker(payload: bytearray) -> FromWorker:
-    """A message as the loop process receives it. Raises `WireError`."""
+    """Decode a payload that the server received. Raises `WireError`."""
     try:
         message: FromWorker = _from_worker.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -118,7 +118,7 @@ def read_from_worker(payload: bytearray) -> FromWorker:
 
 
 class FrameReader:
-    """Cuts a stream of bytes, in pieces of any length, into the payloads of its frames."""
+    """Splits a byte stream, which arrives in pieces of any length, into frame payloads."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
@@ -126,18 +126,20 @@ class FrameReader:
 
     @property
     def is_between_frames(self) -> bool:
-        """Whether the stream may end here without cutting a frame in two."""
+        """Whether the stream is at a frame boundary, so that it may end here."""
         return not self._buffer
 
     def feed(self, piece: bytes | bytearray | memoryview) -> list[bytearray]:
-        """The payloads that this piece completes. Raises `WireError` for an absurd length."""
+        """The payloads that this piece completes. Raises `WireError` for an invalid length."""
         self._buffer += piece
         payloads = []
         start = 0
         while len(self._buffer) - start >= HEADER.size:
             (num_bytes,) = HEADER.unpack_from(self._buffer, start)
             if not 0 < num_bytes <= self._max_frame_bytes:
-                raise WireError(f"a frame of {num_bytes} bytes; 1 to {self._max_frame_bytes} fit")
+                raise WireError(
+                    f"a frame of {num_bytes} bytes; 1 to {self._max_frame_bytes} are allowed"
+                )
             end = start + HEADER.size + num_bytes
             if end > len(self._buffer):
                 break

@@ -1,7 +1,7 @@
-"""The conversation that opens a worker's life: settings to all, progress back, then reports.
+"""Loads all workers: sends each its settings, receives progress, then a report from each.
 
-The first worker that refuses or dies ends it for all; the line that comes out is the cause, not
-what the others made of it.
+If one worker fails or dies, loading fails for all. The error is that worker's own, not one that
+other workers report because they lost their connection to it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
     FrameReader,
-    LoadRefused,
+    LoadFailed,
     LoadWorker,
     Progress,
     WireError,
@@ -23,7 +23,7 @@ from engine.transport.wire import (
 )
 
 RECEIVE_BYTES = 1 << 16
-LAST_WORDS_SECONDS = 2.0  # to a process that has hung up, before it is pushed
+EXIT_SECONDS = 2.0  # for a process that closed its connection, before it is terminated
 
 OnProgress = Callable[[str, int, int], None]  # what, done, total
 
@@ -31,11 +31,11 @@ OnProgress = Callable[[str, int, int], None]  # what, done, total
 async def load_all(
     workers: Sequence[LaunchedWorker], settings: WorkerSettings, on_progress: OnProgress
 ) -> WorkerReport:
-    """Have all workers load; what they learned, with the KV bytes of all of them.
+    """Load all workers. Returns the last one's report with `bytes_per_block` summed over all.
 
-    Raises `StartupError` with one line, of a worker in several with its stage and rank.
+    Raises `StartupError` with one line; if there are several workers, it names stage and rank.
     """
-    progress = _Sum(len(workers), on_progress)
+    progress = _TotalProgress(len(workers), on_progress)
     loadings = [_Loading(worker, progress) for worker in workers]
     tasks = [
         asyncio.create_task(loading.load(replace(settings, placement=loading.worker.placement)))
@@ -43,11 +43,12 @@ async def load_all(
     ]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        # Whose process died says so a little later than who was told of it by the data plane.
-        dying = [task for loading, task in zip(loadings, tasks, strict=True) if loading.hung_up]
-        if dying:
-            await asyncio.wait(dying)
-        for task in (*dying, *tasks):
+        # A worker that lost its peer on the data plane may report before the dead one is reaped,
+        # so wait for the dead ones and raise their errors first.
+        dead = [task for loading, task in zip(loadings, tasks, strict=True) if loading.hung_up]
+        if dead:
+            await asyncio.wait(dead)
+        for task in (*dead, *tasks):
             if task.done() and (error := task.exception()) is not None:
                 raise error
     finally:
@@ -55,30 +56,30 @@ async def load_all(
             task.cancel()
         await asyncio.wait(tasks)
     reports = [task.result() for task in tasks]
-    whole = sum(report.bytes_per_block for report in reports)
-    return replace(reports[-1], bytes_per_block=whole)
+    bytes_per_block = sum(report.bytes_per_block for report in reports)
+    return replace(reports[-1], bytes_per_block=bytes_per_block)
 
 
 class _Loading:
-    """One worker on its way to its report."""
+    """The loading of one worker."""
 
-    def __init__(self, worker: LaunchedWorker, progress: "_Sum") -> None:
+    def __init__(self, worker: LaunchedWorker, progress: "_TotalProgress") -> None:
         self.worker = worker
         self.hung_up = False
         self._progress = progress
 
     async def load(self, settings: WorkerSettings) -> WorkerReport:
-        """Raises `StartupError`, also when the process dies over it."""
+        """Raises `StartupError`, also if the process dies while loading."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.worker.connection, frame(LoadWorker(settings)))
             return await self._await_report()
         except WireError as error:
-            raise self._refusal(f"the worker and we talk past each other: {error}") from error
+            raise self._failure(f"protocol error while loading the worker: {error}") from error
         except (EOFError, ConnectionError):
             self.hung_up = True
-            how = await self.worker.end(LAST_WORDS_SECONDS)
-            raise self._refusal(f"the worker {how} while loading") from None
+            how = await self.worker.end(EXIT_SECONDS)
+            raise self._failure(f"the worker {how} while loading") from None
 
     async def _await_report(self) -> WorkerReport:
         loop = asyncio.get_running_loop()
@@ -90,29 +91,31 @@ class _Loading:
                         self._progress.add(self.worker.placement.index, what, done, total)
                     case WorkerLoaded(report):
                         return report
-                    case LoadRefused(line):
-                        raise self._refusal(line)
+                    case LoadFailed(message):
+                        raise self._failure(message)
                     case other:
-                        raise WireError(f"{type(other).__name__} came before the report")
+                        raise WireError(f"{type(other).__name__} arrived before the report")
         raise EOFError
 
-    def _refusal(self, line: str) -> StartupError:
+    def _failure(self, line: str) -> StartupError:
         placement = self.worker.placement
         return StartupError(line if placement.num_workers == 1 else f"{placement}: {line}")
 
 
-class _Sum:
-    """The progress of several workers as that of one; who said nothing yet counts as the mean."""
+class _TotalProgress:
+    """The progress of several workers as one; a worker without a report yet counts as average."""
 
     def __init__(self, num_workers: int, on_progress: OnProgress) -> None:
         self._num_workers = num_workers
         self._on_progress = on_progress
-        self._told: dict[str, dict[int, tuple[int, int]]] = {}
+        self._reported: dict[str, dict[int, tuple[int, int]]] = {}
 
     def add(self, worker: int, what: str, done: int, total: int) -> None:
-        told = self._told.setdefault(what, {})
-        told[worker] = done, total
-        known = sum(total for _, total in told.values())
+        reported = self._reported.setdefault(what, {})
+        reported[worker] = done, total
+        known = sum(total for _, total in reported.values())
         self._on_progress(
-            what, sum(done for done, _ in told.values()), known * self._num_workers // len(told)
+            what,
+            sum(done for done, _ in reported.values()),
+            known * self._num_workers // len(reported),
         )

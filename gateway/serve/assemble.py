@@ -28,7 +28,7 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.cost.model import LiveCost
-from engine.cost.profiler import Bounds
+from engine.cost.profiler import ProbeLimits
 from engine.errors import StartupError
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
@@ -184,7 +184,7 @@ async def _calibrated(
         facts_about(directory, report, settings.pipeline_stages, settings.tensor_ranks),
         settings.cache_dir,
     )
-    bounds = Bounds(
+    bounds = ProbeLimits(
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_model_len=report.max_model_len,

@@ -22,7 +22,7 @@ from platformdirs import user_cache_path
 
 from engine.control.scheduler import UNMEASURED
 from engine.cost.model import CostModel
-from engine.cost.profiler import Bounds, measure
+from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _processor() -> str:
 
 
 async def calibrate(
-    how: str, file: CostFile, executor: "StepExecutor", bounds: Bounds
+    how: str, file: CostFile, executor: "StepExecutor", bounds: ProbeLimits
 ) -> Calibration:
     """`how` is "auto" (saved, else measured), "measure" (anew) or "none" (learn on the way)."""
     if how == "none":

@@ -1,4 +1,4 @@
-"""The contract of `StepExecutor`: order, depth, failures that stay where they belong."""
+"""The contract of `StepExecutor`: order, depth, and which futures fail."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ DEPTH = 3
 
 @dataclass
 class Bench:
-    """An executor over an `EchoWorker`, and what makes it run what was submitted."""
+    """An executor over an `EchoWorker`; `let_run` makes it run the submitted steps."""
 
     executor: StepExecutor
     let_run: Callable[[], None] = lambda: None
@@ -30,7 +30,7 @@ class Bench:
 
 
 def play_echo(executor: ScriptedExecutor) -> None:
-    """Answer as an `EchoWorker` would."""
+    """Resolve the steps in flight as an `EchoWorker` would."""
     worker = EchoWorker(REPORT)
     while executor.in_flight:
         try:
@@ -67,7 +67,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 
 async def settled(future: StepFuture) -> StepResult | BaseException:
-    """What the future ends with."""
+    """The result or the error of the future."""
     done = asyncio.Event()
     future.add_done_callback(lambda _: done.set())
     await done.wait()
@@ -83,20 +83,20 @@ async def run_all(bench: Bench, *steps: Step) -> list[StepResult | BaseException
     return [await settled(future) for future in futures]
 
 
-async def test_a_step_is_answered_with_a_token_per_draw(bench: Bench) -> None:
+async def test_a_result_has_one_token_per_sampling_entry(bench: Bench) -> None:
     (result,) = await run_all(bench, a_step(7, 10, 20, 30))
     assert isinstance(result, StepResult)
     assert (result.step_id, result.tokens) == (7, (11, 21, 31))
 
 
-async def test_submit_returns_before_the_answer(bench: Bench) -> None:
+async def test_submit_returns_before_the_result(bench: Bench) -> None:
     future = bench.executor.submit(a_step(1, 10))
     assert not future.done()
     bench.let_run()
     assert isinstance(await settled(future), StepResult)
 
 
-async def test_depth_steps_are_accepted_at_once_and_answered_in_order(bench: Bench) -> None:
+async def test_depth_steps_are_accepted_at_once_and_finish_in_order(bench: Bench) -> None:
     assert bench.executor.depth == DEPTH
     order: list[StepId] = []
     futures = [bench.executor.submit(a_step(step_id, step_id)) for step_id in range(DEPTH)]
@@ -107,7 +107,7 @@ async def test_depth_steps_are_accepted_at_once_and_answered_in_order(bench: Ben
     assert order == list(range(DEPTH))
 
 
-async def test_a_step_beyond_depth_is_our_bug(bench: Bench) -> None:
+async def test_a_step_beyond_depth_is_an_assertion_error(bench: Bench) -> None:
     futures = [bench.executor.submit(a_step(step_id, 1)) for step_id in range(DEPTH)]
     with pytest.raises(AssertionError, match="depth"):
         bench.executor.submit(a_step(DEPTH, 1))
@@ -139,7 +139,7 @@ async def test_a_done_callback_may_submit_the_next_step(bench: Bench) -> None:
     assert [result.step_id for result in results] == list(range(DEPTH * 2))
 
 
-async def test_a_step_that_raises_fails_alone(bench: Bench) -> None:
+async def test_a_step_that_raises_fails_only_its_own_future(bench: Bench) -> None:
     before, raised, after = await run_all(
         bench, a_step(1, 10), a_step(2, Command.RAISE), a_step(3, 30)
     )
@@ -150,7 +150,7 @@ async def test_a_step_that_raises_fails_alone(bench: Bench) -> None:
     assert after.tokens == (31,)
 
 
-async def test_a_lost_worker_fails_its_futures_and_all_to_come(bench: Bench) -> None:
+async def test_a_lost_worker_fails_the_steps_in_flight_and_all_later_ones(bench: Bench) -> None:
     lost, after = await run_all(bench, a_step(2, Command.LOSE), a_step(3, 30))
     assert isinstance(lost, WorkerLost)
     assert isinstance(after, WorkerLost)
@@ -168,14 +168,14 @@ async def test_a_lost_worker_is_not_alive_until_it_is_restarted(bench: Bench) ->
         assert bench.executor.is_alive
 
 
-async def test_a_worker_that_dies_while_idle_is_told_of_at_once(bench: Bench) -> None:
+async def test_a_worker_that_dies_while_idle_is_reported_at_once(bench: Bench) -> None:
     if bench.kill is None:
-        pytest.skip("this worker dies in a step or not at all")
+        pytest.skip("this worker can only die in a step")
     for _ in range(2):
-        told = asyncio.Event()
-        bench.executor.watch(told.set)
+        reported = asyncio.Event()
+        bench.executor.watch(reported.set)
         bench.kill()
-        await told.wait()
+        await reported.wait()
         assert not bench.executor.is_alive
         await bench.executor.restart()
 
@@ -201,11 +201,11 @@ async def test_restarts_are_bounded(bench: Bench) -> None:
         await restart_often()
 
 
-async def test_a_future_that_the_caller_gave_up_does_not_stop_the_next(bench: Bench) -> None:
-    given_up = bench.executor.submit(a_step(1, 10))
+async def test_a_cancelled_future_does_not_affect_the_next_step(bench: Bench) -> None:
+    cancelled = bench.executor.submit(a_step(1, 10))
     kept = bench.executor.submit(a_step(2, 20))
-    assert isinstance(given_up, asyncio.Future)
-    given_up.cancel()
+    assert isinstance(cancelled, asyncio.Future)
+    cancelled.cancel()
     bench.let_run()
     result = await settled(kept)
     assert isinstance(result, StepResult)

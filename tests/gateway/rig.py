@@ -283,7 +283,7 @@ def build_rig(setting: Setting) -> Rig:
         ObserverGroup(metrics, ends, quotas),
         live,
     )
-    executor = ScoringExecutor(cost, draw=Speaker(setting.texts))
+    executor = ScoringExecutor(cost, next_token=Speaker(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
         model=ServedModel(

@@ -55,7 +55,7 @@ def load() -> list[RecordedRequest]:
         prompt_len = random.choice([3, 9, 22, 37])
         shared = random.choice([0, 2, 4])
         ends_after = random.choice([None, None, 1 + max_tokens // 2])
-        terms = RequestSpec(
+        params = RequestSpec(
             prompt=(),
             max_tokens=max_tokens,
             sampling=GREEDY,
@@ -71,7 +71,7 @@ def load() -> list[RecordedRequest]:
                 prompt_len=prompt_len,
                 output_len=ends_after or max_tokens,
                 patience=random.choice([None, None, None, None, 9.25]),
-                terms=terms,
+                params=params,
                 names=(*range(chat, chat + shared), *range(own, own + 20)),
                 block_size=BLOCK_SIZE,
                 number=number,

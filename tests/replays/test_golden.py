@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine.simulated.figures import SLO
-from engine.simulated.follow import Follower
 from engine.simulated.replay import read_recording
+from engine.simulated.verify import RecordingVerifier
 from tests.replays.playing import GOLDEN, headers, lines
 
 FILES = sorted(GOLDEN.glob("*.jsonl"))
@@ -25,7 +25,7 @@ def test_the_same_load_on_the_same_terms_gives_the_same_lines(path: Path) -> Non
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_same_events_lead_to_the_same_decisions(path: Path) -> None:
     golden = read_recording(path)
-    followed = Follower(golden).follow(SLO())
+    followed = RecordingVerifier(golden).verify(SLO())
     assert followed.difference is None
     assert followed.num_iterations == sum(row.planned is not None for row in golden.rows)
 

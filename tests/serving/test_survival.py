@@ -46,6 +46,6 @@ async def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks(
             body = asked(SHORT, stream=False)
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 503
-                assert "started again 1 times" in (await response.json())["error"]["message"]
+                assert "restarted 1 times" in (await response.json())["error"]["message"]
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0

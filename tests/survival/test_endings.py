@@ -1,4 +1,4 @@
-"""However a server of two workers ends: no process, no socket, no shared memory is left."""
+"""After a server with two workers ends in any way, no process, socket or shared memory is left."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ FLAGS = ("--pipeline-stages", "2", "--cost-model", "none")
 
 
 @dataclass(frozen=True)
-class Belongings:
-    """All that a server and its workers have which others could trip over."""
+class Resources:
+    """Processes, files and ports of a server and its workers which must be gone afterwards."""
 
     processes: list[psutil.Process]
     files: set[str]  # in shared memory, and names of sockets
@@ -36,11 +36,11 @@ class Belongings:
 
 
 def listening(connections: Sequence[Any]) -> set[int]:
-    """The ports on which somebody may connect."""
+    """The ports that accept connections."""
     return {found.laddr.port for found in connections if found.status == "LISTEN"}
 
 
-def belongings(server: Server) -> Belongings:
+def resources_of(server: Server) -> Resources:
     parent = psutil.Process(server.pid)
     processes = [parent, *parent.children(recursive=True)]
     assert len(processes) == 3
@@ -54,12 +54,12 @@ def belongings(server: Server) -> Belongings:
         ports |= listening(process.net_connections("tcp"))
     assert ports
     is_ours = ("/dev/shm/", "/run/shm/", "/tmp/podway", "/tmp/torch")
-    return Belongings(processes, {name for name in files if name.startswith(is_ours)}, ports)
+    return Resources(processes, {name for name in files if name.startswith(is_ours)}, ports)
 
 
 @asynccontextmanager
 async def streaming(url: str) -> AsyncIterator[aiohttp.ClientResponse]:
-    """An answer of which the first line has come."""
+    """A streamed response whose first line has arrived."""
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{url}/v1/completions", json=asked(LONG, stream=True)) as response,
@@ -78,18 +78,18 @@ def _server(tmp_path: Path) -> Any:
         yield server
 
 
-async def test_sigterm_lets_a_running_answer_finish(server: Server) -> None:
+async def test_sigterm_lets_running_requests_finish(server: Server) -> None:
     async with streaming(read_url(server)) as response:
-        owned = belongings(server)
+        owned = resources_of(server)
         server.send_signal(signal.SIGTERM)
         assert (await response.content.read()).strip().endswith(b"data: [DONE]")
     assert await exit_code(server) == 0
     owned.check_gone()
 
 
-async def test_sigint_ends_a_running_answer_with_an_error(server: Server) -> None:
+async def test_sigint_ends_running_requests_with_an_error(server: Server) -> None:
     async with streaming(read_url(server)) as response:
-        owned = belongings(server)
+        owned = resources_of(server)
         server.send_signal(signal.SIGINT)
         rest = await response.content.read()
         assert b'"code":"unavailable"' in rest
@@ -99,7 +99,7 @@ async def test_sigint_ends_a_running_answer_with_an_error(server: Server) -> Non
 
 async def test_a_second_sigint_does_not_wait_for_a_worker_that_hangs(server: Server) -> None:
     async with streaming(read_url(server)) as response:
-        owned = belongings(server)
+        owned = resources_of(server)
         owned.processes[1].suspend()
         server.send_signal(signal.SIGINT)
         await response.content.read()
@@ -111,7 +111,7 @@ async def test_a_second_sigint_does_not_wait_for_a_worker_that_hangs(server: Ser
 
 async def test_workers_do_not_outlive_a_server_that_is_killed(server: Server) -> None:
     async with streaming(read_url(server)) as response:
-        owned = belongings(server)
+        owned = resources_of(server)
         server.send_signal(signal.SIGKILL)
         with pytest.raises(aiohttp.ClientError):
             await response.content.read()

@@ -1,4 +1,4 @@
-"""Worker processes that die at every moment: streams go on, and say what they would have said."""
+"""Worker processes die at every moment; streams continue with the same tokens."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ OnTokens = Callable[[int, int], object]  # stream, tokens so far
 
 @dataclass
 class Served:
-    """An engine over a worker process, and what was said so far."""
+    """An engine over worker processes."""
 
     engine: Engine
     executor: MultiprocessExecutor
@@ -47,7 +47,7 @@ class Served:
 
 
 class FirstPlan(NullObserver):
-    """Does something when the first iteration has been handed over."""
+    """Calls `then` once, after the first iteration was submitted."""
 
     then: Callable[[], object] | None = None
 
@@ -65,7 +65,7 @@ async def served(
     policy: str = "fcfs",
     observer: Observer | None = None,
 ) -> AsyncIterator[Served]:
-    """Afterwards nobody holds anything."""
+    """An engine whose pool and KV ledger must be empty at the end."""
     settings = replace(settings, depth=settings.num_stages + lookahead)
     executor = MultiprocessExecutor(WorkerSettings(model=str(directory)), settings)
     await executor.start(lambda what, done, total: None)
@@ -93,32 +93,32 @@ async def served(
     assert scheduler.ledger.num_held == 0
 
 
-def an_ask(number: int) -> RequestSpec:
-    """Prompts of 1 to 60 tokens that share beginnings, answers of 5 to 60."""
+def a_spec(number: int) -> RequestSpec:
+    """Prompts of 1 to 60 tokens with shared prefixes, outputs of 5 to 60 tokens."""
     prompt = (*[100 + at % 7 for at in range(1 + 11 * number % 60)], number)
     penalty = 0.5 if number % 3 == 0 else 0.0
     sampling = SamplingParams(seed=number, presence_penalty=penalty)
     return RequestSpec(prompt, 5 + 17 * number % 56, sampling)
 
 
-async def read(stream: TokenStream, told: Callable[[int], object]) -> list[int]:
-    """All tokens; `told` hears how many there are by now."""
+async def read(stream: TokenStream, on_count: Callable[[int], object]) -> list[int]:
+    """All tokens; `on_count` is called with the number of tokens after each chunk."""
     tokens: list[int] = []
     while True:
         chunk = await stream.next()
         tokens += chunk.tokens
-        told(len(tokens))
+        on_count(len(tokens))
         if chunk.finish is not None:
             return tokens
 
 
-async def all_texts(
+async def all_outputs(
     served: Served, on_tokens: OnTokens = lambda stream, count: None
 ) -> list[list[int]]:
-    """What every stream says, all of them at the same time."""
+    """The tokens of all streams, which run at the same time."""
 
     async def one(number: int) -> list[int]:
-        with served.engine.stream(an_ask(number)) as stream:
+        with served.engine.stream(a_spec(number)) as stream:
             return await read(stream, lambda count: on_tokens(number, count))
 
     return await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
@@ -128,10 +128,10 @@ async def all_texts(
 def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     async def main() -> list[list[int]]:
         async with served(tmp_path_factory.mktemp("quiet"), lookahead=0) as quiet:
-            return await all_texts(quiet)
+            return await all_outputs(quiet)
 
     texts = asyncio.run(main())
-    assert [len(text) for text in texts] == [an_ask(n).max_tokens for n in range(NUM_STREAMS)]
+    assert [len(text) for text in texts] == [a_spec(n).max_tokens for n in range(NUM_STREAMS)]
     return texts
 
 
@@ -140,29 +140,29 @@ LOOKAHEAD = pytest.mark.parametrize("lookahead", [0, 1])
 
 @LOOKAHEAD
 @pytest.mark.parametrize("policy", ["fcfs", "mlfq"])
-async def test_without_a_death_texts_do_not_depend_on_lookahead_or_policy(
+async def test_without_a_lost_worker_outputs_do_not_depend_on_lookahead_or_policy(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int, policy: str
 ) -> None:
     async with served(tmp_path, lookahead, policy=policy) as quiet:
-        assert await all_texts(quiet) == undisturbed
+        assert await all_outputs(quiet) == undisturbed
 
 
 @LOOKAHEAD
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-async def test_streams_go_on_when_their_worker_dies_in_decodes(
+async def test_streams_continue_when_their_worker_dies_in_decodes(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int, how: str
 ) -> None:
-    """Killed outright, or stopped until the watchdog loses its patience; three times."""
+    """The worker is killed, or stopped until the step's time limit, three times."""
     settings = replace(WORKER, step_seconds=0.5)
     async with served(tmp_path, lookahead, settings) as lively:
         deaths = {(3, 2), (5, 9), (6, 30)}
 
         def on_tokens(stream: int, count: int) -> None:
-            if any(stream == who and count >= at for who, at in deaths):
-                deaths.difference_update({(who, at) for who, at in deaths if who == stream})
+            if any(stream == other and count >= at for other, at in deaths):
+                deaths.difference_update({(other, at) for other, at in deaths if other == stream})
                 lively.kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
-        assert await all_texts(lively, on_tokens) == undisturbed
+        assert await all_outputs(lively, on_tokens) == undisturbed
         assert not deaths
         assert 1 <= lively.num_restarts <= 3
 
@@ -179,24 +179,24 @@ async def test_any_worker_of_two_stages_and_two_ranks_may_die(
             if count > 4 * stream and stream in victims:
                 lively.kill(which=victims.pop(stream))
 
-        assert await all_texts(lively, on_tokens) == undisturbed
+        assert await all_outputs(lively, on_tokens) == undisturbed
         assert not victims
         assert len(lively.executor.pids) == 4
         assert 1 <= lively.num_restarts <= 3
 
 
 @LOOKAHEAD
-async def test_streams_go_on_when_their_worker_dies_in_the_first_prefill(
+async def test_streams_continue_when_their_worker_dies_in_the_first_prefill(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int
 ) -> None:
     async with served(tmp_path, lookahead, observer=(plans := FirstPlan())) as lively:
         plans.then = lively.kill
-        assert await all_texts(lively) == undisturbed
+        assert await all_outputs(lively) == undisturbed
         assert lively.num_restarts == 1
 
 
 @LOOKAHEAD
-async def test_streams_go_on_when_the_next_worker_dies_while_it_loads(
+async def test_streams_continue_when_the_restarted_worker_dies_while_it_loads(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int
 ) -> None:
     async with served(tmp_path, lookahead) as lively:
@@ -208,12 +208,12 @@ async def test_streams_go_on_when_the_next_worker_dies_while_it_loads(
                 (tmp_path / "die").touch()
                 lively.kill()
 
-        assert await all_texts(lively, on_tokens) == undisturbed
+        assert await all_outputs(lively, on_tokens) == undisturbed
         assert lively.num_restarts == 2
 
 
 @LOOKAHEAD
-async def test_a_drain_is_not_cut_short_by_a_death(
+async def test_a_drain_continues_across_a_lost_worker(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int
 ) -> None:
     async with served(tmp_path, lookahead) as lively:
@@ -224,26 +224,26 @@ async def test_a_drain_is_not_cut_short_by_a_death(
                 drains.append(asyncio.create_task(lively.engine.drain(30)))
                 lively.kill()
 
-        assert await all_texts(lively, on_tokens) == undisturbed
+        assert await all_outputs(lively, on_tokens) == undisturbed
         await drains[0]
         assert lively.num_restarts == 1
 
 
-async def in_company(
+async def error_of_poisoned_request(
     served: Served, poison: Poison, undisturbed: list[list[int]]
 ) -> EngineError | None:
-    """How the request that computes a poison ends among the others, who must all be served."""
+    """The error of the request with the poison token; all other requests must finish."""
 
     async def poisoned() -> EngineError | None:
         try:
-            with served.engine.stream(replace(an_ask(0), prompt=(1, 2, poison))) as stream:
+            with served.engine.stream(replace(a_spec(0), prompt=(1, 2, poison))) as stream:
                 await read(stream, lambda count: None)
         except EngineError as error:
             return error
         return None
 
     ended = asyncio.create_task(poisoned())
-    assert await all_texts(served) == undisturbed
+    assert await all_outputs(served) == undisturbed
     return await ended
 
 
@@ -254,14 +254,14 @@ async def test_a_request_that_ends_workers_is_isolated_within_three_restarts(
 ) -> None:
     settings = replace(WORKER, step_seconds=0.5)
     async with served(tmp_path, lookahead, settings) as lively:
-        error = await in_company(lively, poison, undisturbed)
+        error = await error_of_poisoned_request(lively, poison, undisturbed)
         assert isinstance(error, WorkerLost)
         assert "each time a worker died" in str(error)
         assert lively.num_restarts <= 3
         assert lively.engine.is_ready
 
 
-async def test_past_the_bound_every_stream_is_told_and_new_ones_are_refused(
+async def test_beyond_the_limit_every_stream_fails_and_new_ones_are_rejected(
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path, 1, replace(WORKER, max_restarts=1)) as lively:
@@ -271,8 +271,8 @@ async def test_past_the_bound_every_stream_is_told_and_new_ones_are_refused(
             if stream == 4 and count >= 3:
                 lively.kill()
 
-        with pytest.raises(Unavailable, match="has no worker: the worker was started again 1 ti"):
-            await all_texts(lively, on_tokens)
+        with pytest.raises(Unavailable, match="has no worker: the worker was restarted 1 ti"):
+            await all_outputs(lively, on_tokens)
         assert not lively.engine.is_ready
         with pytest.raises(Unavailable, match="has no worker"):
-            lively.engine.stream(an_ask(1)).__enter__()
+            lively.engine.stream(a_spec(1)).__enter__()

@@ -1,8 +1,8 @@
-"""A worker without a model that forgets nothing and forgives nothing.
+"""A worker without a model whose output reveals any error in the KV cache.
 
-Its KV cache holds the token of each slot, and each token it draws is a digest of all that it finds
-there up to that position: whatever is lost, doubled or overwritten changes the text. It dies, or
-hangs, when it computes the tokens that say so, and once while loading if its model's name says so.
+Its KV cache holds the token of each slot, and each sampled token is a digest of all cached tokens
+up to its position, so a lost, duplicated or overwritten slot changes the output. It dies or hangs
+when it computes a `Poison` token, and while loading if the model's directory contains `die`.
 """
 
 import os
@@ -19,7 +19,7 @@ from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
-from tests.engine.transport.workers import LoneWorker
+from tests.engine.transport.workers import UnconnectedWorker
 
 VOCAB = 1000
 NUM_BLOCKS = 96
@@ -43,16 +43,16 @@ REPORT = WorkerReport(
 
 
 class Poison(IntEnum):
-    """Tokens that end the worker that computes them; it never draws one."""
+    """Prompt tokens that end the worker which computes them; they are never sampled."""
 
-    KILLS = 990  # as the system's out-of-memory killer does
-    EXITS = 991  # as a crash in native code does
-    LOSES = 992  # as an unusable device does
+    KILLS = 990  # like the kernel's out-of-memory killer
+    EXITS = 991  # like a crash in native code
+    LOSES = 992  # like an unusable device
     HANGS = 993
 
 
-class DigestWorker(LoneWorker):
-    """Runs steps in memory; see above."""
+class DigestWorker(UnconnectedWorker):
+    """Samples digests of its KV cache, as the module's docstring describes."""
 
     def __init__(self, num_stages: int) -> None:
         self.report = REPORT
@@ -61,8 +61,8 @@ class DigestWorker(LoneWorker):
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
-        """`model` names a directory; a file `die` in it is taken away, and this process with it.
-        `refuse` in it makes every load a refusal."""
+        """`model` names a directory. If it contains a file `die`, the file is removed and this
+        process kills itself. If it contains a file `refuse`, loading fails every time."""
         directory = Path(settings.model)
         if (directory / "refuse").exists():
             raise StartupError("there is no memory for the weights")
@@ -76,30 +76,30 @@ class DigestWorker(LoneWorker):
         layout = build_layout(step, LayoutLimits(VOCAB, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE))
         step = self._held.complete(step, layout)
         for token in layout.token_ids.tolist():
-            _swallow(token)
+            _die_of(token)
         self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
         tokens = tuple([self._draw(entry) for entry in step.entries if entry.sample is not None])
         self._held.keep(step, tokens, ())
         return StepResult(step.step_id, tokens, seconds=1e-4)
 
     def _draw(self, entry: StepEntry) -> int:
-        assert entry.sample is not None, "asked for"
+        assert entry.sample is not None, "only sampling entries"
         blocks = np.frombuffer(entry.blocks, dtype="<i4").tolist()
         context = [
             self._slots[blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
             for position in range(entry.start + len(entry.tokens))
         ]
-        told = f"{entry.sample.sampling.seed} {context} {entry.sample.output}"
-        return int.from_bytes(blake2b(told.encode(), digest_size=4).digest(), "big") % 900
+        text = f"{entry.sample.sampling.seed} {context} {entry.sample.output}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") % 900
 
 
-def _swallow(token: int) -> None:
+def _die_of(token: int) -> None:
     match token:
         case Poison.KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
         case Poison.EXITS:
             os._exit(1)
         case Poison.LOSES:
-            raise WorkerLost("the device is beyond use")
+            raise WorkerLost("the device is unusable")
         case Poison.HANGS:
             signal.pause()

@@ -29,7 +29,7 @@ from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
     FrameReader,
-    LoadRefused,
+    LoadFailed,
     LoadWorker,
     Progress,
     RunStep,
@@ -167,11 +167,11 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     except ConnectionError:
         raise
     except StartupError as refusal:
-        parent.send(frame(LoadRefused(one_line(str(refusal)))))
+        parent.send(frame(LoadFailed(one_line(str(refusal)))))
         return 1
     except Exception as error:
         logger.exception("the worker could not load")
-        parent.send(frame(LoadRefused(f"the worker could not load: {describe(error)}")))
+        parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
     gc.collect()
     gc.freeze()  # the model stays; later collections need not look at it

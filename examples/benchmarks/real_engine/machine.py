@@ -17,7 +17,7 @@ import adapters
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.cost.profiler import Bounds, measure
+from engine.cost.profiler import ProbeLimits, measure
 from engine.policy import PolicySettings
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import WorkerReport, WorkerSettings
@@ -160,7 +160,7 @@ async def profile(
     executor: MultiprocessExecutor | CountedExecutor, report: WorkerReport
 ) -> CostModel:
     """As `podway serve` measures before it is ready."""
-    bounds = Bounds(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
+    bounds = ProbeLimits(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
     if not isinstance(executor, CountedExecutor):
         return await measure(executor, bounds, time.perf_counter, PROFILE_SECONDS)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.cost.model import LiveCost
 from engine.events import ObserverGroup
-from engine.simulated.capacity import highest
+from engine.simulated.capacity import highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
-from engine.simulated.play import Played, play_all, play_out
+from engine.simulated.play import PlayResult, play_all, play_async
 from engine.simulated.record import Recorder
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
@@ -29,7 +29,7 @@ NO_SLO = SLO()
 class Run:
     """How everybody fared, the figures of it, and what was recorded, if it was."""
 
-    played: Played
+    played: PlayResult
     figures: Figures
     recording: Recording | None = None
 
@@ -47,7 +47,7 @@ async def really(
         if machine.is_counted:
             played = await asyncio.to_thread(play_all, scheduler, machine.executor, arrivals)
         else:
-            played = await play_out(scheduler, machine.executor, arrivals)
+            played = await play_async(scheduler, machine.executor, arrivals)
     recording = await asyncio.to_thread(_recording, terms, rows)
     return Run(played, summarise(terms.policy, played, recorder, slo), recording)
 
@@ -70,7 +70,7 @@ async def capacity(on: Machine, calls: Sequence[Call]) -> float:
         run = virtually(on.terms("fcfs"), moved)
         return run.figures.seconds <= 1.1 * moved[-1].at
 
-    return await asyncio.to_thread(highest, holds, 4.0, 0.05)
+    return await asyncio.to_thread(highest_load, holds, 4.0, 0.05)
 
 
 def _recorder(arrivals: Sequence[Arrival]) -> Recorder:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from engine.cost.model import CostModel
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.follow import Follower
+from engine.simulated.verify import RecordingVerifier
 from examples.benchmarks.real_engine import loads
 from examples.benchmarks.real_engine.machine import (
     LARGE,
@@ -71,7 +71,7 @@ async def calibrated(on: Machine, count: int, rate: float) -> CostModel:
 
 def is_reproduced(run: Run) -> bool:
     assert run.recording is not None, "every real run is recorded"
-    return Follower(run.recording).follow(SLO()).difference is None
+    return RecordingVerifier(run.recording).verify(SLO()).difference is None
 
 
 async def compare(on: Machine, args: argparse.Namespace) -> list[dict[str, object]]:

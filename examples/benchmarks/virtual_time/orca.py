@@ -22,12 +22,12 @@ from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.simulated.capacity import highest
+from engine.simulated.capacity import highest_load
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import Figures, summarise
 from engine.simulated.hardware import Deployment
-from engine.simulated.play import Outcome, Played, play_all
+from engine.simulated.play import Outcome, PlayResult, play_all
 from engine.simulated.record import Recorder
 from engine.simulated.run import NO_SLO
 from engine.simulated.trace import Arrival, at_rate, orca_lengths, poisson
@@ -86,7 +86,7 @@ def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Fi
     recorder.watch(scheduler)
     played = play_all(scheduler, SimulatedExecutor(hardware.cost(), hardware.stages), arrivals)
     if system.together:
-        played = Played(handed_over_together(played.outcomes), played.lost)
+        played = PlayResult(handed_over_together(played.outcomes), played.lost)
     return summarise(system.name, played, recorder, NO_SLO)
 
 
@@ -108,7 +108,7 @@ def search(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) ->
         return median(runs[-1]) <= LIMIT
 
     start = 0.25 if system.admission is Admission.REQUEST else 4.0
-    return Found(system, highest(holds, start, tolerance=0.02), runs)
+    return Found(system, highest_load(holds, start, tolerance=0.02), runs)
 
 
 def median(figures: Figures) -> float:
@@ -123,7 +123,7 @@ def papers_slowdown(arrivals: Sequence[Arrival]) -> float:
         hardware = replace(PAPERS_HARDWARE, slowdown=slowdown)
         return median(run(SYSTEMS[0], hardware, slow)) <= LIMIT
 
-    return highest(holds, start=1.5, tolerance=0.01)
+    return highest_load(holds, start=1.5, tolerance=0.01)
 
 
 def best(found: Sequence[Found], is_baseline: bool) -> Found:

@@ -17,7 +17,6 @@ from rich.console import Console
 from engine.errors import EngineError, InvalidRequest
 from engine.simulated.capacity import capacity
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.follow import Follower
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import (
@@ -33,6 +32,7 @@ from engine.simulated.trace import (
     sped_up,
     steady,
 )
+from engine.simulated.verify import RecordingVerifier
 from gateway.commands.flags import Parser, ShowDefaults, above_zero, positive
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
 
@@ -138,7 +138,7 @@ def _plan(
 
 def _followed(args: argparse.Namespace, recording: Recording) -> list[Figures]:
     """The recorded run itself, if the schedule comes out as it was; a line says whether."""
-    followed = Follower(recording).follow(args.slo)
+    followed = RecordingVerifier(recording).verify(args.slo)
     count = followed.num_iterations
     if followed.figures is None:
         sys.stderr.write(f"the schedule differs after {count} iterations: {followed.difference}\n")

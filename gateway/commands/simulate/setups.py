@@ -15,7 +15,7 @@ from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Cost, Policy
-from engine.simulated.catalogue import DEVICES, SHAPES, described
+from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
@@ -177,7 +177,7 @@ def _named(flag: str, name: str, table: dict[str, T], kind: type[T]) -> T:
     if not name.endswith(".json"):
         known = ", ".join(table)
         raise InvalidRequest(f"--{flag} is a .json file or one of {known}, not {name!r}", flag)
-    return described(kind, _json_object(Path(name)))
+    return parse_spec(kind, _json_object(Path(name)))
 
 
 def read_cost(path: Path) -> CostModel:

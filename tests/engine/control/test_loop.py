@@ -365,4 +365,4 @@ def test_every_token_depends_on_its_request_and_position_only() -> None:
         assert first == [1, 2, 3, 4]
         assert second == [30, 31, 32, 33]
 
-    serve(client, SimulatedExecutor(ONE_SECOND, draw=draw))
+    serve(client, SimulatedExecutor(ONE_SECOND, next_token=draw))

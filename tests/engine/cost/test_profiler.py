@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.cost.model import CostModel
-from engine.cost.profiler import Bounds, Probe, measure, probes
+from engine.cost.profiler import Probe, ProbeLimits, measure, probes
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step
@@ -14,10 +14,10 @@ from engine.worker.model.layout import LayoutLimits, build_layout
 QUICK = CostModel(
     curve=((1, 0.002), (64, 0.010), (512, 0.150)), per_slot=2e-7, per_pair=1e-8, per_draw=5e-5
 )
-BOUNDS = Bounds(64, 512, 4096, 1000, 16)
+BOUNDS = ProbeLimits(64, 512, 4096, 1000, 16)
 
 
-def profile(true: CostModel, bounds: Bounds, seconds: float) -> tuple[CostModel, float]:
+def profile(true: CostModel, bounds: ProbeLimits, seconds: float) -> tuple[CostModel, float]:
     """The cost model that was found, and the virtual seconds that it took."""
 
     async def main() -> tuple[CostModel, float]:
@@ -52,13 +52,13 @@ def test_two_steps_are_run_however_long_they_take() -> None:
     "bounds",
     [
         BOUNDS,
-        Bounds(1, 2, 8, 1, 16),
-        Bounds(64, 64, 32, 4, 8),
-        Bounds(256, 2048, 128, 5000, 1),
-        Bounds(3, 7, 4096, 9, 4),
+        ProbeLimits(1, 2, 8, 1, 16),
+        ProbeLimits(64, 64, 32, 4, 8),
+        ProbeLimits(256, 2048, 128, 5000, 1),
+        ProbeLimits(3, 7, 4096, 9, 4),
     ],
 )
-def test_every_probe_is_a_step_that_a_worker_takes(bounds: Bounds) -> None:
+def test_every_probe_is_a_step_that_a_worker_takes(bounds: ProbeLimits) -> None:
     limits = LayoutLimits(10, bounds.max_model_len, bounds.num_blocks, bounds.block_size)
     planned = list(probes(bounds))
     assert planned[0] == Probe(1, 1, 0)

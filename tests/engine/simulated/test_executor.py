@@ -1,4 +1,4 @@
-"""What moves between the tiers cost a simulated step: the link and the compute, one or both."""
+"""What KV moves between device and host cost a simulated step."""
 
 import asyncio
 from dataclasses import replace
@@ -20,7 +20,7 @@ def move(direction: Direction, num_blocks: int, *, is_awaited: bool) -> BlockMov
 
 
 def seconds(*moves: BlockMove, depth: int = 1) -> float:
-    """When a step of one second with these moves is back; the link takes 0.25 s a block."""
+    """When the result of a one-second step with these moves arrives, at 0.25 s per block."""
 
     async def main() -> float:
         executor = SimulatedExecutor(SECOND, depth, block_seconds=0.25)
@@ -42,12 +42,12 @@ def seconds(*moves: BlockMove, depth: int = 1) -> float:
         ([move(IN, 4, is_awaited=True), move(IN, 6, is_awaited=False)], 2.5),
     ],
 )
-def test_awaited_moves_come_before_the_compute_and_others_beside_it(
+def test_awaited_moves_precede_the_compute_and_other_moves_overlap_it(
     moves: list[BlockMove], expected: float
 ) -> None:
     assert seconds(*moves) == expected
 
 
-def test_a_later_stage_moves_while_the_one_before_computes() -> None:
+def test_a_later_stage_moves_blocks_while_the_previous_stage_computes() -> None:
     assert seconds(move(OUT, 4, is_awaited=True), depth=2) == (1.0 + 0.5) + 0.5
     assert seconds(move(OUT, 8, is_awaited=True), depth=2) == (2.0 + 0.5) + 0.5

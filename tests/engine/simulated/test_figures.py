@@ -1,4 +1,4 @@
-"""The figures of a run: small cases by hand, goodput, and what is written down."""
+"""The metrics of a run: small cases computed by hand, goodput, and the JSON form."""
 
 import json
 
@@ -41,34 +41,34 @@ def test_two_requests_one_after_the_other_by_hand() -> None:
     assert figures.goodput == pytest.approx(1 / 6)
 
 
-def test_the_queue_is_seen_over_time() -> None:
+def test_the_queue_length_is_sampled_over_time() -> None:
     figures = run([Arrival(0.0, 5, 3), Arrival(0.5, 5, 1), Arrival(0.6, 5, 1)], SLO())
     assert [moment.waiting for moment in figures.moments] == [2, 2, 2, 1, 0]
     assert figures.peak_waiting == 2
     assert figures.peak_slots == 16
 
 
-def test_a_refused_request_lowers_attainment_and_nothing_else() -> None:
+def test_a_rejected_request_only_lowers_the_attainment() -> None:
     arrivals = [Arrival(0.0, 5, 2), Arrival(0.1, 5, 2), Arrival(0.2, 5, 2), Arrival(0.3, 60, 60)]
     figures = run(arrivals, SLO(), max_queue=1)
     assert (figures.num_arrived, figures.num_finished) == (4, 2)
     assert figures.attainment == 0.5
 
 
-def test_an_answer_of_one_token_has_no_gaps() -> None:
+def test_an_output_of_one_token_has_no_inter_token_latency() -> None:
     figures = run([Arrival(0.0, 5, 1)], SLO(tpot=1e-9))
     assert figures.at("itl", "p50") is None
     assert figures.at("tpot", "p50") is None
     assert figures.num_good == 1
 
 
-def test_nothing_arrives_and_nothing_is_divided_by() -> None:
+def test_the_rates_of_a_run_without_requests_are_zero() -> None:
     figures = run([], SLO())
     rates = (figures.throughput, figures.goodput, figures.attainment, figures.output_rate)
     assert rates == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_figures_are_written_with_their_rates() -> None:
+def test_the_json_form_includes_the_rates() -> None:
     figures = run([Arrival(0.0, 5, 2)], SLO())
     written = json.loads(json.dumps(figures.as_json()))
     assert written["throughput"] == 0.5
@@ -76,7 +76,7 @@ def test_figures_are_written_with_their_rates() -> None:
     assert written["moments"][0]["admitted"] == 1
 
 
-def test_an_slo_is_read_and_each_limit_is_kept() -> None:
+def test_an_slo_is_parsed_and_each_limit_is_applied() -> None:
     assert SLO.parse("ttft=1, tpot=0.1") == SLO(ttft=1.0, tpot=0.1)
     arrivals = [Arrival(0.0, 5, 2)]
     for text in ("ttft=0.9", "tpot=0.9", "norm=0.9", "jct=1.9"):
@@ -85,6 +85,6 @@ def test_an_slo_is_read_and_each_limit_is_kept() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=soon", "ttft=0", "speed=3", "ttft=nan"])
-def test_an_slo_that_says_nothing_is_refused(text: str) -> None:
+def test_an_invalid_slo_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest):
         SLO.parse(text)

@@ -1,4 +1,4 @@
-"""Virtual time: jumps, deadlocks, and schedules that come out the same every time."""
+"""Virtual time: the clock jumps, deadlocks are detected, and schedules are deterministic."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ def run(admission: Admission, arrivals: list[Arrival], num_blocks: int = 600) ->
     return play(scheduler, SimulatedExecutor(COST), arrivals)
 
 
-def test_sleeping_costs_no_time() -> None:
+def test_sleeping_takes_no_real_time() -> None:
     async def main() -> float:
         await asyncio.sleep(1e6)
         return asyncio.get_running_loop().time()
@@ -33,7 +33,7 @@ def test_sleeping_costs_no_time() -> None:
     assert run_virtual(main()) == 1e6
 
 
-def test_waiting_for_nobody_is_a_deadlock() -> None:
+def test_waiting_without_a_timer_is_a_deadlock() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
@@ -42,9 +42,9 @@ def test_waiting_for_nobody_is_a_deadlock() -> None:
 
 
 def test_a_lone_request_takes_what_the_cost_model_says() -> None:
-    (fared,) = run(Admission.GROW, [Arrival(1.0, 100, 3)])
-    assert fared.ttft == pytest.approx(0.02 + 100 * 0.0001 + 100e-7)
-    assert fared.jct == pytest.approx(fared.ttft + 2 * 0.0201 + (101 + 102) * 1e-7)
+    (outcome,) = run(Admission.GROW, [Arrival(1.0, 100, 3)])
+    assert outcome.ttft == pytest.approx(0.02 + 100 * 0.0001 + 100e-7)
+    assert outcome.jct == pytest.approx(outcome.ttft + 2 * 0.0201 + (101 + 102) * 1e-7)
 
 
 @pytest.mark.parametrize("admission", Admission)
@@ -59,7 +59,7 @@ def test_iteration_level_scheduling_beats_request_level_under_load() -> None:
     arrivals = poisson(8, 150, orca_lengths, Random(2))
     medians = {}
     for admission in (Admission.GROW, Admission.REQUEST):
-        latencies = sorted(fared.normalized_latency for fared in run(admission, arrivals))
+        latencies = sorted(outcome.normalized_latency for outcome in run(admission, arrivals))
         medians[admission] = latencies[len(latencies) // 2]
     assert medians[Admission.GROW] < medians[Admission.REQUEST] / 2
 

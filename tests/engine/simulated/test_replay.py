@@ -1,4 +1,4 @@
-"""Recordings read back: refused where they are none, followed, fitted, played on other terms."""
+"""Recordings: read back or rejected, verified, fitted, and replayed on another machine."""
 
 import asyncio
 import gzip
@@ -16,11 +16,11 @@ from engine.policy import PolicySettings
 from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO
-from engine.simulated.follow import Follower
 from engine.simulated.play import play_all
 from engine.simulated.replay import BadRecording, RecordedRequest, Recording, read_recording
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival
+from engine.simulated.verify import RecordingVerifier
 from engine.step import Step, StepResult
 from tests.replays.playing import GOLDEN, lines, load, policy
 
@@ -38,8 +38,8 @@ def golden(name: str) -> Recording:
     return read_recording(GOLDEN / f"{name}.jsonl")
 
 
-class Unlucky(SimulatedExecutor):
-    """Some steps fail, and at some the worker dies."""
+class FailingExecutor(SimulatedExecutor):
+    """Some steps fail, and the worker dies in some others."""
 
     async def restart(self) -> None:
         await asyncio.sleep(3)
@@ -58,7 +58,9 @@ class Unlucky(SimulatedExecutor):
 
 
 @pytest.mark.parametrize("name", ["fcfs", "mlfq", "fair", "deadline", "priority"])
-def test_a_run_with_failures_and_deaths_is_followed_to_its_end(name: str, tmp_path: Path) -> None:
+def test_a_recording_with_failed_steps_and_lost_workers_is_reproduced(
+    name: str, tmp_path: Path
+) -> None:
     header = replace(golden(f"{name}_grow").header, depth=2)
     written = [header.line()]
 
@@ -66,22 +68,22 @@ def test_a_run_with_failures_and_deaths_is_followed_to_its_end(name: str, tmp_pa
         written.append(render(row, str))
 
     scheduler = header.build(LiveCost(header.cost), EventRecorder(write, header.block_size))
-    played = play_all(scheduler, Unlucky(TRUE, depth=2), [plain(one) for one in load()])
+    played = play_all(scheduler, FailingExecutor(TRUE, depth=2), [plain(one) for one in load()])
     assert any("as" not in str(lost.error) for lost in played.lost)
     path = tmp_path / "record.jsonl"
     path.write_text("\n".join(written))
     recording = read_recording(path)
     kinds = {field for row in recording.rows for field in ("lost", "failed") if getattr(row, field)}
     assert kinds == {"lost", "failed"}
-    assert Follower(recording).follow(SLO()).difference is None
+    assert RecordingVerifier(recording).verify(SLO()).difference is None
 
 
 def plain(arrival: RecordedRequest) -> Arrival:
-    """The same lengths with tokens that nobody planned."""
+    """The same lengths with tokens that are not in the recording."""
     return Arrival(arrival.at, arrival.prompt_len, arrival.output_len)
 
 
-def test_a_schedule_that_differs_is_told_by_its_line(tmp_path: Path) -> None:
+def test_a_schedule_that_differs_is_reported_with_its_line(tmp_path: Path) -> None:
     written = (GOLDEN / "fcfs_grow.jsonl").read_text().splitlines()
     at = next(i for i, line in enumerate(written) if '"planned":3' in line)
     row = json.loads(written[at])
@@ -89,15 +91,15 @@ def test_a_schedule_that_differs_is_told_by_its_line(tmp_path: Path) -> None:
     written[at] = json.dumps(row)
     path = tmp_path / "other.jsonl"
     path.write_text("\n".join(written))
-    followed = Follower(read_recording(path)).follow(SLO())
-    assert followed.difference is not None
-    assert followed.difference.startswith(f"line {at + 1}: recorded")
-    assert followed.figures is None
+    verification = RecordingVerifier(read_recording(path)).verify(SLO())
+    assert verification.difference is not None
+    assert verification.difference.startswith(f"line {at + 1}: recorded")
+    assert verification.figures is None
 
 
-def test_the_recorded_run_has_figures_of_its_own() -> None:
+def test_verification_returns_the_metrics_of_the_recorded_run() -> None:
     recording = golden("fcfs_grow")
-    figures = Follower(recording).follow(SLO(ttft=5.0)).figures
+    figures = RecordingVerifier(recording).verify(SLO(ttft=5.0)).figures
     assert figures is not None
     finished = [row for row in recording.rows if row.outcome == "finished"]
     assert figures.num_arrived == len(recording.arrivals)
@@ -112,8 +114,8 @@ def setup(header: RecordingHeader, cost: CostModel) -> Setup:
     return Setup("again", header.scheduler, lambda c: policy(header, c), cost, size, 4)
 
 
-def test_the_cost_of_the_recorded_iterations_is_found_again(tmp_path: Path) -> None:
-    """Played on a machine that takes other seconds than the recording began with."""
+def test_the_cost_model_is_fitted_to_the_recorded_iterations(tmp_path: Path) -> None:
+    """The machine's true cost differs from the one in the recording's header."""
     header = replace(golden("fcfs_grow").header, cost=TRUE)
     path = tmp_path / "record.jsonl"
     path.write_text("\n".join(lines(header, load())))
@@ -122,14 +124,14 @@ def test_the_cost_of_the_recorded_iterations_is_found_again(tmp_path: Path) -> N
     assert found.idle_step == pytest.approx(0.125, rel=0.02)
     assert found.idle_entry == pytest.approx(0.03125, rel=0.02)
     again = simulate(setup(header, found), recording.arrivals)
-    first = Follower(recording).follow(SLO()).figures
+    first = RecordingVerifier(recording).verify(SLO()).figures
     assert first is not None
     for measure in ("ttft", "jct"):
         for point in ("mean", "p50"):
             assert again.at(measure, point) == pytest.approx(first.at(measure, point), rel=0.1)
 
 
-def test_callers_leave_in_a_replay_as_they_did() -> None:
+def test_clients_disconnect_in_a_replay_as_they_did_in_the_recording() -> None:
     recording = golden("fcfs_grow")
     left = {
         row.cancelled
@@ -146,7 +148,7 @@ def test_callers_leave_in_a_replay_as_they_did() -> None:
 
     header = recording.header
     simulate(setup(header, header.cost), recording.arrivals, Ends(lambda row: None, 4))
-    assert {who for who, outcome in ended if outcome == "cancelled"} == left
+    assert {request for request, outcome in ended if outcome == "cancelled"} == left
 
 
 @pytest.mark.parametrize(
@@ -157,19 +159,21 @@ def test_callers_leave_in_a_replay_as_they_did() -> None:
         ("[1]\n", "is not a recording"),
         ('{"podway_recording":99}\n', "version 99"),
         ('{"podway_recording":1}\n', "line 1"),
-        ("HEADER\n", "nobody arrives"),
+        ("HEADER\n", "contains no requests"),
         ('HEADER\n{"at":0,"arrived":0,"prompt":1,"max_tokens":1}\n{"at":1,"what":2}\n', "line 3"),
         ('HEADER\n{"at":0,"arrived":0,"prompt":1,"max_tokens":1}\n{"at":1,"pl', "line 3"),
     ],
 )
-def test_what_is_no_recording_is_refused_by_its_line(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_recording_is_rejected_with_its_line(
+    text: str, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text(text.replace("HEADER", golden("fcfs_grow").header.line()))
     with pytest.raises(BadRecording, match=says):
         read_recording(path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_recording_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadRecording, match="cannot read"):
         read_recording(tmp_path / "none.jsonl")
 
@@ -180,7 +184,7 @@ def test_a_recording_may_be_gzipped(tmp_path: Path) -> None:
     assert read_recording(path).arrivals == golden("fair_grow").arrivals
 
 
-def test_a_header_leaves_out_what_is_unbounded_and_reads_back_the_same(tmp_path: Path) -> None:
+def test_a_header_omits_unlimited_settings_and_reads_back_equal(tmp_path: Path) -> None:
     header = RecordingHeader("mlfq", PolicySettings(), SchedulerSettings(64), 10, 4, 1, TRUE)
     path = tmp_path / "record.jsonl"
     row: Row = {"at": 0, "arrived": 0, "prompt": 1, "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""Whole runs: bit for bit the same twice, pipelines that overlap, the end of bad news."""
+"""Whole runs: deterministic, with pipelining, swapping, rejected requests and capacity search."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from engine.errors import ContextTooLong
 from engine.kv.ledger import KVLedger
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.simulated.capacity import capacity, highest
+from engine.simulated.capacity import capacity, highest_load
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO
@@ -32,7 +32,7 @@ def setup(cost: CostModel, num_slots: int, stages: int = 1, size: int = 64) -> S
     return Setup("run", settings, lambda cost: FirstComeFirstServed(), cost, num_slots, 16, stages)
 
 
-def test_a_real_trace_simulates_twice_the_same_bit_for_bit() -> None:
+def test_two_simulations_of_a_real_trace_are_equal_bit_for_bit() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
     arrivals = sped_up(read_trace(AZURE)[:80], 6.0)
     runs = [simulate(setup(deployed.cost(), 8_192), arrivals) for _ in range(2)]
@@ -42,7 +42,7 @@ def test_a_real_trace_simulates_twice_the_same_bit_for_bit() -> None:
     assert runs[0].num_preempted > 0
 
 
-def test_swapping_is_played_and_its_traffic_counted() -> None:
+def test_swapping_takes_time_and_its_traffic_is_counted() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
     arrivals = sped_up(read_trace(AZURE)[:80], 6.0)
     short = replace(
@@ -60,7 +60,7 @@ def test_swapping_is_played_and_its_traffic_counted() -> None:
     assert free.busy_seconds < swapped.busy_seconds
 
 
-def test_two_stages_work_on_two_batches_at_once() -> None:
+def test_two_stages_compute_two_batches_at_once() -> None:
     second = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
     arrivals = [Arrival(0.0, 1, 10), Arrival(0.1, 1, 10)]
     for stages, seconds in ((1, 11.0), (2, 10.5)):
@@ -69,7 +69,7 @@ def test_two_stages_work_on_two_batches_at_once() -> None:
         assert figures.seconds == pytest.approx(20.0 if stages == 1 else seconds)
 
 
-def test_shared_blocks_are_found_in_the_cache() -> None:
+def test_shared_blocks_are_found_in_the_prefix_cache() -> None:
     second = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
     arrivals = [Arrival(0.0, 1024, 1, (1, 2)), Arrival(5.0, 1024, 1, (1, 3))]
     assert simulate(setup(second, 4096), arrivals).cached_tokens == 512
@@ -90,18 +90,18 @@ def test_a_request_that_can_never_fit_is_lost_and_the_others_are_served() -> Non
 
 
 @pytest.mark.parametrize("limit", [0.013, 1.0, 3.7, 41.0])
-def test_the_search_finds_the_load_from_below(limit: float) -> None:
-    found = highest(lambda load: load <= limit, start=1.0, tolerance=0.01)
+def test_the_search_approaches_the_highest_load_from_below(limit: float) -> None:
+    found = highest_load(lambda load: load <= limit, start=1.0, tolerance=0.01)
     assert limit / 1.01 <= found <= limit
 
 
-def test_the_search_ends_where_nothing_and_where_everything_holds() -> None:
-    assert highest(lambda load: False, start=1.0) == 0.0
-    assert highest(lambda load: True, start=1.0) == 2.0**20
+def test_the_search_ends_if_no_load_or_every_load_is_within_the_slo() -> None:
+    assert highest_load(lambda load: False, start=1.0) == 0.0
+    assert highest_load(lambda load: True, start=1.0) == 2.0**20
 
 
-def test_the_capacity_of_a_queue_is_the_rate_it_serves_at() -> None:
-    """One request at a time, half a second each, evenly spaced: nobody waits up to 2 a second."""
+def test_the_capacity_of_a_queue_is_its_service_rate() -> None:
+    """One request at a time, 0.5 s each, evenly spaced: no request waits up to 2 requests/s."""
     half = CostModel.linear(per_step=0.5, per_token=0.0, per_slot=0.0)
     arrivals = steady(1.0, 200, lambda random: (1, 1), Random(0))
     slo = SLO(ttft=0.501)
@@ -119,7 +119,7 @@ def test_the_capacity_of_a_queue_is_the_rate_it_serves_at() -> None:
     assert all(figures.offered == pytest.approx(rate) for rate, figures in found.runs.items())
 
 
-def test_more_load_takes_longer() -> None:
+def test_latency_rises_with_load() -> None:
     deployed = Deployment(DEVICES["a100-40gb"], SHAPES["gpt3-13b"])
     medians = []
     for rate in (1.0, 4.0, 16.0):

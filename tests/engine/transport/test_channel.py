@@ -1,4 +1,4 @@
-"""A channel over a socket pair whose other end the test plays by hand."""
+"""A channel over a socket pair; the test plays the worker on the other end."""
 
 import asyncio
 import socket
@@ -29,7 +29,7 @@ from tests.fakes import a_step
 
 @dataclass
 class Peer:
-    """The worker's end of the channel, and what the channel reported."""
+    """The worker end of the channel, and the reasons that `on_lost` received."""
 
     connection: socket.socket  # non-blocking
     reasons: list[str] = field(default_factory=list)
@@ -40,11 +40,11 @@ class Peer:
         await asyncio.get_running_loop().sock_sendall(self.connection, data)
 
     async def receive(self) -> list[ToWorker]:
-        """The messages that the next piece with an end in it completes."""
+        """Receive until at least one message is complete."""
         loop = asyncio.get_running_loop()
         while True:
             piece = await loop.sock_recv(self.connection, 1 << 16)
-            assert piece, "the channel hung up"
+            assert piece, "the channel closed the connection"
             if payloads := self.frames.feed(piece):
                 return [read_to_worker(payload) for payload in payloads]
 
@@ -56,13 +56,13 @@ class Line:
 
 
 @dataclass
-class Hand:
-    """The hand of the loop's clock, which stands still unless moved."""
+class FakeClock:
+    """The time of the event loop, which only `advance` changes."""
 
     now: float = 0.0
 
-    async def move(self, seconds: float) -> None:
-        """Move on and let the timers that are due run."""
+    async def advance(self, seconds: float) -> None:
+        """Advance the time and run the timers that are due."""
         self.now += seconds
         for _ in range(3):
             await asyncio.sleep(0)
@@ -73,10 +73,10 @@ def ran(step_id: int) -> StepRan:
 
 
 @pytest.fixture
-async def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: hand.now)
-    return hand
+async def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock.now)
+    return clock
 
 
 @pytest.fixture
@@ -92,14 +92,14 @@ async def line() -> AsyncIterator[Line]:
         channel.close("the test is over")
 
 
-async def test_a_step_is_on_the_wire_when_submit_returns(line: Line) -> None:
+async def test_submit_sends_the_step_before_it_returns(line: Line) -> None:
     step = a_step(1, 10)
     line.channel.submit(step)
     (payload,) = FrameReader().feed(line.peer.connection.recv(1 << 16))
     assert read_to_worker(payload) == RunStep(step)
 
 
-async def test_a_step_larger_than_the_socket_leaves_as_the_worker_reads(line: Line) -> None:
+async def test_a_step_larger_than_the_socket_buffer_is_sent_as_the_worker_reads(line: Line) -> None:
     entry = StepEntry(RequestId(1), start=0, tokens=(1,), blocks=bytes(4 << 20), sample=None)
     steps = [Step(StepId(1), (entry,)), Step(StepId(2), (entry,)), a_step(3, 10)]
     answers = [line.channel.submit(step) for step in steps]
@@ -113,7 +113,7 @@ async def test_a_step_larger_than_the_socket_leaves_as_the_worker_reads(line: Li
     assert await line.peer.receive() == [RunStep(a_step(4, 10))]
 
 
-async def test_an_answer_in_two_pieces_is_one_answer(line: Line) -> None:
+async def test_a_result_that_arrives_in_two_pieces_resolves_one_future(line: Line) -> None:
     answer = line.channel.submit(a_step(1, 10))
     loop = asyncio.get_running_loop()
     data = frame(ran(1))
@@ -125,7 +125,7 @@ async def test_an_answer_in_two_pieces_is_one_answer(line: Line) -> None:
     assert [(await answer).step_id, (await other).step_id] == [1, 2]
 
 
-async def test_a_step_that_cannot_be_written_fails_and_the_channel_lives(line: Line) -> None:
+async def test_a_step_that_cannot_be_encoded_fails_and_the_channel_stays_open(line: Line) -> None:
     with pytest.raises(StepFailed, match="step 1 cannot be sent"):
         await line.channel.submit(a_step(1, 2**64))
     answer = line.channel.submit(a_step(2, 10))
@@ -133,19 +133,19 @@ async def test_a_step_that_cannot_be_written_fails_and_the_channel_lives(line: L
     assert (await answer).step_id == 2
 
 
-async def test_answers_sent_before_the_worker_left_still_count(line: Line) -> None:
+async def test_results_sent_before_the_worker_exited_are_delivered(line: Line) -> None:
     answered = line.channel.submit(a_step(1, 10))
     await line.peer.receive()
     await line.peer.send(ran(1))
     line.peer.connection.close()
     lost = line.channel.submit(a_step(2, 20))
     assert (await answered).step_id == 1
-    with pytest.raises(WorkerLost, match="left the connection"):
+    with pytest.raises(WorkerLost, match="closed the connection"):
         await lost
-    assert line.peer.reasons == ["the worker left the connection"]
+    assert line.peer.reasons == ["the worker closed the connection"]
 
 
-async def test_a_worker_that_leaves_while_idle_is_noticed(line: Line) -> None:
+async def test_a_worker_that_exits_while_idle_is_noticed(line: Line) -> None:
     noticed = asyncio.Event()
     ours, theirs = socket.socketpair()
     with ours:
@@ -153,91 +153,91 @@ async def test_a_worker_that_leaves_while_idle_is_noticed(line: Line) -> None:
         channel = StepChannel({Placement(): ours}, 60.0, lambda reason: noticed.set())
         theirs.close()
         await noticed.wait()
-        assert channel.ended == "the worker left the connection"
+        assert channel.ended == "the worker closed the connection"
         assert channel.submit(a_step(1, 10)).exception() is not None
 
 
 @pytest.mark.parametrize(
-    ("rubbish", "reason"),
+    ("garbage", "reason"),
     [
         (b"Traceback (most recent call last):", "a frame of"),
         (HEADER.pack(0), "a frame of 0 bytes"),
         (HEADER.pack(2**31), "a frame of 2147483648 bytes"),
         (HEADER.pack(3) + b"\xc1\xc1\xc1", "not a message from a worker"),
         (frame(Goodbye()), "not a message from a worker"),
-        (frame(WorkerLoaded(REPORT)), "Loaded is no answer"),
-        (frame(ran(2)), "an answer to step 2, which is not the next one due"),
-        (frame(StepFailure(StepId(2), "no")), "an answer to step 2"),
-        (frame(ran(1)) * 3, "an answer to step 1, which is not the next one due"),
+        (frame(WorkerLoaded(REPORT)), "Loaded is not a result"),
+        (frame(ran(2)), "a result of step 2, which is not the oldest"),
+        (frame(StepFailure(StepId(2), "no")), "a result of step 2"),
+        (frame(ran(1)) * 3, "a result of step 1, which is not the oldest"),
     ],
 )
-async def test_rubbish_loses_the_channel(line: Line, rubbish: bytes, reason: str) -> None:
+async def test_invalid_data_loses_the_channel(line: Line, garbage: bytes, reason: str) -> None:
     line.channel.submit(a_step(1, 10))
     answer = line.channel.submit(a_step(3, 10))
-    await asyncio.get_running_loop().sock_sendall(line.peer.connection, rubbish)
+    await asyncio.get_running_loop().sock_sendall(line.peer.connection, garbage)
     with pytest.raises(WorkerLost, match=reason):
         await answer
     assert len(line.peer.reasons) == 1
 
 
-async def test_an_answer_to_nothing_loses_the_channel() -> None:
+async def test_a_result_without_a_step_loses_the_channel() -> None:
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         channel = StepChannel({Placement(): ours}, 60.0, lost.set_result)
         theirs.sendall(frame(ran(1)))
-        assert "not the next one due" in await lost
+        assert "not the oldest step in flight" in await lost
         assert channel.ended == await lost
 
 
-async def test_a_step_that_takes_too_long_loses_the_channel(line: Line, hand: Hand) -> None:
+async def test_a_step_that_takes_too_long_loses_the_channel(line: Line, clock: FakeClock) -> None:
     oldest, next_one = line.channel.submit(a_step(1, 10)), line.channel.submit(a_step(2, 20))
-    await hand.move(59.0)
+    await clock.advance(59.0)
     assert not oldest.done()
-    await hand.move(1.0)
+    await clock.advance(1.0)
     with pytest.raises(WorkerLost, match="hangs: step 1 took longer than 60 s"):
         await oldest
     assert isinstance(next_one.exception(), WorkerLost)
     assert len(line.peer.reasons) == 1
 
 
-async def test_a_step_is_timed_from_its_turn(line: Line, hand: Hand) -> None:
+async def test_a_step_is_timed_from_the_result_before_it(line: Line, clock: FakeClock) -> None:
     first, second = line.channel.submit(a_step(1, 10)), line.channel.submit(a_step(2, 20))
-    await hand.move(50.0)
+    await clock.advance(50.0)
     await line.peer.send(ran(1))
     await first
-    await hand.move(59.0)
+    await clock.advance(59.0)
     assert not second.done()
-    await hand.move(1.0)
+    await clock.advance(1.0)
     with pytest.raises(WorkerLost, match="step 2"):
         await second
 
 
-async def test_an_idle_channel_is_never_overdue(line: Line, hand: Hand) -> None:
+async def test_an_idle_channel_is_never_overdue(line: Line, clock: FakeClock) -> None:
     answer = line.channel.submit(a_step(1, 10))
     await line.peer.send(ran(1))
     await answer
-    await hand.move(61.0)
-    await hand.move(61.0)
+    await clock.advance(61.0)
+    await clock.advance(61.0)
     assert line.channel.ended is None
     late = line.channel.submit(a_step(2, 20))
-    await hand.move(59.0)
+    await clock.advance(59.0)
     assert not late.done()
-    await hand.move(1.0)
+    await clock.advance(1.0)
     assert isinstance(late.exception(), WorkerLost)
 
 
-async def test_an_answer_that_waits_to_be_read_is_not_overdue(line: Line, hand: Hand) -> None:
-    """After a stall of this process the watch may come before the reader."""
+async def test_a_result_in_the_socket_buffer_is_not_overdue(line: Line, clock: FakeClock) -> None:
+    """After this process was suspended, the timer may run before the socket is read."""
     answer = line.channel.submit(a_step(1, 10))
     line.peer.connection.send(frame(ran(1)))
-    hand.now += 61.0
-    line.channel._watch()
+    clock.now += 61.0
+    line.channel._check_overdue()
     assert (await answer).step_id == 1
 
 
-async def test_close_says_goodbye_and_fails_what_is_in_flight(line: Line) -> None:
+async def test_close_sends_a_goodbye_and_fails_the_steps_in_flight(line: Line) -> None:
     answer = line.channel.submit(a_step(1, 10))
     line.channel.close("enough")
     line.channel.close("once more")

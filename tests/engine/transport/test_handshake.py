@@ -1,4 +1,4 @@
-"""Both ends of a connection prove that they hold the secret, or part."""
+"""Both ends of a connection prove that they know the secret, or the handshake fails."""
 
 import asyncio
 import socket
@@ -29,49 +29,49 @@ def ends() -> Iterator[Ends]:
         yield Ends(loop, worker)
 
 
-async def test_who_holds_the_secret_is_let_in_by_its_index(ends: Ends) -> None:
-    introducing = asyncio.to_thread(authenticate, ends.worker, SECRET, 513)
-    index, _ = await asyncio.gather(accept_worker(ends.loop, SECRET), introducing)
+async def test_a_worker_with_the_secret_is_accepted_with_its_index(ends: Ends) -> None:
+    authenticating = asyncio.to_thread(authenticate, ends.worker, SECRET, 513)
+    index, _ = await asyncio.gather(accept_worker(ends.loop, SECRET), authenticating)
     assert index == 513
     assert ends.loop.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_a_worker_with_another_secret_is_turned_away(ends: Ends) -> None:
-    introducing = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, OTHER, 0))
-    with pytest.raises(HandshakeFailed, match="does not hold the secret"):
+async def test_a_worker_with_another_secret_is_rejected(ends: Ends) -> None:
+    authenticating = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, OTHER, 0))
+    with pytest.raises(HandshakeFailed, match="does not know the secret"):
         await accept_worker(ends.loop, SECRET)
     ends.loop.close()
     with pytest.raises((HandshakeFailed, ConnectionError)):
-        await introducing
+        await authenticating
 
 
-async def test_a_worker_does_not_obey_a_loop_with_another_secret(ends: Ends) -> None:
-    introducing = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, SECRET, 0))
+async def test_a_worker_rejects_a_server_with_another_secret(ends: Ends) -> None:
+    authenticating = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, SECRET, 0))
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(ends.loop, bytes(CHALLENGE_BYTES))
     await loop.sock_recv(ends.loop, 1 << 10)
     await loop.sock_sendall(ends.loop, bytes(32))
-    with pytest.raises(HandshakeFailed, match="the loop does not hold the secret"):
-        await introducing
+    with pytest.raises(HandshakeFailed, match="the server does not know the secret"):
+        await authenticating
 
 
-async def test_the_proof_of_one_connection_opens_no_other(ends: Ends) -> None:
-    introducing = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, SECRET, 0))
+async def test_a_proof_is_not_valid_on_another_connection(ends: Ends) -> None:
+    authenticating = asyncio.create_task(asyncio.to_thread(authenticate, ends.worker, SECRET, 0))
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(ends.loop, bytes(CHALLENGE_BYTES))
-    overheard = await loop.sock_recv(ends.loop, 1 << 10)
+    recorded = await loop.sock_recv(ends.loop, 1 << 10)
     ends.loop.close()
     with pytest.raises((HandshakeFailed, ConnectionError)):
-        await introducing
+        await authenticating
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        theirs.sendall(overheard)
-        with pytest.raises(HandshakeFailed, match="does not hold the secret"):
+        theirs.sendall(recorded)
+        with pytest.raises(HandshakeFailed, match="does not know the secret"):
             await accept_worker(ours, SECRET)
 
 
-async def test_who_hangs_up_is_no_worker(ends: Ends) -> None:
+async def test_a_peer_that_closes_the_connection_is_rejected(ends: Ends) -> None:
     ends.worker.close()
     with pytest.raises((HandshakeFailed, ConnectionError)):
         await accept_worker(ends.loop, SECRET)

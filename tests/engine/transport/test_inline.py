@@ -1,4 +1,4 @@
-"""What only the executor without a process does; the rest is in the contract."""
+"""Behaviour specific to `InlineExecutor`; the contract suite covers the rest."""
 
 import pytest
 
@@ -15,7 +15,7 @@ async def test_the_error_of_a_step_is_kept_as_the_cause() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-async def test_close_fails_what_is_in_flight_and_all_to_come() -> None:
+async def test_close_fails_the_steps_in_flight_and_all_later_ones() -> None:
     executor = InlineExecutor(EchoWorker(REPORT))
     in_flight = executor.submit(a_step(1, 10))
     await executor.close()

@@ -1,4 +1,4 @@
-"""A real worker process dies, hangs and babbles at every moment; nothing stays behind."""
+"""A real worker process dies, hangs and sends invalid data at every moment; nothing leaks."""
 
 import asyncio
 import os
@@ -41,8 +41,8 @@ asyncio.run(main())
 """
 
 
-def quiet(what: str, done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+def no_progress(what: str, done: int, total: int) -> None:
+    """Ignores the progress."""
 
 
 def open_fds() -> set[str]:
@@ -54,7 +54,7 @@ async def started(
     settings: MultiprocessSettings = ECHO, model: str = "echo"
 ) -> AsyncIterator[MultiprocessExecutor]:
     executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
-    await executor.start(quiet)
+    await executor.start(no_progress)
     try:
         yield executor
     finally:
@@ -62,7 +62,7 @@ async def started(
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_behind() -> Iterator[None]:
+def no_process_or_file_descriptor_is_left() -> Iterator[None]:
     uvloop.new_event_loop().close()  # the first one opens a pipe for the whole process
     children, fds = psutil.Process().children(), open_fds()
     yield
@@ -70,7 +70,7 @@ def nothing_stays_behind() -> Iterator[None]:
     assert open_fds() == fds
 
 
-async def test_start_reports_progress_and_what_the_worker_learned() -> None:
+async def test_start_reports_progress_and_returns_the_workers_report() -> None:
     seen: list[tuple[str, int, int]] = []
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), ECHO)
     assert not executor.is_alive
@@ -85,27 +85,29 @@ async def test_start_reports_progress_and_what_the_worker_learned() -> None:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ("refuse", "^layers: no such thing$"),
+        ("fail", "^layers: no such thing$"),
         ("raise", "^the worker could not load: ValueError: two lines$"),
         ("exit", "^the worker ended with exit code 3 while loading$"),
-        ("babble", "^the worker and we talk past each other: a frame of"),
+        ("send garbage", "^protocol error while loading the worker: a frame of"),
     ],
 )
-async def test_a_worker_that_cannot_load_is_a_readable_refusal(model: str, line: str) -> None:
+async def test_a_worker_that_cannot_load_fails_the_start_with_a_readable_message(
+    model: str, line: str
+) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
     with pytest.raises(StartupError, match=line):
-        await executor.start(quiet)
+        await executor.start(no_progress)
     assert not executor.pids
 
 
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ("one refuses", "^stage 1 rank 0: no such thing$"),
+        ("one fails", "^stage 1 rank 0: no such thing$"),
         ("one exits", "^stage 1 rank 0: the worker ended with exit code 3 while loading$"),
     ],
 )
-async def test_of_several_workers_the_one_that_cannot_load_is_named(
+async def test_the_error_names_the_worker_that_cannot_load(
     tmp_path: Path, model: str, line: str
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -113,7 +115,7 @@ async def test_of_several_workers_the_one_that_cannot_load_is_named(
     settings = replace(ECHO, num_stages=2, num_ranks=2, env=env)
     executor = MultiprocessExecutor(WorkerSettings(model=model), settings)
     with pytest.raises(StartupError, match=line):
-        await executor.start(quiet)
+        await executor.start(no_progress)
 
 
 async def test_the_progress_of_several_workers_is_that_of_one() -> None:
@@ -126,12 +128,12 @@ async def test_the_progress_of_several_workers_is_that_of_one() -> None:
     await executor.close()
 
 
-async def test_any_worker_that_dies_takes_the_others_with_it() -> None:
+async def test_when_one_worker_dies_all_others_are_killed() -> None:
     async with started(replace(ECHO, num_stages=2, num_ranks=2)) as executor:
         workers = [psutil.Process(pid) for pid in executor.pids]
         hanging = executor.submit(a_step(1, Command.HANG))
         os.kill(executor.pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="the worker of stage 0 rank 1 left the connection"):
+        with pytest.raises(WorkerLost, match="the worker of stage 0 rank 1 closed the connection"):
             await hanging
         await executor.restart()
         assert not any(worker.is_running() for worker in workers)
@@ -148,29 +150,31 @@ async def test_any_worker_that_dies_takes_the_others_with_it() -> None:
         ("tests.engine.transport.workers:NoWorker", "has no attribute 'NoWorker'"),
     ],
 )
-async def test_a_worker_class_that_is_not_there_is_a_readable_refusal(
+async def test_a_missing_worker_class_fails_the_start_with_a_readable_message(
     worker: str, line: str
 ) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, worker=worker))
     with pytest.raises(StartupError, match=line):
-        await executor.start(quiet)
+        await executor.start(no_progress)
 
 
-async def test_a_process_that_cannot_be_spawned_is_a_refusal(
+async def test_a_process_that_cannot_be_spawned_fails_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(StartupError, match="cannot start a worker process:"):
-        await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(quiet)
+        await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(no_progress)
 
 
-async def test_settings_that_cannot_be_sent_are_a_refusal() -> None:
+async def test_settings_that_cannot_be_sent_fail_the_start() -> None:
     executor = MultiprocessExecutor(WorkerSettings(model="echo", kv_bytes=2**64), ECHO)
     with pytest.raises(StartupError, match="cannot be sent"):
-        await executor.start(quiet)
+        await executor.start(no_progress)
 
 
-async def test_a_worker_killed_while_loading_is_a_refusal_that_names_the_signal() -> None:
+async def test_a_worker_killed_while_loading_fails_the_start_and_the_error_names_the_signal() -> (
+    None
+):
     executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
 
     def kill(what: str, done: int, total: int) -> None:
@@ -201,10 +205,10 @@ async def test_an_error_of_the_progress_bar_ends_the_start() -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (Command.DIE, "left the connection"),
-        (Command.LOSE, "left the connection"),
-        (Command.BABBLE, "sent rubbish: a frame of"),
-        (Command.OTHER_STEP, "sent rubbish: an answer to step 2, which is not the next one due"),
+        (Command.DIE, "closed the connection"),
+        (Command.LOSE, "closed the connection"),
+        (Command.SEND_GARBAGE, "sent invalid data: a frame of"),
+        (Command.OTHER_STEP, "sent invalid data: a result of step 2, which is not the oldest"),
     ],
 )
 async def test_a_worker_lost_in_a_step_fails_all_in_flight(command: Command, reason: str) -> None:
@@ -226,21 +230,21 @@ async def test_a_worker_that_hangs_is_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_worker_killed_between_steps_is_found_out_by_the_next(number: int) -> None:
+async def test_a_worker_killed_between_steps_fails_the_next_step(number: int) -> None:
     async with started() as executor:
         os.kill(executor.pids[0], number)
-        with pytest.raises(WorkerLost, match="left the connection"):
+        with pytest.raises(WorkerLost, match="closed the connection"):
             await executor.submit(a_step(1, 10))
 
 
-async def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
+async def test_a_worker_ignores_ctrl_c() -> None:
     async with started() as executor:
         os.kill(executor.pids[0], signal.SIGINT)
         assert (await executor.submit(a_step(1, 10))).tokens == (11,)
         assert os.getpgid(executor.pids[0]) == executor.pids[0]
 
 
-async def test_an_answer_that_cannot_be_sent_fails_its_step_alone() -> None:
+async def test_a_result_that_cannot_be_sent_fails_only_its_step() -> None:
     async with started() as executor:
         bad, good = (
             executor.submit(a_step(1, Command.UNSENDABLE)),
@@ -261,7 +265,7 @@ async def test_restarts_are_counted_within_a_window() -> None:
     now = 0.0
     settings = replace(ECHO, max_restarts=2, restart_seconds=10.0)
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings, clock=lambda: now)
-    await executor.start(quiet)
+    await executor.start(no_progress)
     await executor.restart()
     now = 5.0
     await executor.restart()
@@ -273,17 +277,17 @@ async def test_restarts_are_counted_within_a_window() -> None:
     await executor.close()
 
 
-async def test_a_restart_asks_for_the_slots_of_the_first_start() -> None:
+async def test_a_restart_requires_the_slots_of_the_first_start() -> None:
     async with started(replace(ECHO, max_restarts=2), model="shrink") as executor:
         with pytest.raises(Unavailable) as caught:
             await executor.restart()
-        assert "3 blocks of 16 slots where 64 slots" in str(caught.value.__cause__)
+        assert "3 KV blocks of 16 slots, but 64 slots" in str(caught.value.__cause__)
         assert executor.num_restarts == 2
 
 
 async def test_close_during_a_step_fails_it_and_ends_the_worker() -> None:
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), replace(ECHO, close_seconds=0.05))
-    await executor.start(quiet)
+    await executor.start(no_progress)
     answer = executor.submit(a_step(1, Command.HANG))
     await executor.close()
     with pytest.raises(WorkerLost, match="closed"):
@@ -293,7 +297,7 @@ async def test_close_during_a_step_fails_it_and_ends_the_worker() -> None:
         await executor.restart()
 
 
-async def test_a_close_in_the_middle_of_a_start_wins() -> None:
+async def test_a_close_during_a_start_ends_it() -> None:
     loading = asyncio.Event()
     executor = MultiprocessExecutor(WorkerSettings(model="hang"), ECHO)
     start = asyncio.create_task(executor.start(lambda what, done, total: loading.set()))
@@ -315,7 +319,7 @@ def test_a_worker_does_not_outlive_a_parent_that_is_killed(first_token: int) -> 
     assert ended
 
 
-def test_the_whole_life_works_under_uvloop() -> None:
+def test_start_steps_loss_and_restart_work_under_uvloop() -> None:
     async def live() -> None:
         async with started() as executor:
             large = a_step(1, *[10] * 20_000)
@@ -327,7 +331,7 @@ def test_the_whole_life_works_under_uvloop() -> None:
             await executor.restart()
             assert (await executor.submit(a_step(4, 40))).tokens == (41,)
         with pytest.raises(StartupError, match="exit code 3"):
-            await MultiprocessExecutor(WorkerSettings(model="exit"), ECHO).start(quiet)
+            await MultiprocessExecutor(WorkerSettings(model="exit"), ECHO).start(no_progress)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(live())

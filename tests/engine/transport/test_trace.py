@@ -1,4 +1,4 @@
-"""A trace can be read as JSON and has every step at the loop and at every worker."""
+"""A trace file is valid JSON and contains every step of the server and of every worker."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.engine.transport.workers import Command
 from tests.fakes import a_step
 
 
-async def test_steps_are_spans_at_the_loop_from_submission_to_answer(tmp_path: Path) -> None:
+async def test_each_step_is_a_span_of_the_loop_from_submission_to_result(tmp_path: Path) -> None:
     settings = MultiprocessSettings(2, 1, 2, worker="tests.engine.transport.workers:EchoWorker")
     with TraceFile(tmp_path / "trace.json") as trace:
         executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings, trace=trace)
@@ -31,11 +31,11 @@ async def test_steps_are_spans_at_the_loop_from_submission_to_answer(tmp_path: P
     assert spans[0]["ts"] <= spans[2]["ts"]
 
 
-def test_a_worker_has_three_threads_of_times(tmp_path: Path) -> None:
+def test_each_worker_has_three_threads_of_events(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "trace.json") as trace:
         first, last = Placement(0, 2), Placement(1, 2)
-        trace.worked(first, TraceEvents(StepId(7), 1.0, StepTimes(None, 1.5, 2.0)))
-        trace.worked(last, TraceEvents(StepId(7), 1.0, StepTimes(2.25, 2.5, 3.0)))
+        trace.step_traced(first, TraceEvents(StepId(7), 1.0, StepTimes(None, 1.5, 2.0)))
+        trace.step_traced(last, TraceEvents(StepId(7), 1.0, StepTimes(2.25, 2.5, 3.0)))
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"loop", "stage 0 rank 0", "stage 1 rank 0", "control", "data", "compute"}
@@ -46,6 +46,6 @@ def test_a_worker_has_three_threads_of_times(tmp_path: Path) -> None:
     assert moments == [(1, "step 7 learned"), (2, "step 7 learned"), (2, "step 7 arrived")]
 
 
-def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_trace_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot write the trace"):
         TraceFile(tmp_path / "no" / "trace.json")

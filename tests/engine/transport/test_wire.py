@@ -1,4 +1,4 @@
-"""What is written is read back equal, however it is cut; what is no message says so."""
+"""Messages survive encoding and any split of the stream; invalid bytes raise `WireError`."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +24,7 @@ from engine.transport import wire
 from engine.transport.wire import (
     FrameReader,
     Goodbye,
-    LoadRefused,
+    LoadFailed,
     LoadWorker,
     Progress,
     RunStep,
@@ -115,10 +115,10 @@ to_worker = st.one_of(
 )
 from_worker = st.one_of(
     results.map(StepRan),
-    st.builds(StepFailure, step_id=ids, line=lines),
+    st.builds(StepFailure, step_id=ids, message=lines),
     st.builds(Progress, what=lines, done=ids, total=ids),
     st.just(WorkerLoaded(REPORT)),
-    lines.map(LoadRefused),
+    lines.map(LoadFailed),
 )
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -142,7 +142,7 @@ def test_a_message_from_a_worker_is_read_back_equal(message: wire.FromWorker) ->
 
 @relaxed
 @given(st.lists(to_worker, max_size=4), st.data())
-def test_frames_survive_any_cut_of_the_stream(
+def test_frames_survive_any_split_of_the_stream(
     messages: list[wire.ToWorker], data: st.DataObject
 ) -> None:
     stream = b"".join(frame(message) for message in messages)
@@ -159,10 +159,10 @@ def test_frames_survive_any_cut_of_the_stream(
 
 @relaxed
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_message_or_a_wire_error(rubbish: bytes) -> None:
+def test_any_bytes_are_a_message_or_a_wire_error(garbage: bytes) -> None:
     for read in (read_to_worker, read_from_worker):
         try:
-            message = read(bytearray(rubbish))
+            message = read(bytearray(garbage))
         except WireError:
             continue
         assert message is not None
@@ -172,20 +172,20 @@ def test_a_message_of_the_other_direction_is_a_wire_error() -> None:
     with pytest.raises(WireError, match="from a worker"):
         read_from_worker(payload_of(frame(Goodbye())))
     with pytest.raises(WireError, match="to a worker"):
-        read_to_worker(payload_of(frame(LoadRefused("no"))))
+        read_to_worker(payload_of(frame(LoadFailed("no"))))
 
 
 def test_a_string_that_is_not_utf8_is_a_wire_error() -> None:
-    payload = payload_of(frame(LoadRefused("xx")))
+    payload = payload_of(frame(LoadFailed("xx")))
     payload[-2:] = b"\xff\xfe"
     with pytest.raises(WireError, match="from a worker"):
         read_from_worker(payload)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 101, 2**32 - 1])
-def test_an_absurd_length_is_refused_before_its_bytes_come(num_bytes: int) -> None:
+def test_an_invalid_length_is_rejected_before_its_bytes_arrive(num_bytes: int) -> None:
     reader = FrameReader(max_frame_bytes=100)
-    with pytest.raises(WireError, match=f"a frame of {num_bytes} bytes; 1 to 100 fit"):
+    with pytest.raises(WireError, match=f"a frame of {num_bytes} bytes; 1 to 100 are allowed"):
         reader.feed(wire.HEADER.pack(num_bytes))
 
 
@@ -194,17 +194,17 @@ def test_a_frame_of_exactly_the_limit_is_read() -> None:
     assert reader.feed(wire.HEADER.pack(100) + bytes(100)) == [bytes(100)]
 
 
-def test_text_where_a_frame_should_be_is_refused_at_once() -> None:
+def test_text_instead_of_a_frame_is_rejected_at_once() -> None:
     with pytest.raises(WireError):
         FrameReader().feed(b"Segm")
 
 
-def test_a_message_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_above_the_size_limit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 50)
     with pytest.raises(WireError, match="the limit is 50"):
         frame(RunStep(a_step(1, 2, 3, 4)))
 
 
-def test_a_value_that_does_not_go_into_bytes_is_a_wire_error() -> None:
+def test_a_value_that_cannot_be_encoded_is_a_wire_error() -> None:
     with pytest.raises(WireError, match="cannot be sent"):
         frame(StepRan(StepResult(StepId(1), (2**64,), 0.0)))

@@ -1,4 +1,4 @@
-"""Workers without a model: they echo, or do what a step's first token or the model's name says."""
+"""Workers without a model: they echo, or act as a step's first token or the model's name says."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 from engine.worker.launched import Collected, Done, Launched
 
-RUBBISH = b"Traceback (most recent call last):"
+GARBAGE = b"Traceback (most recent call last):"
 
 REPORT = WorkerReport(
     architecture="Echo",
@@ -31,43 +31,43 @@ REPORT = WorkerReport(
 
 
 class Command(IntEnum):
-    """What a worker does when the first token of a step says so."""
+    """First tokens of a step which make a worker fail in some way."""
 
     RAISE = 900
     LOSE = 901
     DIE = 902
     HANG = 903
-    BABBLE = 904
+    SEND_GARBAGE = 904
     UNSENDABLE = 905
     OTHER_STEP = 906
     ENVIRONMENT = 907
 
 
 class RunsSteps(Protocol):
-    """A worker that computes a step when it is told to."""
+    """A worker with a `run` method."""
 
     times: StepTimes
 
     def run(self, step: Step) -> StepResult: ...
 
 
-class LoneWorker:
-    """What a worker does for its neighbours, done for none."""
+class UnconnectedWorker:
+    """The methods for other workers of the model, for a worker which has none."""
 
     times = StepTimes(None, 0.0, 0.0)
 
     def learn(self, step: Step) -> None:
-        """Nothing can be done ahead."""
+        """Nothing to prepare."""
 
     def launch(self: RunsSteps, step: Step) -> Launched:
         return Done(Collected(self.run(step), self.times))
 
     def abandon(self, step: Step, line: str) -> None:
-        """Nobody waits."""
+        """No other worker waits for this step."""
 
 
-class EchoWorker(LoneWorker):
-    """Answers each draw with its entry's last token plus one."""
+class EchoWorker(UnconnectedWorker):
+    """Samples the last token of each entry plus one."""
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
@@ -76,7 +76,7 @@ class EchoWorker(LoneWorker):
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
         progress("weights", 0, 2)
         match settings.model:
-            case "refuse":
+            case "fail":
                 raise StartupError("layers:\n  no such thing")
             case "raise":
                 raise ValueError("two\nlines")
@@ -84,11 +84,11 @@ class EchoWorker(LoneWorker):
                 os._exit(3)
             case "hang":
                 signal.pause()
-            case "babble":
-                babble()
-            case "one refuses" | "one exits":
-                part(settings.placement.index == 2, may_exit=settings.model == "one exits")
-            case "shrink" if settings.kv_slots:  # as only a restart asks
+            case "send garbage":
+                send_garbage()
+            case "one fails" | "one exits":
+                fail_together(settings.placement.index == 2, may_exit=settings.model == "one exits")
+            case "shrink" if settings.kv_slots:  # set by a restart only
                 return cls(replace(REPORT, num_blocks=REPORT.num_blocks - 1))
         progress("weights", 2, 2)
         return cls(REPORT)
@@ -100,13 +100,13 @@ class EchoWorker(LoneWorker):
             case Command.RAISE:
                 raise ValueError("a step\nthat raises")
             case Command.LOSE:
-                raise WorkerLost("the device is beyond use")
+                raise WorkerLost("the device is unusable")
             case Command.DIE:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Command.HANG:
                 signal.pause()
-            case Command.BABBLE:
-                babble()
+            case Command.SEND_GARBAGE:
+                send_garbage()
             case Command.UNSENDABLE:
                 tokens = [2**64]
             case Command.OTHER_STEP:
@@ -116,8 +116,8 @@ class EchoWorker(LoneWorker):
         return StepResult(step_id, tuple(tokens), seconds=0.0)
 
 
-def part(is_the_one: bool, *, may_exit: bool) -> None:
-    """The one of several workers that cannot load, or another, which notices when it exits."""
+def fail_together(is_the_one: bool, *, may_exit: bool) -> None:
+    """Fail as the one of several workers that cannot load, or as another that lost it."""
     if not may_exit:
         if is_the_one:
             raise StartupError("no such thing")
@@ -129,7 +129,7 @@ def part(is_the_one: bool, *, may_exit: bool) -> None:
         raise StartupError("cannot meet the other workers")
 
 
-def babble() -> None:
-    """Write on the parent's socket what is no frame, and stay."""
-    os.write(int(sys.argv[sys.argv.index("--socket") + 1]), RUBBISH)
+def send_garbage() -> None:
+    """Write invalid data to the parent's socket, and hang."""
+    os.write(int(sys.argv[sys.argv.index("--socket") + 1]), GARBAGE)
     signal.pause()

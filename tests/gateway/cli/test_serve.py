@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from engine.simulated.figures import SLO
-from engine.simulated.follow import Follower
 from engine.simulated.replay import read_recording
+from engine.simulated.verify import RecordingVerifier
 from gateway.serve import command as cli
 from gateway.serve.settings import options
 from tests.certificates import make_certificate
@@ -170,7 +170,7 @@ async def test_a_recorded_server_is_followed_event_by_event(tmp_path: Path) -> N
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     recording = read_recording(path)
-    followed = Follower(recording).follow(SLO())
+    followed = RecordingVerifier(recording).verify(SLO())
     assert followed.difference is None
     assert followed.figures is not None
     assert followed.figures.num_arrived == 11

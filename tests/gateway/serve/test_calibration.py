@@ -10,7 +10,7 @@ import pytest
 
 from engine.control.scheduler import UNMEASURED
 from engine.cost.model import CostModel
-from engine.cost.profiler import Bounds
+from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
@@ -39,7 +39,7 @@ class Counting(SimulatedExecutor):
 
 
 def calibrated(how: str, file: CostFile, executor: Counting) -> Calibration:
-    bounds = Bounds(8, 64, 128, 100, 16)
+    bounds = ProbeLimits(8, 64, 128, 100, 16)
     return run_virtual(calibrate(how, file, executor, bounds))
 
 

@@ -17,7 +17,7 @@ from engine.transport.wire import (
     FrameReader,
     FromWorker,
     Goodbye,
-    LoadRefused,
+    LoadFailed,
     LoadWorker,
     Progress,
     RunStep,
@@ -106,7 +106,7 @@ def test_the_settings_come_first(line: Line) -> None:
 def test_what_a_refusal_says_is_one_line_and_not_too_long(line: Line) -> None:
     line.send(LoadWorker(WorkerSettings(model="refuse")))
     assert line.serve() == 1
-    assert line.received()[-1] == LoadRefused("layers: no such thing")
+    assert line.received()[-1] == LoadFailed("layers: no such thing")
     assert len(one_line("x " * 1000)) == MAX_LINE_LEN
 
 

@@ -1,8 +1,8 @@
-"""Follow a recording event by event: the same scheduler must decide the same again.
+"""Verifies a recording: a new scheduler with the same inputs must make the same decisions.
 
-What came from outside (arrivals, results, cancels, the moments of planning) is given to a fresh
-scheduler as it was recorded; what it decides is written down and compared row by row. This is how
-a golden schedule is checked, and what is known of a recorded server beside its simulations.
+The inputs (arrivals, step results, cancellations, the moments of planning) are taken from the
+recording; the scheduler's decisions are recorded again and compared with it row by row. Golden
+schedules are checked this way, and `podway simulate --replay` reports the recorded run's metrics.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ from engine.events import ObserverGroup
 from engine.policy import build
 from engine.request import Abort, FinishReason, Request
 from engine.simulated.figures import SLO, Figures, summarise
-from engine.simulated.play import Outcome, Played, RequestLost, outcome
+from engine.simulated.play import Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
-from engine.simulated.replay import IterationRow, RecordedAnswers, decode_row
+from engine.simulated.replay import IterationRow, RecordedOutputs, decode_row
 from engine.step import Fault, StepResult
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ _PERIODS = 500  # samples of the state over time
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
-    """How far the schedule came out the same, and the figures of the recorded run itself.
+class Verification:
+    """Whether the schedule was reproduced, and the metrics of the recorded run.
 
-    `difference` is the first row that did not, for a person; None if all did.
+    `difference` describes the first row that differs; None if all rows are equal. `figures` is
+    None if there is a difference.
     """
 
     num_iterations: int
@@ -42,8 +43,8 @@ class Followed:
     figures: Figures | None
 
 
-class Follower:
-    """A scheduler on the terms of a recording, and what it is to be given."""
+class RecordingVerifier:
+    """A scheduler with the settings of a recording, driven by the recording's events."""
 
     def __init__(self, recording: "Recording") -> None:
         header = recording.header
@@ -51,37 +52,37 @@ class Follower:
         self._produced: list[IterationRow] = []
         span = recording.rows[-1].at - recording.rows[0].at
         self._recorder = Recorder(period=span / _PERIODS or 1.0)
-        told = ObserverGroup(self._recorder, EventRecorder(self._note, header.block_size))
-        self._scheduler = header.build(LiveCost(header.cost), told)
+        observers = ObserverGroup(self._recorder, EventRecorder(self._append, header.block_size))
+        self._scheduler = header.build(LiveCost(header.cost), observers)
         self._recorder.watch(self._scheduler)
-        self._answers = RecordedAnswers()
+        self._outputs = RecordedOutputs()
         self._requests: list[Request] = []
         self._in_flight: deque[Iteration] = deque()
         self._before: IterationRow | None = None
 
-    def follow(self, slo: SLO) -> Followed:
-        """From the first row to the last, or to the first that comes out differently."""
+    def verify(self, slo: SLO) -> Verification:
+        """Replay all rows, or up to the first one that differs. `slo` is for the metrics."""
         rows = self._recording.rows
         checked = 0
         for row in rows:
-            self._give(row)
+            self._apply(row)
             self._before = row
             while checked < min(len(self._produced), len(rows)):
                 difference = _difference(rows[checked], self._produced[checked])
                 if difference is not None:
                     line = f"line {checked + 2}: {difference}"
-                    return Followed(self._recorder.num_iterations, line, None)
+                    return Verification(self._recorder.num_iterations, line, None)
                 checked += 1
         if checked < len(rows):
             line = f"line {checked + 2}: {_shown(rows[checked])} did not happen again"
-            return Followed(self._recorder.num_iterations, line, None)
-        return Followed(self._recorder.num_iterations, None, self._figures(slo))
+            return Verification(self._recorder.num_iterations, line, None)
+        return Verification(self._recorder.num_iterations, None, self._figures(slo))
 
-    def _note(self, row: dict[str, object]) -> None:
-        self._produced.append(decode_row(render(row, _nameless)))
+    def _append(self, row: dict[str, object]) -> None:
+        self._produced.append(decode_row(render(row, _without_name)))
 
-    def _give(self, row: IterationRow) -> None:
-        """Do what the row says was done to the scheduler; nothing for what followed from that."""
+    def _apply(self, row: IterationRow) -> None:
+        """Repeat the call to the scheduler that the row records; a row of a decision has none."""
         scheduler, now = self._scheduler, row.at
         if row.arrived is not None:
             self._arrive(row.arrived, now)
@@ -103,8 +104,8 @@ class Follower:
             scheduler.fail_all(Unavailable("as recorded"), now)
 
     def _plan(self, row: IterationRow) -> None:
-        """As the loop does: at first without those in flight, where there is room (see
-        `Engine`); whether that was tried already is told by the row before."""
+        """Plan as `Engine` does: with lookahead it first tries without waiting for the steps in
+        flight. The previous row says whether that attempt was already made."""
         header, before = self._recording.header, self._before
         oldest = None
         if header.lookahead and self._in_flight:
@@ -116,18 +117,18 @@ class Follower:
             self._in_flight.append(iteration)
 
     def _arrive(self, number: int, now: float) -> None:
-        """It ends by itself where it did; other ends are events that are yet to come."""
+        """Add the request. A stop token ends it where it ended; other ends are later rows."""
         arrival, end = self._recording.arrivals[number], self._recording.ends.get(number)
         if end is None or end.reason != FinishReason.STOP.value:
             arrival = replace(arrival, ends_after=None)
         request = self._scheduler.add(arrival.spec(arrival.number), now)
-        self._answers.accepted(request, arrival)
+        self._outputs.accepted(request, arrival)
         self._requests.append(request)
 
     def _commit(self, row: IterationRow) -> None:
         iteration = self._in_flight.popleft()
         step = iteration.step
-        tokens = tuple(self._answers(entry) for entry in step.entries if entry.sample is not None)
+        tokens = tuple(self._outputs(entry) for entry in step.entries if entry.sample is not None)
         faults = tuple(
             Fault(at, "as recorded")
             for at, request in enumerate(iteration.requests)
@@ -144,24 +145,25 @@ class Follower:
             arrival = self._recording.arrivals[request.request_id]
             if request.outcome == "finished" and request.produced:
                 arrival = replace(arrival, output_len=request.produced)
-                finished.append(outcome(arrival, request))
+                finished.append(outcome_of(arrival, request))
             else:
-                lost.append(RequestLost(arrival, request.error or RequestCancelled("it left")))
-        figures = summarise("recorded", Played(finished, lost), self._recorder, slo)
+                error = request.error or RequestCancelled("the client disconnected")
+                lost.append(RequestLost(arrival, error))
+        figures = summarise("recorded", PlayResult(finished, lost), self._recorder, slo)
         moments = [moment._replace(at=moment.at - start) for moment in figures.moments]
         return replace(figures, moments=moments)
 
 
-def _nameless(name: bytes | str) -> str:
-    """Names differ from file to file; whether they agree shows in what is computed."""
+def _without_name(name: bytes | str) -> str:
+    """Block and tenant names are salted per recording, so they are left out of comparisons."""
     return ""
 
 
 def _difference(recorded: IterationRow, produced: IterationRow) -> str | None:
-    """What is not the same, or None."""
+    """A description of how the rows differ, or None if they are equal."""
     if _compared(recorded) == _compared(produced):
         return None
-    return f"recorded {_shown(recorded)}, but now {_shown(produced)}"
+    return f"recorded {_shown(recorded)}, now {_shown(produced)}"
 
 
 def _compared(row: IterationRow) -> IterationRow:
