@@ -1,7 +1,7 @@
-"""The one table from what went wrong to what the client is told: status, type, code, body.
+"""Errors to HTTP: one table gives each error class its status, type and code.
 
-Errors of the engine come as they are; what only HTTP can get wrong is named here, in the same
-tree. The JSON bodies are rendered by the API dialects (`gateway.schema.dialect`).
+Engine errors keep their classes; errors that only the HTTP API can have are defined here, in the
+same tree. The API dialects (`gateway.schema.dialect`) render the JSON bodies.
 """
 
 import math
@@ -24,17 +24,17 @@ from engine.errors import (
 
 
 class ModelNotFound(InvalidRequest):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     def __init__(self, model: str, served: str) -> None:
-        shown = model if len(model) <= 200 else model[:200] + "…"
+        quoted = model if len(model) <= 200 else model[:200] + "…"
         super().__init__(
-            f"The model {shown!r} does not exist here; this server has {served!r}.", "model"
+            f"The model {quoted!r} does not exist; this server serves {served!r}.", "model"
         )
 
 
-class NotOfThisModel(InvalidRequest):
-    """The endpoint is there, but the model that is served cannot do this."""
+class UnsupportedByModel(InvalidRequest):
+    """The endpoint exists, but the served model cannot do this."""
 
 
 class PathNotFound(InvalidRequest):
@@ -42,7 +42,7 @@ class PathNotFound(InvalidRequest):
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The endpoint is there, for the methods in `allow` (as the header spells them)."""
+    """The endpoint exists for other methods: `allow`, as in the header of that name."""
 
     def __init__(self, method: str, allow: str) -> None:
         super().__init__(f"Method {method} is not allowed here; allowed: {allow}.")
@@ -50,10 +50,10 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body is longer than this server takes."""
+    """The body is larger than `--max-body-bytes` or the file limit."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"The request body is larger than {limit} bytes, the most taken here.")
+        super().__init__(f"The request body is larger than this server's limit of {limit} bytes.")
 
 
 class BodyTooSlow(InvalidRequest):
@@ -64,65 +64,65 @@ class BodyTooSlow(InvalidRequest):
 
 
 class RequestNotFound(InvalidRequest):
-    """No live request of this caller has that id."""
+    """The caller has no running request with that id."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"No running request of yours has the id {request_id[:128]!r}.")
+        super().__init__(f"You have no running request with the id {request_id[:128]!r}.")
 
 
 class FileNotFound(InvalidRequest):
     """The caller has no such file."""
 
     def __init__(self, file_id: str, param: str | None = None) -> None:
-        super().__init__(f"No file of yours has the id {file_id[:128]!r}.", param)
+        super().__init__(f"You have no file with the id {file_id[:128]!r}.", param)
 
 
 class BatchNotFound(InvalidRequest):
     """The caller has no such batch."""
 
     def __init__(self, batch_id: str, param: str | None = None) -> None:
-        super().__init__(f"No batch of yours has the id {batch_id[:128]!r}.", param)
+        super().__init__(f"You have no batch with the id {batch_id[:128]!r}.", param)
 
 
 class ResponseNotFound(InvalidRequest):
-    """The caller has no such response, or it is not kept any more."""
+    """The caller has no such response, or it has expired."""
 
     def __init__(self, response_id: str, param: str | None = None) -> None:
-        super().__init__(f"No response of yours with the id {response_id[:128]!r} is kept.", param)
+        super().__init__(f"You have no stored response with the id {response_id[:128]!r}.", param)
 
 
 class StoreFull(InvalidRequest):
-    """Everything that is kept takes all the room there is."""
+    """The stored files have reached their size limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"All files together may have {limit} bytes here, and with this one they would have "
-            "more. Delete some first.",
+            f"This file would take all stored files above their limit of {limit} bytes. "
+            "Delete some files first.",
             "file",
         )
 
 
 class TooManyBatches(InvalidRequest):
-    """The caller's batches have to end before there can be more."""
+    """The caller has as many unfinished batches as allowed."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"You have {limit} batches that have not ended, and may have no more.")
+        super().__init__(f"You have {limit} unfinished batches, which is the limit.")
 
 
 class StoreFailed(EngineError):
-    """The database that keeps files, batches and responses does not work."""
+    """The database of files, batches and responses failed."""
 
 
 class WrongMediaType(InvalidRequest):
-    """The body is not plain `application/json`."""
+    """The body is not uncompressed `application/json` (or a form, for uploads)."""
 
 
 class InvalidApiKey(InvalidRequest):
-    """No key, or one that this server does not know."""
+    """The API key is missing or unknown."""
 
 
 class RateLimited(EngineError):
-    """A limit of this key is reached; `headers` tell about all of its limits."""
+    """A rate limit of the API key is reached; `headers` report all of its limits."""
 
     def __init__(self, message: str, retry_after: float, headers: Mapping[str, str]) -> None:
         super().__init__(message)
@@ -131,28 +131,28 @@ class RateLimited(EngineError):
 
 
 class TooManyRequests(RateLimited):
-    """Requests per minute."""
+    """The limit of requests per minute."""
 
 
 class TooManyAtOnce(RateLimited):
-    """Requests that run at the same time."""
+    """The limit of concurrent requests."""
 
 
 class TooManyTokens(RateLimited):
-    """Tokens per minute."""
+    """The limit of tokens per minute."""
 
 
 class Superseded(EngineError):
-    """The caller has sent the same request again, and that one is served instead."""
+    """The client has retried this request, and the retry is served instead."""
 
     def __init__(self) -> None:
-        super().__init__("This request was sent again, and the newer one is served instead.")
+        super().__init__("This request was retried, and the retry is served instead.")
 
 
 class Verdict(NamedTuple):
-    """What an error looks like on the wire.
+    """The HTTP form of an error class.
 
-    `retry` goes into `x-should-retry`, where official clients would guess otherwise.
+    `retry` sets the header `x-should-retry`, which official clients follow; None leaves it out.
     """
 
     status: int
@@ -168,7 +168,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     ContextTooLong: Verdict(400, _INVALID, "context_length_exceeded"),
     InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
     ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
-    NotOfThisModel: Verdict(400, _INVALID, "unsupported_model"),
+    UnsupportedByModel: Verdict(400, _INVALID, "unsupported_model"),
     PathNotFound: Verdict(404, _INVALID, "not_found"),
     RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
     FileNotFound: Verdict(404, _INVALID, "file_not_found"),
@@ -190,29 +190,29 @@ TABLE: dict[type[EngineError], Verdict] = {
     DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable", retry=True),
     Unavailable: Verdict(503, "server_error", "unavailable", retry=True),
     RequestFailed: Verdict(500, "server_error", "internal_error", retry=True),
-    # It was in the batch at every crash.
+    # Not retried: the request was in the batch at every crash of the worker.
     WorkerLost: Verdict(500, "server_error", "internal_error", retry=False),
     DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded", retry=False),
     EngineError: Verdict(500, "server_error", "internal_error"),
 }
 
 _INTERNAL = Verdict(500, "server_error", "internal_error")
-_OUR_FAULT = "The server had an error while it processed your request. Sorry; please try again."
+_SERVER_ERROR = "The server had an error while processing your request. Please try again."
 
 
 def verdict(error: BaseException) -> Verdict:
-    """Status, type and code of an error: its own row, or that of its nearest ancestor."""
+    """Status, type and code of an error: the row of its class or of the nearest base class."""
     rows = (TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
     return next(rows, _INTERNAL)
 
 
 def message_of(error: BaseException) -> str:
-    """What a client is told in words. What is our fault keeps its details for the log."""
-    return _OUR_FAULT if verdict(error).status == 500 else str(error)
+    """The message for the client. Details of internal errors go to the log only."""
+    return _SERVER_ERROR if verdict(error).status == 500 else str(error)
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """Headers that belong to this error besides the usual ones."""
+    """The headers of this error, besides those of every response."""
     retry = verdict(error).retry
     headers = {} if retry is None else {"x-should-retry": "true" if retry else "false"}
     return headers | _own_headers(error)
@@ -228,7 +228,7 @@ def _own_headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, InvalidApiKey):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, BodyTooLarge | BodyTooSlow):
-        return {"connection": "close"}  # the rest of the body is still on its way
+        return {"connection": "close"}  # the rest of the body was not read
     return {}
 
 

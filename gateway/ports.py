@@ -1,8 +1,8 @@
-"""What the gateway asks of tokenizers, chat templates and dialects; `adapters/` provides them.
+"""Ports for tokenizers, chat templates and dialects; `adapters/` implements them.
 
-An answer's text is cut into pieces of a message: content (a plain `str`), `Reasoning`, and tool
-calls as a `CallBegin` and its `CallArguments`. Joined, the pieces are the same however the text
-was cut into calls of `feed`.
+A parser splits an output's text into pieces of a message: content (a plain `str`), `Reasoning`,
+and tool calls as a `CallBegin` and its `CallArguments`. The joined pieces do not depend on how
+the text was split into calls of `feed`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,13 +15,13 @@ Message = Mapping[str, Any]
 
 
 class Reasoning(NamedTuple):
-    """Text that the model thinks aloud and that is no part of its answer."""
+    """Reasoning text, which is not part of the content."""
 
     text: str
 
 
 class CallBegin(NamedTuple):
-    """The model calls a tool; `place` counts the calls of one answer from 0."""
+    """The start of a tool call; `place` counts the calls of one message from 0."""
 
     place: int
     call_id: str
@@ -29,7 +29,7 @@ class CallBegin(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of the arguments of the call at `place`: JSON, if the model wrote JSON."""
+    """More of the arguments of call number `place`: JSON, if the model wrote JSON."""
 
     place: int
     text: str
@@ -39,7 +39,7 @@ Piece = str | Reasoning | CallBegin | CallArguments  # a plain `str` is content,
 
 
 class StreamParser(Protocol):
-    """Cuts the text of one answer into pieces. What it cannot read is content; nothing is lost."""
+    """Splits one output into pieces. Text that it cannot parse is content; none is lost."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -48,29 +48,30 @@ class StreamParser(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can be added: as many calls as were wanted have been made."""
+        """Whether no more text can belong to the message: it has `max_calls` calls."""
         ...
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """The pieces that are certain now."""
+        """The pieces that later text cannot change."""
         ...
 
     def finish(self) -> Sequence[Piece]:
-        """The rest: what was held because it might have become something else."""
+        """The buffered rest, which could have become something else."""
         ...
 
 
 class ToolChoice(NamedTuple):
-    """The tools whose calls are looked for, and how many calls there may be."""
+    """The names of tools whose calls are parsed, and the most calls; None is no limit."""
 
     names: Collection[str] = ()
     max_calls: int | None = None
 
 
 class ToolCallGrammar(NamedTuple):
-    """Calls that match a grammar: the schema of the parameters by tool, or None for any object.
+    """A grammar for tool calls: by tool, the JSON schema of its arguments, or None for any object.
 
-    `must_call`: no other answer will do. Else it is free text, or JSON that matches `answer`.
+    With `must_call` every output is a call. Else it may be free text, or JSON that matches the
+    schema `answer`.
     """
 
     tools: Mapping[str, Mapping[str, Any] | None]
@@ -80,41 +81,41 @@ class ToolCallGrammar(NamedTuple):
 
 
 class Dialect(Protocol):
-    """How one model reasons and calls tools."""
+    """The format in which one model writes reasoning and tool calls."""
 
     @property
     def reads_calls(self) -> bool:
-        """Whether it can call tools at all."""
+        """Whether it has tool calls."""
         ...
 
     @property
     def special_tokens(self) -> Collection[str]:
-        """Its marks. Those that the vocabulary has as control tokens must be shown to parsers."""
+        """The texts of its marks. Parsers must see them, also if they are control tokens."""
         ...
 
     def parser(
         self, prompt: str, wanted: ToolChoice, bits: Callable[[int], int]
     ) -> StreamParser | None:
-        """Who reads the answer to `prompt`; None: it is all content.
+        """A parser for one output of `prompt`; None if all of it is content.
 
-        `bits` makes random bits, for the ids of calls.
+        `bits(n)` makes random bits, for the ids of tool calls.
         """
         ...
 
     def without_reasoning(self, prompt: str) -> str:
-        """What to add to a prompt that opens reasoning, so that the answer comes at once."""
+        """The text that closes the reasoning if `prompt` opens it, else an empty string."""
         ...
 
     def hold_calls(self, held: ToolCallGrammar) -> "Grammar | None":
-        """What answers match that call so; None: this dialect's answers cannot be held to it."""
+        """The grammar of outputs with such calls; None if this format has no grammar."""
         ...
 
 
 class TokenDecoder(Protocol):
-    """Turns the ids of one answer into bytes, one after the other."""
+    """Decodes the token ids of one output to bytes, one after the other."""
 
     def feed(self, token_id: int) -> bytes:
-        """The bytes that this id adds; they may end in the middle of a UTF-8 character."""
+        """The bytes of the next id; they may end in the middle of a UTF-8 character."""
         ...
 
 
@@ -126,36 +127,36 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which are not shown in answers."""
+        """The ids of control tokens, which are left out of the text."""
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The same with their texts."""
+        """The control tokens by their texts."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids as Hugging Face gives them; `add_special_tokens` adds BOS or what the model wants."""
+        """The ids as in Hugging Face; `add_special_tokens` adds BOS, or what the model requires."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of an id inside a text; a control token has its own text, no token none."""
+        """The bytes of an id inside a text; of a control token its text; empty for unused ids."""
         ...
 
     def decoder(self) -> TokenDecoder:
-        """A fresh decoder for one answer; special tokens yield no bytes."""
+        """A fresh decoder for one output; control tokens decode to no bytes."""
         ...
 
 
 class ChatTemplate(Protocol):
-    """Messages to the prompt text of one model."""
+    """Renders messages to the prompt text of one model."""
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt. Raises `engine.errors.InvalidRequest` with the template's own words."""
+        """The prompt. Raises `InvalidRequest` with the message of the template's error."""
         ...
 
     def variant(self, source: str) -> "ChatTemplate":
-        """The same with another Jinja source; `InvalidRequest` if it is none."""
+        """This template with another Jinja source; raises `InvalidRequest` if it is invalid."""
         ...

@@ -1,4 +1,4 @@
-"""Service: what the routes need, built once by the doorway and never written to."""
+"""Service: everything the routes use, built once at startup and never modified."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from engine.loop import Engine
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
+from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
-from gateway.generation.active import ActiveResponses
-from gateway.generation.grammar_check import GrammarCheck
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.schema.rendering import ResponseHeader
+from gateway.store.running import RunningResponses
 from gateway.store.store import Store
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ STALL_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The one model of this server: its name on the wire, and how it reads text.
+    """The one model of this server: its name in requests and responses, and its text adapters.
 
-    `created` is Unix seconds. Without a `template` the model has no chat, without a `dialect` its
-    answers are content alone.
+    `created` is in Unix seconds. Without a `template` there is no chat; without a `dialect` the
+    output is content only.
     """
 
     name: str
@@ -47,7 +47,8 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: a status line is held, a silent stream gets a ping, a stuck write is given up."""
+    """Seconds of a stream: the status line is held back for `hold`, a ping follows `ping` without
+    an event, and a write blocked for `stall` ends the stream."""
 
     hold: float = HOLD_SECONDS
     ping: float = PING_SECONDS
@@ -56,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Everything behind the routes. `unix_now` is wall time in seconds, for dates only."""
+    """Everything the routes use. `unix_now` is wall time in seconds, used for dates only."""
 
     engine: Engine
     model: ServedModel
@@ -71,11 +72,11 @@ class Service:
     pace: Pace
     store: Store
     quotas: Quotas = field(default_factory=Quotas)
-    running: ActiveResponses = field(default_factory=ActiveResponses)
+    running: RunningResponses = field(default_factory=RunningResponses)
     cors_origins: Sequence[str] = ()
 
     def header(self, prefix: str) -> ResponseHeader:
-        """The identity of a new response, `prefix-` and 24 hex digits."""
+        """The header of a new response; its id is `prefix-` and 24 hex digits."""
         return ResponseHeader(
             response_id=self.new_id(f"{prefix}-"),
             created=self.unix_now(),
@@ -84,15 +85,15 @@ class Service:
         )
 
     def new_id(self, prefix: str) -> str:
-        """A name that nothing else has."""
+        """A unique id: `prefix` and 24 hex digits."""
         return f"{prefix}{self.random.getrandbits(96):024x}"
 
     def seed(self) -> int:
-        """A seed for a request that brought none."""
+        """A random seed, for a request without one."""
         return self.random.getrandbits(SEED_BITS)
 
     def room_for_output(self, prompt_len: int) -> int:
-        """Tokens that an answer to such a prompt may have; `ContextTooLong` if there are none."""
+        """The most output tokens after such a prompt; `ContextTooLong` if there are none."""
         self.engine.check_fits(prompt_len, 1)
         scheduler = self.engine.scheduler
         room = min(scheduler.settings.max_model_len, scheduler.ledger.num_slots + 1)
@@ -107,7 +108,7 @@ def service_of(http: "HttpRequest") -> Service:
 
 
 def caller_of(http: "HttpRequest") -> Caller:
-    """Who asks; set by `gateway.web.app` before any route runs."""
+    """The caller of this HTTP request, set by `gateway.web.middleware` before any route runs."""
     caller = http.scope["podway.caller"]
-    assert isinstance(caller, Caller), "the app names every caller"
+    assert isinstance(caller, Caller), "the middleware sets a caller for every HTTP request"
     return caller

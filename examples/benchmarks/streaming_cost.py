@@ -43,9 +43,9 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import Step, StepEntry, StepResult
 from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
-from gateway.generation.grammar_check import GrammarCheck
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import (
     EngineError,
@@ -31,7 +31,7 @@ from gateway.batch.lines import (
 )
 from gateway.errors import PathNotFound, StoreFailed, verdict
 from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import compose
+from gateway.generation.reply import generate_body
 from gateway.schema.dialect import OPENAI
 from gateway.store.batches import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
@@ -41,19 +41,9 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 
-class LinePlan(Protocol):
-    """What an endpoint makes of a body."""
-
-    @property
-    def order(self) -> "GenerationPlan": ...
-
-    @property
-    def is_stream(self) -> bool: ...
-
-
 logger = logging.getLogger(__name__)
 
-Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[LinePlan]]  # as its route
+Endpoint = Callable[[bytes, Caller, "Service"], Awaitable["GenerationPlan"]]  # body to plan
 ATTEMPTS = 3  # at a line that the engine lost
 RETRY_SECONDS = 1.0  # while there is no worker
 OUTPUT_SECONDS = 30 * 86_400  # that output files are kept, unless the batch says otherwise
@@ -91,7 +81,7 @@ class _Run:
         self._last_number = 0  # of the lines that were begun
         self._limits = runner.limits
         self._service = runner.service
-        self._order = runner.endpoints.get(record.endpoint, _no_endpoint)
+        self._plan = runner.endpoints.get(record.endpoint, _no_endpoint)
         self._batches = runner.service.store.desk.batches
 
     async def to_the_end(self) -> None:
@@ -217,12 +207,11 @@ class _Run:
     async def _ask(self, line: BatchLine) -> bytes:
         service = self._service
         caller = Caller(request_id(self._record, line), service.clock(), self._record.tenant)
-        ordered = await self._order(line.body, caller, service)
-        if ordered.is_stream:
+        plan = await self._plan(line.body, caller, service)
+        if plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
-        order = ordered.order
-        order = replace(order, wishes=order.wishes._replace(is_background=True))
-        return await compose(order, ChoiceGroup(order, service))
+        plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
+        return await generate_body(plan, ChoiceGroup(plan, service))
 
     async def _finish(self) -> None:
         """Write down what there is."""
@@ -246,7 +235,7 @@ class _Run:
         )
 
 
-async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> LinePlan:
+async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> "GenerationPlan":
     raise PathNotFound("This server does not have the endpoint of the batch any more.")
 
 

@@ -1,4 +1,4 @@
-"""Voice: one choice of a response, from its tokens to the pieces of its message.
+"""ChoiceStream: one choice of a response, from its tokens to the parts of its message.
 
 tokens ──decoder──▶ bytes ──TextStream──▶ text ──parser──▶ pieces
 """
@@ -19,178 +19,192 @@ if TYPE_CHECKING:
     from engine.stream import TokenChunk, TokenStream
     from gateway.ports import TokenDecoder
 
-_CALLED = "tool_calls"
+_TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOptions:
-    """How an answer is heard. The decoder and the parser are fresh, and its own.
+    """How the tokens of one choice are turned into a message.
 
-    `own_ends` are end tokens that the caller asked for. A ranked answer is scored by its tokens'
-    log-probabilities; of a mute one only the prompt is told.
+    The decoder and the parser are fresh and used by this choice only. `caller_end_ids` are the
+    request's `stop_token_ids`. A ranked choice sums its tokens' log-probabilities; of a
+    prompt-only choice no output is reported.
     """
 
     decoder: "TokenDecoder"
-    stops: Sequence[str] = ()
+    stop_strings: Sequence[str] = ()
     parser: StreamParser | None = None
-    told: ReportOptions = ReportOptions()  # noqa: RUF009 # frozen
-    own_ends: frozenset[int] = frozenset()
+    report: ReportOptions = ReportOptions()  # noqa: RUF009 # frozen
+    caller_end_ids: frozenset[int] = frozenset()
     is_ranked: bool = False
-    is_mute: bool = False
+    is_prompt_only: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is cut, counted or told but text."""
-        is_told = self.told != ReportOptions(special_tokens=self.told.special_tokens)
-        return not (self.stops or self.parser or is_told or self.is_ranked or self.is_mute)
+        """Whether the message is the decoded text and nothing else."""
+        reports_more = self.report != ReportOptions(special_tokens=self.report.special_tokens)
+        return not (
+            self.stop_strings
+            or self.parser
+            or reports_more
+            or self.is_ranked
+            or self.is_prompt_only
+        )
 
 
 class ChoiceStream:
-    """One choice. `end` is None until `next` has returned the last of its message.
+    """One choice. `end` is None until `next` has returned the last part of the message.
 
-    Unless all is plain, tokens are read one by one, so that nothing depends on how they were
-    gathered in chunks.
+    A plain choice is decoded chunk by chunk, any other one token by token; so the message does
+    not depend on how tokens were grouped into chunks.
     """
 
-    def __init__(self, index: int, tokens: "TokenStream", ear: ChoiceOptions) -> None:
+    def __init__(self, index: int, tokens: "TokenStream", options: ChoiceOptions) -> None:
         self.index = index
         self.end: ChoiceEnd | None = None
         self.num_tokens = 0
-        self.num_reasoning = 0  # of the tokens
-        self._sum_logprobs = 0.0  # of the tokens, if the answer is ranked
+        self.num_reasoning_tokens = 0
+        self._sum_logprobs = 0.0  # if the choice is ranked
         self._tokens = tokens
-        self._ear = ear
-        self._parser = ear.parser
-        self._text = TextStream(ear.decoder, ear.stops, shows_stop=ear.told.stop_string)
-        self._drawn = TokenText(self._text)
-        self._said: list[Piece] = []  # since the last return
-        self._beside: list[OutputToken | PromptReport] = []  # to be told with the next piece
+        self._options = options
+        self._report = options.report
+        self._parser = options.parser
+        self._text = TextStream(
+            options.decoder, options.stop_strings, includes_stop=options.report.stop_string
+        )
+        self._token_text = TokenText(self._text)
+        self._pieces: list[Piece] = []  # of the message, since the last delta
+        self._reports: list[OutputToken | PromptReport] = []  # go out with the next delta
         self._has_begun = self._has_called = False
-        self._is_plain = ear.is_plain
+        self._is_plain = options.is_plain
 
     async def next(self) -> Delta:
-        """Wait for news; what it adds to the message, which may be nothing.
+        """Wait for tokens and return what they add to the message, which may be nothing.
 
-        Raises `RequestFailed` or `Unavailable` if the request was lost.
+        Raises `RequestFailed` or `Unavailable` if the engine lost the request.
         """
         chunk = await self._tokens.next()
         if self._is_plain and chunk.finish is None:
             self.num_tokens += len(chunk.tokens)
             text = self._text.feed(chunk.tokens)
             return (text,) if text else ()
-        return self._hear(chunk)
+        return self._process(chunk)
 
-    def _hear(self, chunk: "TokenChunk") -> Delta:
+    def _process(self, chunk: "TokenChunk") -> Delta:
         if not self._has_begun and chunk.tokens:
             self._begin(chunk.prompt_logprobs)
-            if self._ear.is_mute:
+            if self._options.is_prompt_only:
                 self._tokens.close(Abort.STOP_STRING)
                 return self._ended(ChoiceEnd(FinishReason.LENGTH.value))
         finish, tokens = chunk.finish, chunk.tokens
-        is_hidden = finish is FinishReason.STOP and not self._shows_end(tokens[-1])
-        scores: Iterable[TokenLogprobs | None] = chunk.logprobs or repeat(None)
-        for at, (token, score) in enumerate(zip(tokens, scores, strict=False), 1):
-            self._count(score)
-            if is_hidden and at == len(tokens):
-                return self._finish(FinishReason.STOP, token, score)
-            self._read(token, score)
-            if self._is_over:
+        hides_last = finish is FinishReason.STOP and not self._shows_end_token(tokens[-1])
+        logprobs: Iterable[TokenLogprobs | None] = chunk.logprobs or repeat(None)
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False), 1):
+            self._count(logprob)
+            if hides_last and i == len(tokens):
+                return self._finish(FinishReason.STOP, token, logprob)
+            self._add_token(token, logprob)
+            if self._is_complete:
                 return self._finish(FinishReason.STOP, token)
         if finish is None:
-            return self._drain() if self._said else ()
+            return self._take_delta() if self._pieces else ()
         return self._finish(finish, tokens[-1] if tokens else None)
 
     def _begin(self, logprobs: "Sequence[TokenLogprobs]") -> None:
-        """The prompt, where it is told; the first token has no probability."""
+        """Report the prompt if requested; its first token has no log-probability."""
         self._has_begun = True
-        told, ids = self._ear.told, self._tokens.spec.prompt
-        if told.token_ids or told.prompt_logprobs is not None:
-            known = () if told.prompt_logprobs is None else (None, *logprobs)
-            self._beside.append(PromptReport(ids, known))
-        if told.echo:
+        report, ids = self._report, self._tokens.spec.prompt
+        if report.token_ids or report.prompt_logprobs is not None:
+            scored = () if report.prompt_logprobs is None else (None, *logprobs)
+            self._reports.append(PromptReport(ids, scored))
+        if report.echo:
             self._echo(ids, (None, *logprobs) if logprobs else repeat(None))
 
-    def _echo(self, ids: Sequence[int], scores: "Iterable[TokenLogprobs | None]") -> None:
-        text = TextStream(self._ear.decoder)
-        drawn = TokenText(text)
-        if self._ear.told.has_tokens:
-            for token, score in zip(ids, scores, strict=False):
-                self._parse(drawn.feed(token, score))
-                self._beside += drawn.due()
+    def _echo(self, ids: Sequence[int], logprobs: "Iterable[TokenLogprobs | None]") -> None:
+        text = TextStream(self._options.decoder)
+        token_text = TokenText(text)
+        if self._report.has_tokens:
+            for token, logprob in zip(ids, logprobs, strict=False):
+                self._parse(token_text.feed(token, logprob))
+                self._reports += token_text.take_due()
         else:
-            drawn.num_shown += len(shown := text.feed(ids))
-            self._parse(shown)
-        self._parse(drawn.finish())
-        self._beside += drawn.rest()
-        self._drawn.num_shown = drawn.num_shown
+            visible = text.feed(ids)
+            token_text.num_visible += len(visible)
+            self._parse(visible)
+        self._parse(token_text.finish())
+        self._reports += token_text.take_rest()
+        self._token_text.num_visible = token_text.num_visible
 
-    def _shows_end(self, token: int) -> bool:
-        return self._ear.told.stop_string and token in self._ear.own_ends
+    def _shows_end_token(self, token: int) -> bool:
+        return self._report.stop_string and token in self._options.caller_end_ids
 
-    def _count(self, score: "TokenLogprobs | None") -> None:
+    def _count(self, logprob: "TokenLogprobs | None") -> None:
         self.num_tokens += 1
-        if self._ear.is_ranked and score is not None:
-            self._sum_logprobs += score.logprob
+        if self._options.is_ranked and logprob is not None:
+            self._sum_logprobs += logprob.logprob
 
-    def _read(self, token: int, score: "TokenLogprobs | None") -> None:
-        """A token that is shown; it counts as reasoning if it was, or led there."""
+    def _add_token(self, token: int, logprob: "TokenLogprobs | None") -> None:
+        """Add a visible token. It counts as reasoning if reasoning is open before or after it."""
         was_reasoning = self._is_reasoning
-        if self._ear.told.has_tokens:
-            self._parse(self._drawn.feed(token, score))
-            self._beside += self._drawn.due()
+        if self._report.has_tokens:
+            self._parse(self._token_text.feed(token, logprob))
+            self._reports += self._token_text.take_due()
         else:
             self._parse(self._text.feed((token,)))
-        self.num_reasoning += was_reasoning or self._is_reasoning
+        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
 
     def _parse(self, text: str) -> None:
         if not text:
             return
         if self._parser is None:
-            self._said.append(text)
+            self._pieces.append(text)
         else:
-            self._said += self._parser.feed(text)
+            self._pieces += self._parser.feed(text)
 
     def _finish(
-        self, finish: FinishReason, last: int | None, hidden_score: "TokenLogprobs | None" = None
+        self, finish: FinishReason, last: int | None, hidden_logprob: "TokenLogprobs | None" = None
     ) -> Delta:
-        """The rest of the message. `last` is the last token, an end token if the reason is STOP
-        and no stop string was met."""
-        if self._is_over:
+        """The rest of the message.
+
+        `last` is the last token; it is an end token if `finish` is STOP and neither a stop string
+        nor the parser has completed the message.
+        """
+        if self._is_complete:
             self._tokens.close(Abort.STOP_STRING)
-        self._parse(self._drawn.finish())
+        self._parse(self._token_text.finish())
         if self._text.is_stopped:
-            finish = FinishReason.STOP  # also by what was completed only now
+            finish = FinishReason.STOP  # the flushed text may have completed a stop string
             self._tokens.close(Abort.STOP_STRING)
-        self._beside += self._drawn.rest()
+        self._reports += self._token_text.take_rest()
         if self._parser is not None:
-            self._said += self._parser.finish()
-        stopped_by: str | int | None = self._text.stopped
-        if finish is FinishReason.STOP and last is not None and not self._is_over:
-            stopped_by = last if last in self._ear.own_ends else None
-            if self._ear.told.has_tokens and not self._shows_end(last):
-                end = OutputToken(last, self._drawn.num_shown, hidden_score, is_end=True)
-                self._beside.append(end)
+            self._pieces += self._parser.finish()
+        stopped_by: str | int | None = self._text.matched_stop
+        if finish is FinishReason.STOP and last is not None and not self._is_complete:
+            stopped_by = last if last in self._options.caller_end_ids else None
+            if self._report.has_tokens and not self._shows_end_token(last):
+                offset = self._token_text.num_visible
+                self._reports.append(OutputToken(last, offset, hidden_logprob, is_end=True))
         return self._ended(ChoiceEnd(finish.value, stopped_by))
 
     def _ended(self, end: ChoiceEnd) -> Delta:
-        said = self._drain()
+        delta = self._take_delta()
         has_called = self._has_called and end.reason == FinishReason.STOP.value
-        self.end = end._replace(reason=_CALLED) if has_called else end
-        return said
+        self.end = end._replace(reason=_TOOL_CALLS) if has_called else end
+        return delta
 
-    def _drain(self) -> Delta:
-        """What was said, and what is told beside it."""
-        said, self._said = self._said, []
+    def _take_delta(self) -> Delta:
+        """The pieces of the message since the last delta, and the reports that go with them."""
+        pieces, self._pieces = self._pieces, []
         if self._parser is not None:
-            self._has_called |= any(isinstance(piece, CallBegin) for piece in said)
-        beside, self._beside = self._beside, []
-        return [*said, *beside]
+            self._has_called |= any(isinstance(piece, CallBegin) for piece in pieces)
+        reports, self._reports = self._reports, []
+        return [*pieces, *reports]
 
     @property
-    def _is_over(self) -> bool:
-        """Whether nothing that comes is part of the message."""
-        is_complete = self._parser is not None and self._parser.is_complete
-        return self._text.is_stopped or is_complete
+    def _is_complete(self) -> bool:
+        """Whether no further token can belong to the message."""
+        has_parsed_all = self._parser is not None and self._parser.is_complete
+        return self._text.is_stopped or has_parsed_all
 
     @property
     def _is_reasoning(self) -> bool:
@@ -198,19 +212,19 @@ class ChoiceStream:
 
     @property
     def score(self) -> float:
-        """The mean log-probability of a ranked answer's tokens."""
+        """The mean log-probability of a ranked choice's tokens."""
         return self._sum_logprobs / max(1, self.num_tokens)
 
     @property
-    def num_shown(self) -> int:
-        """Tokens that the caller has asked for; a mute answer's token is none."""
-        return 0 if self._ear.is_mute else self.num_tokens
+    def num_completion_tokens(self) -> int:
+        """Tokens counted in the usage; the one token of a prompt-only choice is not."""
+        return 0 if self._options.is_prompt_only else self.num_tokens
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_tokens(self) -> int:
         """Tokens of its prompt that were found in the prefix cache."""
         return self._tokens.request.num_cached
 
     def close(self, reason: Abort) -> None:
-        """End it early."""
+        """End the engine request early."""
         self._tokens.close(reason)

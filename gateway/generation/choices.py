@@ -1,6 +1,6 @@
-"""Choir: the voices that answer an order. Streams and whole replies listen in the same way.
+"""ChoiceGroup: the engine requests of one plan. Streams and whole responses both run on it.
 
-Order ──gather──▶ leases ──▶ Voice × choices ──▶ pieces, usage
+GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × choices ──▶ deltas, usage
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
 from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
 from gateway.generation.plan import GenerationPlan, request_specs
-from gateway.generation.text import ShowingDecoder
+from gateway.generation.text import SpecialTokenDecoder
 from gateway.schema.rendering import Usage
 
 if TYPE_CHECKING:
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 T = TypeVar("T")
-DEADLINE_FIELDS = (
-    "ttft_deadline",
-    "deadline",
-)  # of an `RequestSpec`; on the wire in ms, and so named
+DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
 
 class ChoiceGroup:
-    """The voices of one response. Leave its `with` and every lease is given back."""
+    """The choices of one response. Leaving its `with` block closes all of its engine streams."""
 
-    def __init__(self, order: GenerationPlan, service: "Service") -> None:
-        self.voices: list[ChoiceStream] = []
-        self._order = order
+    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
+        self.choices: list[ChoiceStream] = []
+        self._plan = plan
         self._service = service
-        self._leases = ExitStack()
+        self._streams = ExitStack()
         self._num_prompt_tokens = 0
 
     def __enter__(self) -> "ChoiceGroup":
@@ -42,92 +39,93 @@ class ChoiceGroup:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, EngineError):
-            self.close(Abort.EXPLICIT)  # one choice failed or was refused: so are the others
-        self._leases.close()
+            self.close(Abort.EXPLICIT)  # one choice failed or was rejected: end the others
+        self._streams.close()
 
-    async def gather(self) -> None:
-        """Read the prompts and take all leases, or none: raises what the engine refuses with."""
-        order, service = self._order, self._service
-        if order.held is not None:
-            await service.grammars.check_grammar(*order.held)
-        reading = await order.read()
-        self._num_prompt_tokens = sum(len(prompt) for prompt in reading.prompts)
-        all_asks = [
-            ask for prompt in reading.prompts for ask in request_specs(order, prompt, service)
+    async def start(self) -> None:
+        """Tokenize the prompts and add all requests to the engine, or none.
+
+        Raises `InvalidRequest` and what `Engine.stream` raises, such as `Overloaded`.
+        """
+        plan, service = self._plan, self._service
+        if plan.constraint is not None:
+            await service.grammars.check_grammar(*plan.constraint)
+        tokenized = await plan.tokenize()
+        self._num_prompt_tokens = sum(len(prompt) for prompt in tokenized.prompts)
+        specs = [
+            spec for prompt in tokenized.prompts for spec in request_specs(plan, prompt, service)
         ]
-        self._check_together(all_asks)
-        for index, ask in enumerate(all_asks):
-            self.voices.append(self._voice(index, self._lease(ask), reading))
+        self._check_group(specs)
+        for index, spec in enumerate(specs):
+            stream = self._open_stream(spec)
+            self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
 
-    def _check_together(self, all_asks: Sequence[RequestSpec]) -> None:
-        """Refuse for good what no empty queue could take, and not as if it were full."""
+    def _check_group(self, specs: Sequence[RequestSpec]) -> None:
+        """Reject with a 400 what even an empty queue could not take, instead of a 503."""
         try:
-            self._service.engine.check_group([len(ask.prompt) for ask in all_asks])
+            self._service.engine.check_group([len(spec.prompt) for spec in specs])
         except InvalidRequest as error:
-            order = self._order
-            param = "n" if order.num_choices > 1 else order.param
-            param = "best_of" if order.best_of else param
-            raise InvalidRequest(f"'{param}' is too much: {error}", param) from error
+            plan = self._plan
+            param = "n" if plan.num_choices > 1 else plan.prompt_field
+            param = "best_of" if plan.best_of else param
+            raise InvalidRequest(f"'{param}' is too large: {error}", param) from error
 
-    def _voice(
-        self, index: int, tokens: "TokenStream", reading: "TokenizedPrompts"
-    ) -> ChoiceStream:
-        order, tokenizer = self._order, self._service.model.tokenizer
-        decoder = tokenizer.decoder()
-        shown = reading.shown
-        if order.told.special_tokens:
-            shown = {i: text.encode() for text, i in tokenizer.special_tokens.items()}
-        ear = ChoiceOptions(
-            decoder=ShowingDecoder(decoder, shown) if shown else decoder,
-            stops=order.stops,
-            parser=None if reading.parser is None else reading.parser(),
-            told=order.told,
-            own_ends=order.own_ends,
-            is_ranked=order.num_candidates > order.num_choices,
-            is_mute=order.is_mute,
-        )
-        return ChoiceStream(index, tokens, ear)
-
-    def _lease(self, ask: RequestSpec) -> "TokenStream":
-        """Join the queue; a refusal names the field as the caller spelled it."""
+    def _open_stream(self, spec: RequestSpec) -> "TokenStream":
+        """Add a request to the engine; errors name the field as the request body spells it."""
         try:
-            return self._leases.enter_context(self._service.engine.stream(ask))
+            return self._streams.enter_context(self._service.engine.stream(spec))
         except InvalidRequest as error:
             if error.param not in DEADLINE_FIELDS:
                 raise
             param = f"{error.param}_ms"
             raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
 
-    async def each(self, listen: Callable[[ChoiceStream], Awaitable[T]]) -> list[T]:
-        """What `listen` makes of every voice, all at the same time, in their order.
+    def _options(self, tokenized: "TokenizedPrompts") -> ChoiceOptions:
+        plan, tokenizer = self._plan, self._service.model.tokenizer
+        decoder = tokenizer.decoder()
+        visible_tokens = tokenized.visible_tokens
+        if plan.report.special_tokens:
+            visible_tokens = {i: text.encode() for text, i in tokenizer.special_tokens.items()}
+        return ChoiceOptions(
+            decoder=SpecialTokenDecoder(decoder, visible_tokens) if visible_tokens else decoder,
+            stop_strings=plan.stop_strings,
+            parser=None if tokenized.new_parser is None else tokenized.new_parser(),
+            report=plan.report,
+            caller_end_ids=plan.caller_end_ids,
+            is_ranked=plan.is_ranked,
+            is_prompt_only=plan.is_prompt_only,
+        )
 
-        The first error ends the others and comes out as it is.
+    async def run_each(self, run: Callable[[ChoiceStream], Awaitable[T]]) -> list[T]:
+        """The results of `run` for all choices, which run concurrently, in the choices' order.
+
+        The first error cancels the others and is raised as it is.
         """
-        if len(self.voices) == 1:
-            return [await listen(self.voices[0])]
+        if len(self.choices) == 1:
+            return [await run(self.choices[0])]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_run(listen, voice)) for voice in self.voices]
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(_await(run, choice)) for choice in self.choices]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
-        return [task.result() for task in tasks]
+        return [task.result() for task in running]
 
     def close(self, reason: Abort) -> None:
-        """End whatever still runs."""
-        for voice in self.voices:
-            voice.close(reason)
+        """End the requests that still run."""
+        for choice in self.choices:
+            choice.close(reason)
 
     @property
     def usage(self) -> Usage:
-        """Each prompt once, as its first choice found it, and the output of all choices so far."""
-        first_choices = self.voices[:: self._order.num_candidates]
+        """Each prompt once (with its first choice's cache hits), and all choices' output so far."""
+        first_choices = self.choices[:: self._plan.num_candidates]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=sum(voice.num_shown for voice in self.voices),
-            cached_tokens=sum(voice.num_cached for voice in first_choices),
-            reasoning_tokens=sum(voice.num_reasoning for voice in self.voices),
+            completion_tokens=sum(choice.num_completion_tokens for choice in self.choices),
+            cached_tokens=sum(choice.num_cached_tokens for choice in first_choices),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
         )
 
 
-async def _run(listen: Callable[[ChoiceStream], Awaitable[T]], voice: ChoiceStream) -> T:
-    return await listen(voice)
+async def _await(run: Callable[[ChoiceStream], Awaitable[T]], choice: ChoiceStream) -> T:
+    return await run(choice)

@@ -1,12 +1,11 @@
-"""A conversation to the prompt that the model's chat template writes, and to who reads its answer.
+"""Chat messages to the prompt that the model's chat template renders, and to its output parser.
 
-Short conversations are read at once, long ones in a thread off the loop (see
+Short conversations are rendered and tokenized on the event loop, long ones in a thread (see
 `gateway.generation.prompt`).
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,21 +17,15 @@ from gateway.ports import ToolChoice
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, StreamParser, Tokenizer
+    from gateway.schema.openai.chat import ChatRequest
+    from gateway.schema.openai.tools import ToolPlan
 
-Seen = Mapping[str, Any]  # a message as templates see it
-Bits = Callable[[int], int]
-
-
-class ChatMessage(Protocol):
-    """A message that was checked; `gateway.schema.openai.chat` has it."""
-
-    def as_mapping(self) -> dict[str, Any]:
-        """As chat templates see it: role, content as one text, and what else is there."""
-        ...
+TemplateMessage = Mapping[str, Any]  # a message as chat templates see it
+RandomBits = Callable[[int], int]
 
 
 class ChatCapableModel(Protocol):
-    """How a model reads and writes."""
+    """The text adapters of a model."""
 
     @property
     def tokenizer(self) -> "Tokenizer": ...
@@ -44,25 +37,6 @@ class ChatCapableModel(Protocol):
     def dialect(self) -> "Dialect | None": ...
 
 
-@dataclass(frozen=True, slots=True)
-class ChatInput:
-    """What a prompt is made of.
-
-    `tools` are shown to the template, `wanted` says whose calls are looked for. `is_direct`: no
-    reasoning comes before the answer.
-    `variables` are more of what the template may read; `own_template` replaces it.
-    """
-
-    messages: Sequence[ChatMessage]
-    tools: Sequence[Mapping[str, Any]] = ()
-    wanted: ToolChoice = ToolChoice()  # noqa: RUF009 # frozen
-    is_direct: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    own_template: str | None = None
-    is_answer_due: bool = True  # the prompt ends where an answer begins
-    is_continued: bool = False  # the prompt ends in the middle of the last message
-
-
 class RenderedPrompt(NamedTuple):
     """A prompt as text and ids."""
 
@@ -70,87 +44,113 @@ class RenderedPrompt(NamedTuple):
     ids: Prompt
 
 
-async def chat_prompt(
-    model: ChatCapableModel, conversation: ChatInput, bits: Bits
+async def tokenize_chat(
+    model: ChatCapableModel,
+    request: "ChatRequest",
+    tools: "ToolPlan",
+    random_bits: RandomBits,
+    *,
+    skips_reasoning: bool = False,
 ) -> TokenizedPrompts:
-    """The one prompt of a conversation; `bits` makes random bits, for the ids of tool calls.
+    """The one prompt of a chat request, and the parser of its outputs.
 
-    Raises `InvalidRequest`: no template, the template's own complaint, or arguments of a tool
-    call that are no JSON.
+    `tools` is the request's tool plan; `random_bits(n)` makes the ids of tool calls. With
+    `skips_reasoning` the prompt closes the reasoning, since a grammar holds from its end on.
+    Raises `InvalidRequest` if the model has no template, the template rejects the messages, or
+    the text is not valid Unicode.
     """
-    written = await write_prompt(model, conversation)
-    dialect = model.dialect
-    if dialect is None or dialect.parser(written.text, conversation.wanted, bits) is None:
-        return TokenizedPrompts([written.ids])
-    known = model.tokenizer.special_tokens
+    rendered = await _rendered(model, request, tools, skips_reasoning=skips_reasoning)
+    dialect, choice = model.dialect, ToolChoice(tools.names, tools.max_calls)
+    if dialect is None or dialect.parser(rendered.text, choice, random_bits) is None:
+        return TokenizedPrompts([rendered.ids])
+    special_tokens = model.tokenizer.special_tokens
+    marks = [mark for mark in dialect.special_tokens if mark in special_tokens]
     return TokenizedPrompts(
-        [written.ids],
-        partial(_parser, dialect, written.text, conversation.wanted, bits),
-        {known[mark]: mark.encode() for mark in dialect.special_tokens if mark in known},
+        [rendered.ids],
+        partial(_parser, dialect, rendered.text, choice, random_bits),
+        {special_tokens[mark]: mark.encode() for mark in marks},
     )
 
 
-async def write_prompt(model: ChatCapableModel, conversation: ChatInput) -> RenderedPrompt:
-    """The prompt alone. Raises as `chat_prompt` does."""
+async def render_prompt(model: ChatCapableModel, request: "ChatRequest") -> RenderedPrompt:
+    """The prompt of a chat request for which nothing is generated. Raises as `tokenize_chat`."""
+    tools = request.tool_plan()
+    skips_reasoning = tools.must_call or request.constraint() is not None
+    return await _rendered(model, request, tools, skips_reasoning=skips_reasoning)
+
+
+async def _rendered(
+    model: ChatCapableModel, request: "ChatRequest", tools: "ToolPlan", *, skips_reasoning: bool
+) -> RenderedPrompt:
     if model.template is None:
         raise InvalidRequest(
             "This model has no chat template. Use /v1/completions with a prompt instead.",
             "messages",
         )
-    write = partial(_write, model, model.template, conversation)
-    messages = conversation.messages
-    if fits_on_loop([], len(messages)) and conversation.own_template is None:
-        seen = [message.as_mapping() for message in messages]
-        texts = [orjson.dumps(tool) for tool in conversation.tools]
-        if fits_on_loop([*texts, *(message["content"] for message in seen)], len(seen)):
-            return write(seen)
-    return await asyncio.to_thread(lambda: write(message.as_mapping() for message in messages))
-
-
-def _write(
-    model: ChatCapableModel,
-    template: "ChatTemplate",
-    conversation: ChatInput,
-    messages: Iterable[Seen],
-) -> RenderedPrompt:
-    seen = _with_objects(messages)
-    if conversation.own_template is not None:
-        template = template.variant(conversation.own_template)
-    tools = {"tools": list(conversation.tools)} if conversation.tools else {}
-    text = template.render(
-        seen,
-        add_generation_prompt=conversation.is_answer_due,
-        **{**conversation.variables, **tools},
+    functions = [function.as_tool() for function in tools.offered]
+    render = partial(
+        _render, model, request=request, functions=functions, skips_reasoning=skips_reasoning
     )
-    if conversation.is_continued:
-        text = _cut_after(text, seen[-1]["content"])
-    if conversation.is_direct and model.dialect is not None:
+    if fits_on_loop([], len(request.messages)) and request.chat_template is None:
+        messages = [message.as_mapping() for message in request.messages]
+        texts = [orjson.dumps(function) for function in functions]
+        texts += [message["content"] for message in messages]
+        if fits_on_loop(texts, len(messages)):
+            return render(messages)
+    return await asyncio.to_thread(
+        lambda: render(message.as_mapping() for message in request.messages)
+    )
+
+
+def _render(
+    model: ChatCapableModel,
+    messages: Iterable[TemplateMessage],
+    *,
+    request: "ChatRequest",
+    functions: Sequence[Mapping[str, Any]],
+    skips_reasoning: bool,
+) -> RenderedPrompt:
+    template = model.template
+    assert template is not None, "checked by _rendered"
+    if request.chat_template is not None:
+        template = template.variant(request.chat_template)
+    messages = _with_parsed_arguments(messages)
+    variables = {**request.template_variables, **({"tools": functions} if functions else {})}
+    text = template.render(
+        messages, add_generation_prompt=request.adds_generation_prompt, **variables
+    )
+    if request.continue_final_message:
+        text = _cut_after(text, messages[-1]["content"])
+    if skips_reasoning and model.dialect is not None:
         text += model.dialect.without_reasoning(text)
     return RenderedPrompt(
         text, token_ids(model.tokenizer, text, "messages", add_special_tokens=False)
     )
 
 
-def _parser(dialect: "Dialect", prompt: str, wanted: ToolChoice, bits: Bits) -> "StreamParser":
-    parser = dialect.parser(prompt, wanted, bits)
-    assert parser is not None, "asked for where there is one"
+def _parser(
+    dialect: "Dialect", prompt: str, choice: ToolChoice, random_bits: RandomBits
+) -> "StreamParser":
+    parser = dialect.parser(prompt, choice, random_bits)
+    assert parser is not None, "tokenize_chat has checked that there is one"
     return parser
 
 
 def _cut_after(text: str, content: str) -> str:
-    """The prompt up to the end of its last message, whose content the template may have trimmed."""
-    for shown in (content, content.rstrip(), content.strip()):
-        if shown and (at := text.rfind(shown)) >= 0:
-            return text[: at + len(shown)]
+    """The prompt up to the end of its last message; the template may have stripped its content."""
+    for rendered in (content, content.rstrip(), content.strip()):
+        if rendered and (start := text.rfind(rendered)) >= 0:
+            return text[: start + len(rendered)]
     raise InvalidRequest(
-        "'continue_final_message' is not possible: the chat template does not show the last "
-        "message as it is.",
+        "'continue_final_message' is not possible: the chat template does not render the content "
+        "of the last message unchanged.",
         "continue_final_message",
     )
 
 
-def _with_objects(messages: Iterable[Seen]) -> list[Seen]:
-    """Arguments of calls become objects: the wire has JSON in a string, templates write JSON."""
+def _with_parsed_arguments(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+    """Arguments of tool calls become objects: requests have JSON in a string, templates dump
+    objects."""
     return [
         {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{i}].tool_calls")}
         if message.get("tool_calls")
@@ -159,14 +159,14 @@ def _with_objects(messages: Iterable[Seen]) -> list[Seen]:
     ]
 
 
-def _calls(calls: Sequence[Seen], path: str) -> list[Seen]:
+def _calls(calls: Sequence[TemplateMessage], path: str) -> list[TemplateMessage]:
     return [
         {**call, "function": _function(call["function"], f"{path}[{i}].function.arguments")}
         for i, call in enumerate(calls)
     ]
 
 
-def _function(function: Seen, param: str) -> Seen:
+def _function(function: TemplateMessage, param: str) -> TemplateMessage:
     try:
         return {**function, "arguments": orjson.loads(function["arguments"] or "{}")}
     except orjson.JSONDecodeError as error:

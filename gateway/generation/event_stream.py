@@ -1,17 +1,23 @@
-"""EventStream: the response of `stream: true`. It owns the leases of its choices.
+"""EventStream: the ASGI response of a plan with `stream: true`.
 
-sse-starlette runs the response as tasks of one group: this stream, the pings, the watch for the
-client's departure. Ours differ in what a token costs: one wake, one rendering, one write. The
-status line is held until the first event or `Pace.hold`, so that refusals are real statuses;
-after it an error is one event and the end. While a write is stuck, tokens gather in the
-`TokenStream` as integers, and the next event carries all of them.
+Three tasks run in one group: the events, the pings, and the wait for the client's disconnect; the
+first that ends cancels the others. A token costs one wake-up, one rendering and one write.
+
+The status line is held back until the first event or for `Pace.hold`, so that a rejected request
+gets its real status; after it an error is one event and the end of the stream. While a write is
+blocked, tokens gather in the `TokenStream` as integers, and the next event carries all of them.
+
+At shutdown nothing here ends a stream: the engine does, with an error, when its drain time is
+over. (`EventSourceResponse` of sse-starlette holds no status line, pings also while events flow,
+and ends streams at the first signal, so only its event format is used; see `schema.rendering`.)
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
-from sse_starlette import EventSourceResponse
 
 from engine.errors import EngineError
 from engine.request import Abort
@@ -25,136 +31,146 @@ if TYPE_CHECKING:
     from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events
+)
 
-class EventStream(EventSourceResponse):
-    """Streams an order's choices as they are sampled, interleaved."""
 
-    def __init__(self, order: "GenerationPlan", service: "Service") -> None:
-        super().__init__(iter(()), ping=service.pace.ping)
-        self._order = order
+class EventStream:
+    """Streams a plan's choices as they are sampled, interleaved."""
+
+    def __init__(self, plan: "GenerationPlan", service: "Service") -> None:
+        self._plan = plan
         self._service = service
-        self._choir = ChoiceGroup(order, service)
+        self._group = ChoiceGroup(plan, service)
         self._starting = asyncio.Lock()
-        self._write: Send  # the server's own, from `__call__` on
-        self._has_started = False
-        self._num_begun = 0  # sends
-        self._num_done = 0
+        self._send: Send  # through the middleware, and
+        self._write: Send  # directly to the server: both are set by `__call__`
+        self._has_started = self._has_ended = False
+        self._num_writes_begun = self._num_writes_done = 0
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answer, and be done when the answer is, or when the client has left."""
-        self._write = scope["podway.send"]
-        await super().__call__(scope, receive, send)
-
-    async def _stream_response(self, send: "Send") -> None:
+        """Return when the stream has ended or the client has disconnected."""
+        self._send, self._write = send, scope["podway.send"]
         try:
-            with self._choir as choir:
-                await choir.gather()
-                rest = await choir.each(lambda voice: self._speak(voice, send))
-                rest.append(self._order.frames.closing(choir))
-            if self._order.seal is not None:
-                await self._order.seal()
-            await self._end(b"".join(rest), send)
-        except EngineError as error:
-            await self._fail(error, send)
+            async with anyio.create_task_group() as tasks:
 
-    async def _speak(self, voice: "ChoiceStream", send: "Send") -> bytes:
-        """Send a choice's events. What a lone choice says last is returned, to go out with the
-        end of the stream in one write."""
-        frames, index, watch, choir = (
-            self._order.frames,
-            voice.index,
-            self._service.watch,
-            self._choir,
-        )
+                async def run(task: Callable[[], Awaitable[None]]) -> None:
+                    await task()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(run, self._stream)
+                tasks.start_soon(run, self._keep_alive)
+                tasks.start_soon(run, partial(self._wait_for_disconnect, receive))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    async def _stream(self) -> None:
+        plan = self._plan
+        try:
+            with self._group as group:
+                await group.start()
+                last_events = await group.run_each(self._stream_choice)
+                last_events.append(plan.renderer.closing(group))
+            if plan.on_complete is not None:
+                await plan.on_complete()
+            await self._end(b"".join(last_events))
+        except EngineError as error:
+            await self._fail(error)
+
+    async def _stream_choice(self, choice: "ChoiceStream") -> bytes:
+        """Send a choice's events. A single choice's last events are returned instead, so that
+        they and the end of the stream are one write."""
+        renderer, index, group = self._plan.renderer, choice.index, self._group
+        watch = self._service.watch
         while True:
-            said = await voice.next()
-            events = frames.delta(index, said, choir) if said else b""
-            if voice.end is not None:
+            delta = await choice.next()
+            events = renderer.delta(index, delta, group) if delta else b""
+            if choice.end is not None:
                 break
             if events:
-                await self._send(events, send)
+                await self._send_events(events)
                 if watch.gap:
-                    await asyncio.sleep(watch.gap)  # tokens gather meanwhile
-        events += frames.ending(index, voice.end, choir)
-        if len(choir.voices) == 1:
+                    await asyncio.sleep(watch.gap)  # the loop is late: let tokens gather
+        events += renderer.ending(index, choice.end, group)
+        if len(group.choices) == 1:
             return events
-        await self._send(events, send)
+        await self._send_events(events)
         return b""
 
-    async def _send(self, events: bytes, send: "Send") -> None:
+    async def _send_events(self, events: bytes) -> None:
         if not self._has_started:
-            await self._start(send)
-        self._num_begun += 1
+            await self._start()
+        self._num_writes_begun += 1
         await self._write({"type": "http.response.body", "body": events, "more_body": True})
-        self._num_done += 1
+        self._num_writes_done += 1
 
-    async def _start(self, send: "Send") -> None:
-        """The status line, once; whoever comes second waits until it is out."""
+    async def _start(self) -> None:
+        """Send the status line once; a second task waits here until it has been sent."""
         async with self._starting:
             if self._has_started:
                 return
-            headers = self._order.caller.headers(self._service.clock())
-            named = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await send(
+            headers = self._plan.caller.headers(self._service.clock())
+            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send(
                 {
                     "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": [*self.raw_headers, *named],
+                    "status": 200,
+                    "headers": [*_HEADERS, *encoded],
                 }
             )
             self._has_started = True
 
-    async def _end(self, events: bytes, send: "Send") -> None:
+    async def _end(self, events: bytes) -> None:
         if not self._has_started:
-            await self._start(send)
-        self.active = False
-        await send({"type": "http.response.body", "body": events, "more_body": False})
+            await self._start()
+        self._has_ended = True
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def _fail(self, error: EngineError, send: "Send") -> None:
-        """A real status if nothing is out yet, else one event and the end."""
+    async def _fail(self, error: EngineError) -> None:
+        """Answer with the error's status if nothing was sent yet, else with one last event."""
         async with self._starting:
-            is_silent, self._has_started = not self._has_started, True
-        if not is_silent:
-            await self._end(self._order.frames.failure(error), send)
+            is_first, self._has_started = not self._has_started, True
+        if not is_first:
+            await self._end(self._plan.renderer.failure(error))
             return
-        self.active = False
-        response = error_response(error, self._order.caller, self._service.clock)
-        await send(
+        self._has_ended = True
+        response = error_response(error, self._plan.caller, self._service.clock)
+        await self._send(
             {
                 "type": "http.response.start",
                 "status": response.status_code,
                 "headers": response.raw_headers,
             }
         )
-        await send({"type": "http.response.body", "body": response.body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _ping(self, send: "Send") -> None:
-        """Release the status line in time; then keep the line warm while nothing is said.
+    async def _keep_alive(self) -> None:
+        """Send the status line after `Pace.hold`, then a ping per `Pace.ping` without an event.
 
-        Returning ends the response: that is what happens to a client that stopped reading.
+        Returns, which ends the response, once a write has been blocked for `Pace.stall`.
         """
         pace = self._service.pace
         await anyio.sleep(pace.hold)
-        await self._start(send)
-        stuck_for = 0.0
-        while self.active and stuck_for < pace.stall:
-            num_done = self._num_done
+        await self._start()
+        blocked_seconds = 0.0
+        while not self._has_ended and blocked_seconds < pace.stall:
+            num_done = self._num_writes_done
             await anyio.sleep(pace.ping)
-            if self._num_done != num_done:
-                stuck_for = 0.0
-            elif self._num_begun != num_done:
-                stuck_for += pace.ping
-            elif self.active:
-                await self._send(self._order.frames.ping, send)
-        self._choir.close(Abort.SLOW_CLIENT)
+            if self._num_writes_done != num_done:
+                blocked_seconds = 0.0
+            elif self._num_writes_begun != num_done:
+                blocked_seconds += pace.ping
+            elif not self._has_ended:
+                await self._send_events(self._plan.renderer.ping)
+        self._group.close(Abort.SLOW_CLIENT)
 
-    async def _listen_for_disconnect(self, receive: "Receive") -> None:
-        """Wait for the client to leave and end its requests in the same breath."""
+    async def _wait_for_disconnect(self, receive: "Receive") -> None:
+        """End the requests in the moment in which the client's disconnect is received."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.active = False
-        self._choir.close(Abort.CLIENT_GONE)
-
-    async def _listen_for_exit_signal_with_grace(self) -> None:
-        """Nothing to listen for: at shutdown the engine ends what is left, with an error."""
-        await anyio.sleep_forever()
+        self._has_ended = True
+        self._group.close(Abort.CLIENT_GONE)

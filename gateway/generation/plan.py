@@ -1,6 +1,6 @@
-"""What an HTTP request wants, for every endpoint: a `GenerationPlan` and its request specs.
+"""GenerationPlan: a decoded, checked HTTP request for text, before it enters the engine.
 
-Order ──read──▶ prompts ──asks──▶ Ask × choices
+body ──decode──▶ wire shape ──build_plan──▶ GenerationPlan ──request_specs──▶ Request × choices
 """
 
 import hashlib
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from engine.step import SamplingParams
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt, TokenizedPrompts
+    from gateway.schema.fields.generation import GenerationRequest
     from gateway.service import Service
 
 
 class LengthLimits(NamedTuple):
-    """How long an answer may be; `max_tokens` None: what the context leaves."""
+    """Output length in tokens; `max_tokens` None means up to the end of the context."""
 
     max_tokens: int | None
     min_tokens: int = 0
@@ -30,88 +31,140 @@ class LengthLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """An HTTP request for text, understood and not yet begun.
+    """What to generate for one HTTP request, and how to render it.
 
-    `read` may wait (long prompts leave the loop). `sampling` is that of the first choice of
-    a prompt; `param` is the field that holds the prompt, for complaints about its length.
+    `tokenize` yields the prompts; it awaits a thread if they are long. `sampling` has the seed of
+    the first choice. `prompt_field` is the request field that holds the prompt; errors about the
+    prompt's length name it.
     """
 
     caller: "Caller"
-    read: Callable[[], Awaitable["TokenizedPrompts"]]
+    tokenize: Callable[[], Awaitable["TokenizedPrompts"]]
+    renderer: ResponseRenderer
     sampling: "SamplingParams"
     limits: LengthLimits
-    end_ids: frozenset[int]
-    stops: tuple[str, ...]
-    wishes: SchedulingParams
+    stop_strings: tuple[str, ...]
+    caller_end_ids: frozenset[int]  # the request's `stop_token_ids`
+    scheduling: SchedulingParams
+    report: ReportOptions
     num_choices: int
-    param: str
-    frames: ResponseRenderer
-    own_ends: frozenset[int] = frozenset()  # of the `end_ids`, those that the caller named
-    told: ReportOptions = ReportOptions()  # noqa: RUF009 # frozen
-    held: OutputConstraint | None = None
-    avoided_ids: frozenset[int] = frozenset()  # of the `end_ids`, those that `held` must force
-    seal: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes go out
-    best_of: int | None = None  # so many are made for each prompt, and the likeliest told
+    best_of: int | None = None  # candidates per prompt; the most likely `num_choices` are returned
+    ignores_eos: bool = False
+    is_stream: bool = False
+    prompt_field: str = "messages"
+    constraint: OutputConstraint | None = None
+    on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
 
     @property
     def num_candidates(self) -> int:
-        """Answers that are made for each prompt."""
+        """Outputs generated per prompt."""
         return self.best_of or self.num_choices
 
     @property
-    def is_mute(self) -> bool:
-        """Whether only the prompt is told; one token is made, since the engine makes no fewer."""
+    def is_ranked(self) -> bool:
+        """Whether more outputs are generated than returned."""
+        return self.num_candidates > self.num_choices
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether only the prompt is reported (`max_tokens` 0 with `echo`).
+
+        One token is generated all the same, because the engine has no requests of zero tokens.
+        """
         return self.limits.max_tokens == 0
 
 
-def request_specs(order: GenerationPlan, prompt: "Prompt", service: "Service") -> list[RequestSpec]:
-    """One ask per choice; choice `i` has a seed of its own that follows from the first's."""
-    if not prompt:
-        raise InvalidRequest(f"'{order.param}' has no tokens.", order.param)
-    if max(prompt) >= service.model.vocabulary.size:
-        message = f"'{order.param}' has tokens that the model does not know."
-        raise InvalidRequest(message, order.param)
-    max_tokens = max(1, _max_tokens(order, len(prompt), service))
-    told = order.told
-    is_ranked = order.num_candidates > order.num_choices
-    echoed = told.logprobs if told.echo else None
-    wishes = _scheduling(order)
+def build_plan(
+    request: "GenerationRequest",
+    tokenize: Callable[[], Awaitable["TokenizedPrompts"]],
+    renderer: ResponseRenderer,
+    caller: "Caller",
+    service: "Service",
+) -> GenerationPlan:
+    """The plan for the fields that every endpoint shares.
+
+    Raises `InvalidRequest` for a value that this model's vocabulary does not allow.
+    """
+    vocabulary = service.model.vocabulary
+    return GenerationPlan(
+        caller=caller,
+        tokenize=tokenize,
+        renderer=renderer,
+        sampling=request.sampling(vocabulary, service.seed()),
+        limits=LengthLimits(request.max_output, request.min_tokens or 0),
+        stop_strings=request.stops,
+        caller_end_ids=request.caller_end_ids(vocabulary),
+        scheduling=request.scheduling_params,
+        report=request.report_options,
+        num_choices=request.num_choices,
+        best_of=request.num_candidates,
+        ignores_eos=bool(request.ignore_eos),
+        is_stream=bool(request.stream),
+    )
+
+
+def request_specs(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> list[RequestSpec]:
+    """One engine request per candidate. Each has its own seed, derived from the plan's.
+
+    Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
+    """
+    _check_prompt(plan, prompt, service)
+    max_tokens = max(1, _max_tokens(plan, len(prompt), service))
+    report, constraint = plan.report, plan.constraint
+    eos_ids = service.model.vocabulary.eos_token_ids
+    # A grammar ends in an end token: with `ignore_eos` it must stay possible, but never preferred.
+    avoided_ids = eos_ids - plan.caller_end_ids if plan.ignores_eos and constraint else frozenset()
+    end_ids = plan.caller_end_ids | (avoided_ids if plan.ignores_eos else eos_ids)
+    echo_logprobs = report.logprobs if report.echo else None
+    spec = RequestSpec(
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=plan.sampling,
+        end_ids=end_ids,
+        min_tokens=plan.limits.min_tokens,
+        logprobs=0 if plan.is_ranked and report.logprobs is None else report.logprobs,
+        prompt_logprobs=echo_logprobs if report.prompt_logprobs is None else report.prompt_logprobs,
+        grammar=None if constraint is None else constraint.grammar,
+        avoided_ids=avoided_ids,
+        label=plan.caller.request_id,
+        tenant=plan.caller.tenant,
+        weight=plan.caller.weight,
+        **_scheduling(plan)._asdict(),
+    )
+    seed = plan.sampling.seed
     return [
-        RequestSpec(
-            prompt=tuple(prompt),
-            max_tokens=max_tokens,
-            sampling=replace(order.sampling, seed=derived_seed(order.sampling.seed, choice)),
-            end_ids=order.end_ids,
-            min_tokens=order.limits.min_tokens,
-            logprobs=0 if is_ranked and told.logprobs is None else told.logprobs,
-            prompt_logprobs=echoed if told.prompt_logprobs is None else told.prompt_logprobs,
-            grammar=None if order.held is None else order.held.grammar,
-            avoided_ids=order.avoided_ids,
-            label=order.caller.request_id,
-            tenant=order.caller.tenant,
-            weight=order.caller.weight,
-            **wishes._asdict(),
-        )
-        for choice in range(order.num_candidates)
+        replace(spec, sampling=replace(plan.sampling, seed=derived_seed(seed, choice)))
+        for choice in range(plan.num_candidates)
     ]
 
 
-def _scheduling(order: GenerationPlan) -> SchedulingParams:
-    """A key may have a bound on how urgent its requests are; lower goes first."""
-    most, asked = order.caller.urgent, order.wishes.priority
-    if most is None or asked >= most:
-        return order.wishes
-    if asked:
+def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> None:
+    if not prompt:
+        raise InvalidRequest(f"'{plan.prompt_field}' has no tokens.", plan.prompt_field)
+    size = service.model.vocabulary.size
+    if max(prompt) >= size:
         raise InvalidRequest(
-            f"Invalid 'priority': this API key may ask for {most} and above, but the request "
-            f"(by its 'priority' or 'service_tier') asks for {asked}.",
+            f"'{plan.prompt_field}' has a token id that is not below the vocabulary size, {size}.",
+            plan.prompt_field,
+        )
+
+
+def _scheduling(plan: GenerationPlan) -> SchedulingParams:
+    """The scheduling parameters, within the priorities that the API key allows (lower is first)."""
+    most_urgent, priority = plan.caller.urgent, plan.scheduling.priority
+    if most_urgent is None or priority >= most_urgent:
+        return plan.scheduling
+    if priority:
+        raise InvalidRequest(
+            f"Invalid 'priority': this API key allows priorities of {most_urgent} and above, but "
+            f"'priority' or 'service_tier' requests {priority}.",
             "priority",
         )
-    return order.wishes._replace(priority=most)
+    return plan.scheduling._replace(priority=most_urgent)
 
 
-def _max_tokens(order: GenerationPlan, prompt_len: int, service: "Service") -> int:
-    limits = order.limits
+def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> int:
+    limits = plan.limits
     try:
         if limits.max_tokens is None:
             max_tokens = service.room_for_output(prompt_len)
@@ -119,18 +172,18 @@ def _max_tokens(order: GenerationPlan, prompt_len: int, service: "Service") -> i
             max_tokens = limits.max_tokens
             service.engine.check_fits(prompt_len, max_tokens)
     except ContextTooLong as error:
-        error.param = order.param
+        error.param = plan.prompt_field
         raise
     if limits.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"'min_tokens' ({limits.min_tokens}) is more than the answer may have ({max_tokens}).",
+            f"'min_tokens' ({limits.min_tokens}) is more than the output can have: {max_tokens}.",
             "min_tokens",
         )
     return max_tokens
 
 
 def derived_seed(seed: int, choice: int) -> int:
-    """The seed of a choice: the first has the request's own, the others' follow from it."""
+    """The seed of choice number `choice`: the request's own for 0, a hash of both after that."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Whole replies, errors among them. A reply watches for its client as a stream does."""
+"""Responses in one piece, errors included. Generation ends as soon as the client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JSON = "application/json"
-_MANY_TOKENS = 500  # told one by one; more are rendered off the loop
+_MANY_TOKENS = 500  # reported one by one; more of them are rendered in a thread
 
 
 def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 200) -> Response:
@@ -34,79 +34,81 @@ def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 2
 
 
 def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
-    """What the table of `gateway.errors` says about an error."""
+    """The status, headers and body of an error, from the table in `gateway.errors`."""
     headers = caller.headers(clock()) | error_headers(error)
     body = caller.dialect.error_body(error, caller.request_id)
     return Response(body, verdict(error).status, headers, JSON)
 
 
 class Reply:
-    """An ASGI response: all choices to their end, then one body."""
+    """The ASGI response of a plan that is not streamed: all choices to their end, then one body."""
 
-    def __init__(self, order: "GenerationPlan", service: "Service") -> None:
-        self._order = order
+    def __init__(self, plan: "GenerationPlan", service: "Service") -> None:
+        self._plan = plan
         self._service = service
-        self._choir = ChoiceGroup(order, service)
+        self._group = ChoiceGroup(plan, service)
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answer; if the client leaves first, give everything back and say nothing."""
-        work = partial(compose, self._order, self._choir)
-        body = await unless_gone(receive, work, self._client_gone)
+        """Send the body; if the client disconnects first, end the requests and send nothing."""
+        work = partial(generate_body, self._plan, self._group)
+        body = await unless_disconnected(receive, work, self._on_disconnect)
         if body is not None:
-            response = json_response(body, self._order.caller, self._service.clock)
+            response = json_response(body, self._plan.caller, self._service.clock)
             await response(scope, receive, send)
 
-    def _client_gone(self) -> None:
-        self._choir.close(Abort.CLIENT_GONE)
+    def _on_disconnect(self) -> None:
+        self._group.close(Abort.CLIENT_GONE)
 
 
-async def compose(order: "GenerationPlan", choir: ChoiceGroup) -> bytes:
-    """The body of the order's whole answer. The choir is new, and closed in the end."""
-    with choir:
-        await choir.gather()
-        candidates = await choir.each(_to_the_end)
-        choices = _likeliest(order, choir, candidates)
+async def generate_body(plan: "GenerationPlan", group: ChoiceGroup) -> bytes:
+    """The response body of a plan. `group` is new, and is closed when this returns."""
+    with group:
+        await group.start()
+        candidates = await group.run_each(_finished_choice)
+        choices = _most_likely(plan, group, candidates)
         if sum(choice.num_reported for choice in choices) > _MANY_TOKENS:
-            body = await asyncio.to_thread(order.frames.whole, choices, choir)
+            body = await asyncio.to_thread(plan.renderer.whole, choices, group)
         else:
-            body = order.frames.whole(choices, choir)
-    if order.seal is not None:
-        await order.seal()
+            body = plan.renderer.whole(choices, group)
+    if plan.on_complete is not None:
+        await plan.on_complete()
     return body
 
 
-async def _to_the_end(voice: "ChoiceStream") -> FinishedChoice:
-    said: list[Piece | OutputToken | PromptReport] = []
-    while voice.end is None:
-        said += await voice.next()
-    return finished_choice(said, voice.end)
+async def _finished_choice(choice: "ChoiceStream") -> FinishedChoice:
+    parts: list[Piece | OutputToken | PromptReport] = []
+    while choice.end is None:
+        parts += await choice.next()
+    return finished_choice(parts, choice.end)
 
 
-def _likeliest(
-    order: "GenerationPlan", choir: ChoiceGroup, candidates: list[FinishedChoice]
+def _most_likely(
+    plan: "GenerationPlan", group: ChoiceGroup, candidates: list[FinishedChoice]
 ) -> list[FinishedChoice]:
-    """Of each prompt's candidates those with the best scores, the best first."""
-    size, num_told = order.num_candidates, order.num_choices
-    if size == num_told:
+    """Of each prompt's candidates the `num_choices` with the highest scores, highest first."""
+    if not plan.is_ranked:
         return candidates
-    told = []
+    size, best = plan.num_candidates, []
     for start in range(0, len(candidates), size):
-        places = sorted(range(start, start + size), key=lambda i: -choir.voices[i].score)
-        told += [candidates[i] for i in places[:num_told]]
-    return told
+        ranked = sorted(range(start, start + size), key=lambda i: -group.choices[i].score)
+        best += [candidates[i] for i in ranked[: plan.num_choices]]
+    return best
 
 
-async def unless_gone(
-    receive: "Receive", work: Callable[[], Awaitable[T]], on_gone: Callable[[], None]
+async def unless_disconnected(
+    receive: "Receive", work: Callable[[], Awaitable[T]], on_disconnect: Callable[[], None]
 ) -> T | None:
-    """The result of `work`, or None if the client hung up first: then `on_gone` was called
-    at once and the work was cancelled. Errors of the work come out as they are."""
+    """The result of `work`, or None if the client disconnected first.
+
+    In that case `on_disconnect` has been called at once and the work cancelled. Errors of the
+    work are raised as they are.
+    """
     scope = anyio.CancelScope()
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        on_gone()
+        on_disconnect()
         scope.cancel()
 
     watching = asyncio.create_task(watch())

@@ -1,4 +1,4 @@
-"""Tokens beside their text: each is told in the moment in which the last of its text is shown."""
+"""Output tokens with their text offsets: each is reported once all of its text is visible."""
 
 from collections import deque
 from typing import TYPE_CHECKING
@@ -11,42 +11,41 @@ if TYPE_CHECKING:
 
 
 class TokenText:
-    """Reads tokens into a text, one by one, and keeps those whose text is still held."""
+    """Feeds tokens to a `TextStream` one by one and keeps those whose text is still buffered."""
 
-    def __init__(self, text: "TextStream", num_before: int = 0) -> None:
-        """`num_before` characters of the choice were shown before this text."""
-        self.num_shown = num_before  # characters of the choice
+    def __init__(self, text: "TextStream") -> None:
+        self.num_visible = 0  # characters of the choice, an echoed prompt included
         self._text = text
-        self._waiting: deque[tuple[int, OutputToken]] = deque()  # with the characters it waits for
+        self._waiting: deque[tuple[int, OutputToken]] = deque()  # with the characters needed
 
     def feed(self, token_id: int, logprobs: "TokenLogprobs | None") -> str:
-        """The text that is certain now, as `TextStream.feed` gives it."""
-        offset = self.num_shown + self._text.num_held
-        shown = self._text.feed((token_id,))
-        self.num_shown += len(shown)
-        end = self.num_shown + self._text.num_held + self._text.is_inside
+        """The text that becomes visible, as `TextStream.feed` returns it."""
+        offset = self.num_visible + self._text.num_buffered
+        visible = self._text.feed((token_id,))
+        self.num_visible += len(visible)
+        end = self.num_visible + self._text.num_buffered + self._text.is_mid_character
         self._waiting.append((end, OutputToken(token_id, offset, logprobs)))
-        return shown
+        return visible
 
     def finish(self) -> str:
         """The rest of the text."""
-        shown = self._text.finish()
-        self.num_shown += len(shown)
-        return shown
+        visible = self._text.finish()
+        self.num_visible += len(visible)
+        return visible
 
-    def due(self) -> list[OutputToken]:
-        """Tokens whose text has been shown; call it after every token."""
+    def take_due(self) -> list[OutputToken]:
+        """The tokens whose text has become visible; call it after every token."""
         if self._text.is_stopped:
-            return self.rest()
-        told = []
-        while self._waiting and self._waiting[0][0] <= self.num_shown:
-            told.append(self._waiting.popleft()[1])
-        return told
+            return self.take_rest()
+        due = []
+        while self._waiting and self._waiting[0][0] <= self.num_visible:
+            due.append(self._waiting.popleft()[1])
+        return due
 
-    def rest(self) -> list[OutputToken]:
-        """Once the text is finished, or cut: the tokens of which something was shown."""
-        waiting = [drawn for _, drawn in self._waiting]
+    def take_rest(self) -> list[OutputToken]:
+        """After the text has finished or was cut: the remaining tokens with any visible text."""
+        waiting = [token for _, token in self._waiting]
         self._waiting.clear()
         if self._text.is_stopped:
-            return [drawn for drawn in waiting if drawn.offset < self.num_shown]
+            return [token for token in waiting if token.offset < self.num_visible]
         return waiting

@@ -1,4 +1,4 @@
-"""Tools and formats together: the one grammar that an answer is held to."""
+"""One grammar for tool calls and output formats together."""
 
 import json
 from typing import TYPE_CHECKING
@@ -14,48 +14,47 @@ if TYPE_CHECKING:
 
 
 def tool_constraint(
-    plan: "ToolPlan", asked: OutputConstraint | None, dialect: "Dialect | None"
+    tools: "ToolPlan", requested: OutputConstraint | None, dialect: "Dialect | None"
 ) -> OutputConstraint | None:
-    """What answers must match, if anything: forced and strict calls, or the format `asked` for.
+    """What outputs must match: forced and strict tool calls, or the `requested` format.
 
-    Where tools may be called and JSON is asked for, an answer is one or the other. Raises
-    `InvalidRequest` if the model cannot call, or cannot be held to both.
+    Where tools may be called and JSON is requested, an output is a call or the JSON. Raises
+    `InvalidRequest` if the model cannot call tools, or if both cannot be one grammar.
     """
-    if not plan.offered:
-        return asked
+    if not tools.offered:
+        return requested
     if dialect is None or not dialect.reads_calls:
         raise InvalidRequest(
-            f"'{plan.param}' is not supported: this model's chat template shows no way to call "
-            "tools. (The server can be told of one with --tool-dialect.)",
-            plan.param,
+            f"'{tools.param}' is not supported: this model's chat template has no tool calls that "
+            "the server can parse. (Their format can be set with --tool-dialect.)",
+            tools.param,
         )
-    if not plan.is_constrained and asked is None:
+    if not tools.is_constrained and requested is None:
         return None
-    if plan.must_call:
-        asked = None  # no answer but a call will come
-    held = ToolCallGrammar(plan.argument_schemas(), plan.must_call, plan.max_calls)
-    if asked is not None:
-        held = held._replace(answer=_schema_of(asked, plan.param))
-    grammar = dialect.hold_calls(held)
-    return (
-        None
-        if grammar is None
-        else OutputConstraint(grammar, plan.param if asked is None else asked.param)
-    )
+    if tools.must_call:
+        requested = None  # every output is a call
+    calls = ToolCallGrammar(tools.argument_schemas(), tools.must_call, tools.max_calls)
+    if requested is not None:
+        calls = calls._replace(answer=_json_schema(requested, tools.param))
+    grammar = dialect.hold_calls(calls)
+    if grammar is None:
+        return None
+    return OutputConstraint(grammar, tools.param if requested is None else requested.param)
 
 
-def _schema_of(asked: OutputConstraint, param: str) -> dict[str, object]:
-    grammar: Grammar = asked.grammar
+def _json_schema(requested: OutputConstraint, tools_param: str) -> dict[str, object]:
+    grammar: Grammar = requested.grammar
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return {"type": "object"}
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         try:
             schema = json.loads(grammar.text)
         except ValueError as error:
-            message = f"Invalid '{asked.param}': it is not valid JSON ({error})."
-            raise InvalidRequest(message, asked.param) from error
+            message = f"Invalid '{requested.param}': it is not valid JSON ({error})."
+            raise InvalidRequest(message, requested.param) from error
         if isinstance(schema, dict):
             return schema
     raise InvalidRequest(
-        f"'{asked.param}' cannot be combined with '{param}'; a JSON schema can.", asked.param
+        f"'{requested.param}' cannot be combined with '{tools_param}'; a JSON schema can.",
+        requested.param,
     )

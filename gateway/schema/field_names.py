@@ -4,7 +4,8 @@ Responses and Messages requests are converted to chat requests; an error that na
 changed to name the field that the caller used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from engine.errors import InvalidRequest
@@ -12,17 +13,23 @@ from engine.errors import InvalidRequest
 T = TypeVar("T")
 
 
-def with_renamed_fields(make: Callable[[], T], names: Mapping[str, str]) -> T:
-    """Return `make()`. `names` maps chat fields to the caller's; an error is renamed by it."""
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field of an `InvalidRequest` that the block raises, in message and `param`."""
     try:
-        return make()
+        yield
     except InvalidRequest as error:
-        if error.param is None:
-            raise
-        param = _renamed(error.param, names)
-        error.args = (str(error).replace(f"'{error.param}", f"'{param}"),)
-        error.param = param
+        if error.param is not None:
+            param = _renamed(error.param, names)
+            error.args = (str(error).replace(f"'{error.param}", f"'{param}"),)
+            error.param = param
         raise
+
+
+def with_renamed_fields(make: Callable[[], T], names: Mapping[str, str]) -> T:
+    """The result of `make`; its errors name the fields as the caller spelled them."""
+    with renamed_fields(names):
+        return make()
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str:

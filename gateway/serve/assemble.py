@@ -39,10 +39,10 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from engine.transport.trace import TraceFile
 from gateway.access.callers import BodyLimits, RequestLog
 from gateway.access.credentials import Credentials, load_credentials
+from gateway.access.grammar_check import GrammarCheck
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
-from gateway.generation.grammar_check import GrammarCheck
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics

@@ -1,6 +1,6 @@
-"""The ASGI app: a table of routes behind the door (`gateway.web.middleware`), errors as JSON.
+"""The ASGI app: a table of routes behind `gateway.web.middleware`.
 
-Handlers raise; the door and the tables of `gateway.errors` make of it what the client sees.
+Routes raise errors; the table in `gateway.errors` gives each its status and JSON body.
 """
 
 from collections.abc import Awaitable, Callable
@@ -41,13 +41,13 @@ Endpoint = Callable[["HttpRequest"], Awaitable["ASGIApp"]]
 
 
 def _route(path: str, **endpoints: Endpoint) -> Route:
-    """A path that has another endpoint for each method."""
+    """A path with a different endpoint for each method."""
 
-    async def choose(http: "HttpRequest") -> "ASGIApp":
+    async def dispatch(http: "HttpRequest") -> "ASGIApp":
         method = "GET" if http.method == "HEAD" else http.method
         return await endpoints[method](http)
 
-    return Route(path, choose, methods=[*endpoints])
+    return Route(path, dispatch, methods=[*endpoints])
 
 
 ROUTES = (
@@ -83,18 +83,18 @@ ROUTES = (
     Route("/openapi.json", docs.openapi, methods=["GET"]),
     Route("/docs", docs.docs, methods=["GET"]),
 )
-CLOSED_REQUEST = 499  # nobody reads it; nginx's word for a client that left
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected; not delivered
 
 
 def build_app(service: Service) -> "ASGIApp":
-    """The app over a service; it starts and stops nothing."""
+    """The app over a service. It starts and stops nothing."""
     app = Starlette(
         routes=ROUTES,
         exception_handlers={
-            EngineError: _tell,
-            HTTPException: _tell_http,
-            ClientDisconnect: _tell_nobody,
-            Exception: _tell,
+            EngineError: _error,
+            HTTPException: _routing_error,
+            ClientDisconnect: _disconnected,
+            Exception: _error,
         },
     )
     app.router.redirect_slashes = False
@@ -102,19 +102,19 @@ def build_app(service: Service) -> "ASGIApp":
     return IdentifyCaller(app, service)
 
 
-async def _tell(http: "HttpRequest", error: Exception) -> Response:
+async def _error(http: "HttpRequest", error: Exception) -> Response:
     return error_response(error, caller_of(http), service_of(http).clock)
 
 
-async def _tell_http(http: "HttpRequest", error: Exception) -> Response:
-    """Starlette's own refusals: no such path, no such method."""
+async def _routing_error(http: "HttpRequest", error: Exception) -> Response:
+    """Starlette's own errors: no such path, no such method."""
     assert isinstance(error, HTTPException), "registered for this class"
     if error.status_code == 405:
         allow = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        return await _tell(http, MethodNotAllowed(http.method, allow))
-    return await _tell(http, PathNotFound(f"No endpoint at {http.scope['path'][:200]}."))
+        return await _error(http, MethodNotAllowed(http.method, allow))
+    return await _error(http, PathNotFound(f"No endpoint at {http.scope['path'][:200]}."))
 
 
-async def _tell_nobody(http: "HttpRequest", error: Exception) -> Response:
-    """The client left while it was sending its body."""
-    return Response(status_code=CLOSED_REQUEST)
+async def _disconnected(http: "HttpRequest", error: Exception) -> Response:
+    """The client disconnected while it was sending its body."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,4 +1,4 @@
-"""The OpenAPI document as one page: no script, nothing from elsewhere, so it works offline."""
+"""The OpenAPI document as one HTML page without scripts or external resources."""
 
 import json
 from html import escape
@@ -20,7 +20,7 @@ _SHAPES = ("anyOf", "oneOf")
 
 
 def render(document: Json) -> str:
-    """The page of a document that `gateway.web.openapi.describe` made."""
+    """The HTML page of a document made by `gateway.web.openapi.describe`."""
     info = document["info"]
     sections = "".join(
         f"<h2>{escape(tag)}</h2>{''.join(operations)}"
@@ -41,8 +41,8 @@ def _by_tag(document: Json) -> dict[str, list[str]]:
     tags: dict[str, list[str]] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            shown = _operation(path, method, operation, document["components"]["schemas"])
-            tags.setdefault(operation["tags"][0], []).append(shown)
+            section = _operation(path, method, operation, document["components"]["schemas"])
+            tags.setdefault(operation["tags"][0], []).append(section)
     return tags
 
 
@@ -50,11 +50,11 @@ def _operation(path: str, method: str, operation: Json, schemas: Json) -> str:
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema")
     fields = "" if schema is None else _fields(_resolved(schema, schemas), schemas)
-    answers = ", ".join(operation["responses"]["200"]["content"])
+    media_types = ", ".join(operation["responses"]["200"]["content"])
     return (
         f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> "
         f"{escape(operation['summary'])}</summary>"
-        f"<p>Answers with <code>{escape(answers)}</code>.</p>"
+        f"<p>Responds with <code>{escape(media_types)}</code>.</p>"
         f"{fields}<pre>{escape(_curl(path, method, schema is not None))}</pre></details>"
     )
 
@@ -66,11 +66,11 @@ def _fields(schema: Json, schemas: Json) -> str:
         f"<td>{escape(_kind(field, schemas))}"
         for name, field in schema.get("properties", {}).items()
     )
-    return f"<table><tr><th>Field<th>Takes{''.join(rows)}</table>"
+    return f"<table><tr><th>Field<th>Type{''.join(rows)}</table>"
 
 
 def _kind(schema: Json, schemas: Json) -> str:
-    """A type in a few words; null is left out, since every optional field may be null."""
+    """A type in a few words, without null, which every optional field allows."""
     for shape in _SHAPES:
         if shape in schema:
             kinds = [_kind(each, schemas) for each in schema[shape] if each != {"type": "null"}]

@@ -1,9 +1,9 @@
-"""The way in, in front of the routes: a name for every caller, then key, limits and retries.
+"""Middleware: request ids, API keys, rate limits and retries.
 
-    Door ─▶ (CORS) ─▶ Guard ─▶ routes
+    IdentifyCaller ─▶ (CORS) ─▶ AccessControl ─▶ routes
 
-`IdentifyCaller` leaves the server's own `send` in the scope: what follows a stream's status line
-goes there directly, past everything that only looks at the status line.
+`IdentifyCaller` puts the server's own `send` into the scope (`podway.send`): a stream writes its
+events there directly, because middleware reads the status line and the last message only.
 """
 
 from dataclasses import replace
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 UNGUARDED = frozenset({"/health"})
-PAGES = ("/docs", "/openapi.json")  # a browser asks its person for the key
-METERED = "/v1/"  # POSTs there count against the limits of their key,
-UNMETERED = "/cancel"  # but for these: what saves work is never refused for lack of quota
+PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
+METERED = "/v1/"  # POSTs below this path count against their key's limits,
+UNMETERED = "/cancel"  # except these: a cancellation frees capacity
 EXPOSED = (
     "x-request-id",
     "openai-processing-ms",
@@ -44,7 +44,7 @@ EXPOSED = (
 
 
 class IdentifyCaller:
-    """The outermost app: every caller gets a name."""
+    """The outermost app: gives every HTTP request an id and a `Caller`."""
 
     def __init__(self, app: "ASGIApp", service: "Service") -> None:
         self._service = service
@@ -61,8 +61,8 @@ class IdentifyCaller:
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "http":
             service = self._service
-            offered = _header(scope, b"x-request-id")
-            request_id = sane_request_id(offered) or f"req_{service.random.getrandbits(128):032x}"
+            given_id = _header(scope, b"x-request-id")
+            request_id = sane_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
             dialect = dialect_of(scope["path"])
             scope["podway.caller"] = Caller(request_id, service.clock(), dialect=dialect)
             scope["podway.send"] = send
@@ -70,12 +70,12 @@ class IdentifyCaller:
 
 
 class AccessControl:
-    """Lets in whoever shows a key, within its limits, and once for each request."""
+    """Checks the API key and its limits, and lets a retry supersede the earlier attempt."""
 
     def __init__(self, app: "ASGIApp", service: "Service") -> None:
         self._app = app
         self._service = service
-        self._tries = Retries()
+        self._retries = Retries()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "http" or scope["path"] in UNGUARDED:
@@ -104,21 +104,23 @@ class AccessControl:
             await self._app(scope, receive, send)
             return
         try:
-            await self._try(scope, receive, send)
+            await self._serve(scope, receive, send)
         finally:
             service.quotas.leave(key)
 
-    async def _try(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Serve a request that may be sent again while it runs; then only the last one is."""
+    async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Serve a request. If the client retries it meanwhile, only the retry is answered."""
         caller: Caller = scope["podway.caller"]
         response = _Progress(send)
-        with self._tries.begin(caller.tenant, scope, receive) as attempt:
+        with self._retries.begin(caller.tenant, scope, receive) as attempt:
             await self._app(scope, attempt.receive, response.send)
             if attempt.is_superseded:
-                await self._dismiss(attempt, response, scope)
+                await self._end_superseded(attempt, response, scope)
 
-    async def _dismiss(self, attempt: "Attempt", response: "_Progress", scope: "Scope") -> None:
-        """End what the app left open, if somebody still listens."""
+    async def _end_superseded(
+        self, attempt: "Attempt", response: "_Progress", scope: "Scope"
+    ) -> None:
+        """End the response that the app left open; its connection may still be alive."""
         caller: Caller = scope["podway.caller"]
         error = Superseded()
         if not response.has_started:
@@ -131,7 +133,7 @@ class AccessControl:
 
 
 class _Progress:
-    """How far a response is. Events within a stream do not pass here."""
+    """How far a response has been sent. Events of a stream do not pass through here."""
 
     def __init__(self, send: "Send") -> None:
         self.has_started = False

@@ -1,7 +1,7 @@
-"""Our own OpenAPI 3.1 document, made from the routes and from the structs that read their bodies.
+"""The server's OpenAPI 3.1 document, generated from the routes and their request structs.
 
-A new endpoint is described by one line in `OPERATIONS`; a route without a line is listed all the
-same, with a body of any kind.
+Each endpoint has one entry in `OPERATIONS`; a route without an entry is listed with a body of any
+type.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,12 +35,12 @@ UNGUARDED = frozenset({"/health"})
 
 
 class Operation(NamedTuple):
-    """What the document says of a route besides its path; `body` reads the request."""
+    """The description of a route; `body` is the struct that decodes its request."""
 
     tag: str
     summary: str
     body: type[msgspec.Struct] | None = None
-    answers: tuple[str, ...] = (JSON,)
+    media_types: tuple[str, ...] = (JSON,)  # of the response
     query: tuple[str, ...] = ()
     form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file
 
@@ -50,60 +50,65 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "text", "The next message of a conversation.", ChatRequest, (JSON, EVENTS)
     ),
     ("POST", "/v1/completions"): Operation(
-        "text", "What follows a text.", CompletionRequest, (JSON, EVENTS)
+        "text", "The continuation of a prompt.", CompletionRequest, (JSON, EVENTS)
     ),
     ("POST", "/v1/chat/completions/render"): Operation(
-        "text", "The prompt that a conversation becomes, as text and ids.", ChatRequest
+        "text", "The rendered prompt of a conversation, as text and token ids.", ChatRequest
     ),
-    ("POST", "/tokenize"): Operation("text", "The ids of a text.", TokenizeRequest),
-    ("POST", "/detokenize"): Operation("text", "The text of ids.", DetokenizeRequest),
+    ("POST", "/tokenize"): Operation("text", "The token ids of a text.", TokenizeRequest),
+    ("POST", "/detokenize"): Operation("text", "The text of token ids.", DetokenizeRequest),
     ("GET", "/v1/models"): Operation("models", "The models of this server."),
     ("GET", "/v1/models/{model}"): Operation("models", "One model."),
-    ("POST", "/v1/files"): Operation("batches", "Keep a file.", form=("purpose", "file")),
+    ("POST", "/v1/files"): Operation("batches", "Upload a file.", form=("purpose", "file")),
     ("GET", "/v1/files"): Operation("batches", "Your files.", query=(*PAGING, "purpose")),
-    ("GET", "/v1/files/{file_id}"): Operation("batches", "What is known of a file."),
-    ("DELETE", "/v1/files/{file_id}"): Operation("batches", "Forget a file."),
+    ("GET", "/v1/files/{file_id}"): Operation("batches", "The metadata of a file."),
+    ("DELETE", "/v1/files/{file_id}"): Operation("batches", "Delete a file."),
     ("GET", "/v1/files/{file_id}/content"): Operation(
-        "batches", "A file itself.", answers=("application/octet-stream",)
+        "batches", "The content of a file.", media_types=("application/octet-stream",)
     ),
-    ("POST", "/v1/batches"): Operation("batches", "Work off a file of requests.", BatchRequest),
+    ("POST", "/v1/batches"): Operation("batches", "Run a file of requests.", BatchRequest),
     ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
-    ("GET", "/v1/batches/{batch_id}"): Operation("batches", "How far a batch is."),
-    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Stop a batch."),
+    ("GET", "/v1/batches/{batch_id}"): Operation("batches", "The status of a batch."),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Cancel a batch."),
     ("POST", "/v1/embeddings"): Operation(
-        "text", "Refused: no model that is served here was trained for it.", EmbeddingRequest
+        "text", "Rejected: no supported model is trained to make embeddings.", EmbeddingRequest
     ),
     ("POST", "/v1/messages"): Operation(
-        "messages", "The next message, as Anthropic's API has it.", AnthropicRequest, (JSON, EVENTS)
+        "messages",
+        "The next message, in the format of Anthropic's API.",
+        AnthropicRequest,
+        (JSON, EVENTS),
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "messages", "How many tokens such a prompt has.", AnthropicRequest
+        "messages", "The number of tokens of a prompt.", AnthropicRequest
     ),
     ("POST", "/v1/responses"): Operation(
-        "responses", "The next turn, as items.", ResponseRequest, (JSON, EVENTS)
+        "responses", "The next items of a conversation.", ResponseRequest, (JSON, EVENTS)
     ),
-    ("GET", "/v1/responses/{response_id}"): Operation("responses", "A response that was kept."),
-    ("DELETE", "/v1/responses/{response_id}"): Operation("responses", "Forget a response."),
+    ("GET", "/v1/responses/{response_id}"): Operation("responses", "A stored response."),
+    ("DELETE", "/v1/responses/{response_id}"): Operation("responses", "Delete a stored response."),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(
-        "responses", "End a response that is being made."
+        "responses", "Cancel a response in progress."
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        "responses", "What a response was made of.", query=PAGING
+        "responses", "The input items of a response.", query=PAGING
     ),
     ("POST", "/v1/requests/{request_id}/cancel"): Operation(
-        "requests", "End a running request by its x-request-id."
+        "requests", "Cancel a running request by its x-request-id."
     ),
-    ("GET", "/admin/policy"): Operation("operation", "Which policy decides who runs next."),
+    ("GET", "/admin/policy"): Operation("operation", "The scheduling policy."),
     ("POST", "/admin/policy"): Operation(
-        "operation", "Change the policy while serving.", PolicyChoice
+        "operation", "Change the scheduling policy while serving.", PolicyChoice
     ),
-    ("GET", "/health"): Operation("operation", "The process answers."),
-    ("GET", "/ready"): Operation("operation", "A request would be served now."),
+    ("GET", "/health"): Operation("operation", "Liveness."),
+    ("GET", "/ready"): Operation("operation", "Readiness."),
     ("GET", "/metrics"): Operation(
-        "operation", "Counts in Prometheus' text format.", answers=(TEXT,)
+        "operation", "Metrics in the Prometheus text format.", media_types=(TEXT,)
     ),
     ("GET", "/openapi.json"): Operation("operation", "This document."),
-    ("GET", "/docs"): Operation("operation", "This document, to read.", answers=("text/html",)),
+    ("GET", "/docs"): Operation(
+        "operation", "This document as a web page.", media_types=("text/html",)
+    ),
 }
 
 _ERROR: Json = {
@@ -149,8 +154,7 @@ def describe(routes: "Iterable[BaseRoute]") -> Json:
         "info": {
             "title": "Podway",
             "version": version("podway"),
-            "description": "An OpenAI-compatible gateway with its own serving engine. Answers have "
-            "the shapes of OpenAI's API.",
+            "description": "An OpenAI-compatible gateway with its own serving engine.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": _paths(routes, dict(zip(ordered, refs, strict=True))),
@@ -180,41 +184,47 @@ def _paths(routes: "Iterable[BaseRoute]", refs: Mapping[type[msgspec.Struct], Js
 def _operation(method: str, path: str, refs: Mapping[type[msgspec.Struct], Json]) -> Json:
     about = OPERATIONS.get((method, path), Operation("more", f"{method} {path}"))
     error = "AnthropicError" if about.tag == "messages" else "Error"
-    told: Json = {
+    operation: Json = {
         "operationId": _identifier(method, path),
         "summary": about.summary,
         "tags": [about.tag],
         "responses": {
             "200": {
-                "description": "As asked.",
-                "content": {kind: {"schema": _answer(kind)} for kind in about.answers},
+                "description": "Success.",
+                "content": {kind: {"schema": _response_schema(kind)} for kind in about.media_types},
             },
             "default": {
-                "description": "What went wrong.",
+                "description": "Error.",
                 "content": {JSON: {"schema": {"$ref": REF.format(name=error)}}},
             },
         },
     }
     if parameters := [*_parameters(path), *_query(about.query)]:
-        told["parameters"] = parameters
+        operation["parameters"] = parameters
     if about.body is not None:
-        told["requestBody"] = {"required": True, "content": {JSON: {"schema": refs[about.body]}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {JSON: {"schema": refs[about.body]}},
+        }
     elif about.form:
-        told["requestBody"] = {"required": True, "content": {FORM: {"schema": _form(about.form)}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {FORM: {"schema": _form(about.form)}},
+        }
     elif method == "POST" and (method, path) not in OPERATIONS:
-        told["requestBody"] = {"content": {"*/*": {"schema": {}}}}
+        operation["requestBody"] = {"content": {"*/*": {"schema": {}}}}
     if path in UNGUARDED:
-        told["security"] = []
-    return told
+        operation["security"] = []
+    return operation
 
 
 def _identifier(method: str, path: str) -> str:
-    """`get_v1_models_model`: unique, since method and path are."""
+    """For example `get_v1_models_model`; unique because method and path are."""
     words = path.replace("/", " ").replace(".", " ").replace("{", "").replace("}", "").split()
     return "_".join([method.lower(), *words])
 
 
-def _answer(kind: str) -> Json:
+def _response_schema(kind: str) -> Json:
     return {"type": "object"} if kind == JSON else {"type": "string"}
 
 
@@ -239,7 +249,7 @@ def _form(names: tuple[str, ...]) -> Json:
 
 
 def _bound(properties: Json) -> None:
-    """Ranges stand in tables, since their complaints are ours; the document shows them too."""
+    """Add the ranges of numeric fields, which the structs do not declare."""
     for name, schema in properties.items():
         for part in schema.get("anyOf", [schema]):
             if part.get("type") not in ("integer", "number"):

@@ -1,4 +1,4 @@
-"""Uploads: a form with one file, read as it comes. Large files wait on disk, not in memory."""
+"""Uploads: a multipart form with one file, parsed as it arrives. Large files go to disk."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -14,9 +14,9 @@ from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-_FORM_BYTES = 64 << 10  # of the form around the file
+_FORM_BYTES = 64 << 10  # for the other parts of the form
 _MAX_FIELDS = 16
-_BYTES_A_SECOND = 1 << 20  # nobody has to be faster than that
+_MIN_BYTES_PER_SECOND = 1 << 20  # a slower upload of a large file may time out
 
 
 class Upload(NamedTuple):
@@ -28,15 +28,16 @@ class Upload(NamedTuple):
 
 @asynccontextmanager
 async def read_upload(http: "HttpRequest", max_bytes: int, seconds: float) -> AsyncIterator[Upload]:
-    """The form, while the block lasts. `seconds`, and more for what is large, to arrive in.
+    """The parsed form; its file is deleted when the block ends.
 
-    Raises `WrongMediaType`, `BodyTooLarge`, `BodyTooSlow`, and `InvalidRequest` for a form that
-    is broken or has not exactly one file in its field `file`.
+    The form must arrive within `seconds`, plus one second per MiB of `max_bytes`. Raises
+    `WrongMediaType`, `BodyTooLarge`, `BodyTooSlow`, and `InvalidRequest` for a malformed form or
+    one without exactly one file in the field `file`.
     """
     media_type, _, _ = http.headers.get("content-type", "").partition(";")
     if media_type.strip().lower() != "multipart/form-data":
         raise WrongMediaType("Send the file as 'multipart/form-data'.")
-    seconds += max_bytes / _BYTES_A_SECOND
+    seconds += max_bytes / _MIN_BYTES_PER_SECOND
     parser = MultiPartParser(
         http.headers,
         _bounded(http, max_bytes),
@@ -48,13 +49,15 @@ async def read_upload(http: "HttpRequest", max_bytes: int, seconds: float) -> As
         async with asyncio.timeout(seconds):
             form = await parser.parse()
     except MultiPartException as error:
-        raise InvalidRequest(f"The form cannot be read: {error.message}") from error
+        raise InvalidRequest(f"The multipart form is malformed: {error.message}") from error
     except TimeoutError:
         raise BodyTooSlow(seconds) from None
     try:
         file = form.get("file")
         if not isinstance(file, UploadFile):
-            raise InvalidRequest("Missing required parameter: 'file', as a file.", "file")
+            raise InvalidRequest(
+                "Missing required parameter: 'file' (a part with a file name).", "file"
+            )
         fields = {name: value for name, value in form.items() if isinstance(value, str)}
         yield Upload(file, fields)
     finally:

@@ -29,11 +29,11 @@ from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepEntry, StepResult, TokenLogprobs
 from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Allowance, Keys
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
-from gateway.generation.grammar_check import GrammarCheck
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics

@@ -1,4 +1,4 @@
-"""`/admin/policy`: GET says which policy decides who runs next, POST changes it while serving."""
+"""`/admin/policy`: GET returns the scheduling policy, POST changes it while serving."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def policy(http: "HttpRequest") -> "Response":
-    """The policy by now, the admission mode, and what could be chosen instead.
+    """The current policy, the admission mode and the policies to choose from.
 
-    Raises `InvalidRequest` for a POST that names no policy.
+    Raises `InvalidRequest` for a POST with an unknown policy.
     """
     service = service_of(http)
     if http.method == "POST":
@@ -36,16 +36,16 @@ async def policy(http: "HttpRequest") -> "Response":
         check_allowed(choice.policy, "policy", tuple(POLICIES))
         _switch(service, choice.policy)
     scheduler = service.engine.scheduler
-    told = {
+    body = {
         "policy": name_of(scheduler.policy),
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
     }
-    return json_response(orjson.dumps(told), caller_of(http), service.clock)
+    return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 def _switch(service: Service, name: str) -> None:
-    """No request is lost or restarted; the policy that is there keeps what it has learned."""
+    """Live requests move to the new policy; switching to the current one changes nothing."""
     scheduler = service.engine.scheduler
     before = name_of(scheduler.policy)
     if name == before:

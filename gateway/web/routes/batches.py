@@ -1,4 +1,4 @@
-"""`/v1/batches`: leave a file of requests, look after it, end it early."""
+"""`/v1/batches`: create, list, retrieve and cancel batches of requests in a file."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,37 +14,37 @@ from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, dec
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batches import BatchRecord
-from gateway.web.routes.chat import order_chat
-from gateway.web.routes.completions import order_completion
-from gateway.web.routes.responses import order_response
+from gateway.web.routes.chat import plan_chat_completion
+from gateway.web.routes.completions import plan_completion
+from gateway.web.routes.responses import plan_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
     from gateway.access.callers import Caller
+    from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
-    from gateway.web.routes.generation import PlanOptions
 
 
-def _at_once(order: "Callable[[bytes, Caller, Service], PlanOptions]") -> Endpoint:
-    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "PlanOptions":
-        return order(body, caller, service)
+def _without_waiting(plan: "Callable[[bytes, Caller, Service], GenerationPlan]") -> Endpoint:
+    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "GenerationPlan":
+        return plan(body, caller, service)
 
     return endpoint
 
 
 ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": _at_once(order_chat),
-    "/v1/completions": _at_once(order_completion),
-    "/v1/responses": order_response,
+    "/v1/chat/completions": _without_waiting(plan_chat_completion),
+    "/v1/completions": _without_waiting(plan_completion),
+    "/v1/responses": plan_response,
 }
 DEFAULT_LISTED, MAX_LISTED = 20, 100
-KEPT_SECONDS = 30 * 86_400  # that a batch is remembered after it was made
+KEPT_SECONDS = 30 * 86_400  # after its creation, a batch is deleted
 
 
 async def create_batch(http: "HttpRequest") -> "Response":
-    """Take a batch over an uploaded file; raises `InvalidRequest`."""
+    """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     request = decode_batch(await read_body(http, service.limits), tuple(ENDPOINTS))
     now, tenant = service.unix_now(), caller.tenant
@@ -62,15 +62,17 @@ async def create_batch(http: "HttpRequest") -> "Response":
         output_seconds=None if expiry is None else expiry.seconds,
     )
     await service.store.desk.leave(record, now - KEPT_SECONDS)
-    return _told(http, record)
+    return _json(http, record)
 
 
 async def list_batches(http: "HttpRequest") -> "Response":
-    """A page of the caller's batches, the newest first."""
+    """A page of the caller's batches, newest first."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
     if page.is_ascending:
-        raise InvalidRequest("Batches are listed with the newest first only.", "order")
+        raise InvalidRequest(
+            "Batches are listed newest first only: 'order' must be 'desc'.", "order"
+        )
     batches = service.store.desk.batches
     records = await batches.listed(caller.tenant, page.after, page.limit + 1)
     items = [batch_json(record) for record in records[: page.limit]]
@@ -79,18 +81,18 @@ async def list_batches(http: "HttpRequest") -> "Response":
 
 
 async def retrieve_batch(http: "HttpRequest") -> "Response":
-    """How far it is; raises `BatchNotFound`."""
+    """The batch's status and counts; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
-    return _told(http, await service.store.desk.batches.find(batch_id, caller.tenant))
+    return _json(http, await service.store.desk.batches.find(batch_id, caller.tenant))
 
 
 async def cancel_batch(http: "HttpRequest") -> "Response":
-    """End it early, what is answered stays; raises `BatchNotFound`."""
+    """Cancel the batch and keep its finished lines; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
     now = service.unix_now()
-    return _told(http, await service.store.desk.cancel(batch_id, caller.tenant, now))
+    return _json(http, await service.store.desk.cancel(batch_id, caller.tenant, now))
 
 
 async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
@@ -106,6 +108,6 @@ async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
         raise InvalidRequest(message, param)
 
 
-def _told(http: "HttpRequest", record: BatchRecord) -> "Response":
+def _json(http: "HttpRequest", record: BatchRecord) -> "Response":
     body = orjson.dumps(batch_json(record))
     return json_response(body, caller_of(http), service_of(http).clock)

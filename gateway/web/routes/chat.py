@@ -1,25 +1,20 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`, and the plan of a chat request for every endpoint that makes one."""
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
 
 from gateway.access.callers import read_body
-from gateway.generation.conversation import ChatInput, chat_prompt, write_prompt
+from gateway.generation.conversation import render_prompt, tokenize_chat
+from gateway.generation.plan import GenerationPlan, build_plan
 from gateway.generation.reply import json_response
 from gateway.generation.tool_grammar import tool_constraint
-from gateway.ports import ToolChoice
 from gateway.schema.openai.chat import ChatRequest, decode_chat
 from gateway.schema.openai.chat_renderer import ChatRenderer
 from gateway.service import caller_of, service_of
-from gateway.web.routes.generation import (
-    Endpoint,
-    PlanOptions,
-    logprobs_formatter,
-    plan_options,
-    respond,
-)
+from gateway.web.routes.generation import logprobs_formatter, respond
 from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
@@ -33,62 +28,50 @@ if TYPE_CHECKING:
 
 
 async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
-    """A stream or a whole reply; raises `InvalidRequest` for what cannot be served."""
+    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
     service = service_of(http)
     body = await read_body(http, service.limits)
-    return respond(order_chat(body, caller_of(http), service), service)
+    return respond(plan_chat_completion(body, caller_of(http), service), service)
 
 
-def order_chat(body: bytes, caller: "Caller", service: "Service") -> PlanOptions:
-    """What the body asks for; raises `InvalidRequest` for what cannot be served."""
+def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
     check_model(request.model, service)
-    frames = ChatRenderer(
+    renderer = ChatRenderer(
         service.header("chatcmpl"),
         request.usage_options,
         logprobs_formatter(request, service),
         service_tier=request.tier,
         is_legacy=request.uses_legacy_functions,
     )
-    return order_request(request, frames, caller, service)
+    return plan_chat(request, renderer, caller, service)
 
 
-def order_request(
-    request: ChatRequest,
-    frames: "ResponseRenderer",
-    caller: "Caller",
-    service: "Service",
-    param: str = "messages",
-) -> PlanOptions:
-    """The order of a checked request, whoever tells its answer; `param` has the prompt."""
-    held = tool_constraint(request.tool_plan(), request.constraint(), service.model.dialect)
-    conversation = conversation_of(request)
-    read = partial(chat_prompt, service.model, conversation, service.random.getrandbits)
-    return plan_options(request, Endpoint(read, frames, param, held), caller, service)
-
-
-def conversation_of(request: ChatRequest) -> ChatInput:
-    """What the prompt of a checked request is made of."""
-    plan = request.tool_plan()
-    return ChatInput(
-        messages=request.messages,
-        tools=[function.as_tool() for function in plan.offered],
-        wanted=ToolChoice(plan.names, plan.max_calls),
-        is_direct=plan.must_call or request.constraint() is not None,
-        variables=request.template_variables,
-        own_template=request.chat_template,
-        is_answer_due=request.adds_generation_prompt,
-        is_continued=bool(request.continue_final_message),
+def plan_chat(
+    request: ChatRequest, renderer: "ResponseRenderer", caller: "Caller", service: "Service"
+) -> GenerationPlan:
+    """The plan of a checked chat request, whichever endpoint it came from."""
+    model, tools, requested = service.model, request.tool_plan(), request.constraint()
+    tokenize = partial(
+        tokenize_chat,
+        model,
+        request,
+        tools,
+        service.random.getrandbits,
+        skips_reasoning=tools.must_call or requested is not None,
     )
+    plan = build_plan(request, tokenize, renderer, caller, service)
+    return replace(plan, constraint=tool_constraint(tools, requested, model.dialect))
 
 
 async def render_chat(http: "HttpRequest") -> "Response":
-    """The prompt that a chat request becomes, as text and ids; nothing is generated."""
+    """The prompt of a chat request as text and ids; nothing is generated."""
     service = service_of(http)
     request = decode_chat(await read_body(http, service.limits))
     check_model(request.model, service)
-    text, ids = await write_prompt(service.model, conversation_of(request))
-    told = {
+    text, ids = await render_prompt(service.model, request)
+    body = {
         "object": "chat.completion.prompt",
         "model": request.model,
         "prompt": text,
@@ -96,4 +79,4 @@ async def render_chat(http: "HttpRequest") -> "Response":
         "count": len(ids),
         "max_model_len": service.engine.scheduler.settings.max_model_len,
     }
-    return json_response(orjson.dumps(told), caller_of(http), service.clock)
+    return json_response(orjson.dumps(body), caller_of(http), service.clock)

@@ -1,20 +1,16 @@
 """`POST /v1/completions`."""
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
-from gateway.generation.prompt import text_prompts
+from gateway.generation.plan import GenerationPlan, build_plan
+from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import decode_completion
 from gateway.service import caller_of, service_of
-from gateway.web.routes.generation import (
-    Endpoint,
-    PlanOptions,
-    logprobs_formatter,
-    plan_options,
-    respond,
-)
+from gateway.web.routes.generation import logprobs_formatter, respond
 from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
@@ -26,20 +22,20 @@ if TYPE_CHECKING:
 
 
 async def create_completion(http: "HttpRequest") -> "ASGIApp":
-    """A stream or a whole reply; raises `InvalidRequest` for what cannot be served."""
+    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
     service = service_of(http)
     body = await read_body(http, service.limits)
-    return respond(order_completion(body, caller_of(http), service), service)
+    return respond(plan_completion(body, caller_of(http), service), service)
 
 
-def order_completion(body: bytes, caller: "Caller", service: "Service") -> PlanOptions:
-    """What the body asks for; raises `InvalidRequest` for what cannot be served."""
+def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_completion(body)
     check_model(request.model, service)
     model = service.model
-    read = partial(text_prompts, model.tokenizer, request.prompts(model.vocabulary))
-    frames = CompletionRenderer(
+    tokenize = partial(tokenize_prompts, model.tokenizer, request.prompts(model.vocabulary))
+    renderer = CompletionRenderer(
         service.header("cmpl"), request.usage_options, logprobs_formatter(request, service)
     )
-    surface = Endpoint(read, frames, "prompt", request.constraint())
-    return plan_options(request, surface, caller, service)
+    plan = build_plan(request, tokenize, renderer, caller, service)
+    return replace(plan, constraint=request.constraint(), prompt_field="prompt")

@@ -1,4 +1,4 @@
-"""`GET /openapi.json` describes this server, `GET /docs` shows the same to a person."""
+"""`GET /openapi.json` describes this server's API; `GET /docs` is the same as a web page."""
 
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,17 @@ from gateway.web.openapi import describe
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page loads and runs nothing
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no scripts, no external resources
 
 
 async def openapi(http: "HttpRequest") -> Response:
-    """The document, made of the routes that the app has."""
+    """The OpenAPI document, generated from the app's routes."""
     body = orjson.dumps(describe(http.app.routes))
     return json_response(body, caller_of(http), service_of(http).clock)
 
 
 async def docs(http: "HttpRequest") -> Response:
-    """The document as a page."""
+    """The OpenAPI document as a page."""
     headers = caller_of(http).headers(service_of(http).clock())
     headers |= {"content-security-policy": POLICY}
     page = render(describe(http.app.routes))

@@ -1,4 +1,4 @@
-"""`/v1/files`: upload, list, look up, read and delete. Each key sees its own files only."""
+"""`/v1/files`: upload, list, retrieve, download and delete. A key sees its own files only."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
-from gateway.generation.reply import json_response, unless_gone
+from gateway.generation.reply import json_response, unless_disconnected
 from gateway.schema.decoding import check_allowed
 from gateway.schema.openai.files import KEPT_PURPOSES, MAX_NAME, check_fields, expiry_of, file_json
 from gateway.schema.paging import list_json, read_page
@@ -26,7 +26,7 @@ MAX_LISTED = 10_000
 
 
 async def create_file(http: "HttpRequest") -> "Response":
-    """Keep the file of a form; raises `InvalidRequest` for a form that is not right."""
+    """Store the file of a form; raises `InvalidRequest` for an invalid form."""
     service, caller = service_of(http), caller_of(http)
     files = service.store.files
     max_bytes = files.limits.file_bytes
@@ -47,7 +47,7 @@ async def create_file(http: "HttpRequest") -> "Response":
 
 
 async def list_files(http: "HttpRequest") -> "Response":
-    """A page of the caller's files, the newest first unless asked otherwise."""
+    """A page of the caller's files, newest first by default."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=MAX_LISTED, most=MAX_LISTED)
     purpose = http.query_params.get("purpose")
@@ -57,33 +57,33 @@ async def list_files(http: "HttpRequest") -> "Response":
         caller.tenant, purpose, service.unix_now(), ascending=page.is_ascending
     )
     if page.after is not None:
-        places = [i for i, record in enumerate(records) if record.id == page.after]
-        if not places:
+        ids = [record.id for record in records]
+        if page.after not in ids:
             raise InvalidRequest(f"Invalid 'after': no file {page.after[:100]!r}.", "after")
-        records = records[places[0] + 1 :]
+        records = records[ids.index(page.after) + 1 :]
     items = [file_json(record) for record in records[: page.limit]]
     body = list_json(items, has_more=len(records) > page.limit)
     return json_response(orjson.dumps(body), caller, service.clock)
 
 
 async def retrieve_file(http: "HttpRequest") -> "Response":
-    """What is known of a file; raises `FileNotFound`."""
+    """The metadata of a file; raises `FileNotFound`."""
     service, caller = service_of(http), caller_of(http)
     record = await _find(http)
     return json_response(orjson.dumps(file_json(record)), caller, service.clock)
 
 
 async def delete_file(http: "HttpRequest") -> "Response":
-    """Forget a file; raises `FileNotFound`."""
+    """Delete a file; raises `FileNotFound`."""
     service, caller = service_of(http), caller_of(http)
     file_id = http.path_params["file_id"]
     await service.store.files.delete(file_id, caller.tenant, service.unix_now())
-    told = {"id": file_id, "object": "file", "deleted": True}
-    return json_response(orjson.dumps(told), caller, service.clock)
+    body = {"id": file_id, "object": "file", "deleted": True}
+    return json_response(orjson.dumps(body), caller, service.clock)
 
 
 async def retrieve_content(http: "HttpRequest") -> "FileContent":
-    """The bytes of a file; raises `FileNotFound`."""
+    """The content of a file; raises `FileNotFound`."""
     return FileContent(await _find(http), caller_of(http), service_of(http))
 
 
@@ -94,7 +94,7 @@ async def _find(http: "HttpRequest") -> FileRecord:
 
 
 class FileContent:
-    """An ASGI response: a file, piece by piece, while the client is there."""
+    """The ASGI response of a file, sent piece by piece until the client disconnects."""
 
     def __init__(self, record: FileRecord, caller: "Caller", service: "Service") -> None:
         self._record = record
@@ -102,7 +102,7 @@ class FileContent:
         self._service = service
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        await unless_gone(receive, lambda: self._send_all(send), lambda: None)
+        await unless_disconnected(receive, lambda: self._send_all(send), lambda: None)
 
     async def _send_all(self, send: "Send") -> None:
         files, number = self._service.store.files, 0
@@ -114,8 +114,8 @@ class FileContent:
             "content-type": "application/octet-stream",
             "content-length": str(self._record.num_bytes),
         }
-        named = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": named})
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": encoded})
         while piece is not None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             number += 1

@@ -1,4 +1,4 @@
-"""`/health` is liveness, `/ready` means that a request would be served now, `/metrics` counts."""
+"""`/health` (liveness), `/ready` (a request would be served now) and `/metrics`."""
 
 from typing import TYPE_CHECKING
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 async def health(http: "HttpRequest") -> Response:
-    """The process answers."""
+    """Liveness: the process answers."""
     return json_response(b'{"status":"ok"}', caller_of(http), service_of(http).clock)
 
 
 async def ready(http: "HttpRequest") -> Response:
-    """A worker finished an iteration lately, or nobody waits for one; else `Unavailable`."""
+    """Readiness: raises `Unavailable` if requests wait and no iteration has finished lately."""
     service = service_of(http)
-    refusal = service.engine.rejection()
-    if refusal is not None:
-        raise refusal
+    error = service.engine.rejection()
+    if error is not None:
+        raise error
     if not service.engine.is_ready:
-        raise Unavailable("The server is not ready: no iteration has returned for too long.")
+        raise Unavailable("The server is not ready: no iteration has finished for too long.")
     return json_response(b'{"status":"ready"}', caller_of(http), service.clock)
 
 
 async def metrics(http: "HttpRequest") -> Response:
-    """All metrics in Prometheus' text format."""
+    """All metrics in the Prometheus text format."""
     service = service_of(http)
     headers = caller_of(http).headers(service.clock())
     return Response(service.exposition.render(), headers=headers, media_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`; ids may hold slashes."""
+"""`GET /v1/models` and `GET /v1/models/{model}`; model ids may contain slashes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 async def list_models(http: "HttpRequest") -> "Response":
-    """The one model, as a list."""
+    """A list of the one served model."""
     service = service_of(http)
     body = {"object": "list", "data": [_model(service)]}
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 async def retrieve_model(http: "HttpRequest") -> "Response":
-    """The model by its name; raises `ModelNotFound` for any other."""
+    """The served model; raises `ModelNotFound` for any other name."""
     service = service_of(http)
     check_model(http.path_params["model"], service)
     return json_response(orjson.dumps(_model(service)), caller_of(http), service.clock)
 
 
 def check_model(name: str, service: Service) -> None:
-    """Raise `ModelNotFound` unless it is the one served here."""
+    """Raise `ModelNotFound` unless this is the name of the served model."""
     if name != service.model.name:
         raise ModelNotFound(name, service.model.name)
 

@@ -1,4 +1,4 @@
-"""`POST /v1/requests/{request_id}/cancel`: end running requests by the `x-request-id` they have."""
+"""`POST /v1/requests/{request_id}/cancel`: end running requests by their `x-request-id`."""
 
 from typing import TYPE_CHECKING
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 async def cancel(http: "HttpRequest") -> "Response":
-    """End all choices of the request at once; whoever reads its answer is told so.
+    """End all choices of the request at once; its response ends with a `RequestCancelled` error.
 
-    Raises `RequestNotFound` unless it runs or waits, and belongs to the caller's own key.
+    Raises `RequestNotFound` unless it runs or waits and belongs to the caller's API key.
     """
     service, caller = service_of(http), caller_of(http)
     request_id = http.path_params["request_id"]
     num_choices = service.engine.cancel(request_id, caller.tenant)
     if not num_choices:
         raise RequestNotFound(request_id)
-    told = {
+    body = {
         "id": request_id,
         "object": "request.cancelled",
         "cancelled": True,
         "num_choices": num_choices,
     }
-    return json_response(orjson.dumps(told), caller, service.clock)
+    return json_response(orjson.dumps(body), caller, service.clock)

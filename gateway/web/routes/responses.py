@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers as items, kept so that the next turn need not repeat them."""
+"""`/v1/responses`: outputs as items, stored so that a later request can continue from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,17 +10,18 @@ import orjson
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
 from gateway.errors import ResponseNotFound
-from gateway.generation.active import ActiveResponse
+from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import json_response
-from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.field_names import renamed_fields
 from gateway.schema.paging import list_json, read_page
 from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import ResponsesRenderer
 from gateway.schema.responses.request import NAMES, ResponseRequest, decode_response, response_head
 from gateway.service import caller_of, service_of
 from gateway.store.responses import ResponseRecord
-from gateway.web.routes.chat import order_request
-from gateway.web.routes.generation import PlanOptions, logprobs_formatter, respond
+from gateway.store.running import RunningResponse
+from gateway.web.routes.chat import plan_chat
+from gateway.web.routes.generation import logprobs_formatter, respond
 from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
@@ -36,44 +37,40 @@ DEFAULT_LISTED, MAX_LISTED = 20, 100
 
 
 async def create_response(http: "HttpRequest") -> "ASGIApp":
-    """A stream or a whole reply; raises `InvalidRequest` for what cannot be served."""
+    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
-    ordered = await order_response(body, caller, service)
-    return _Known(ordered, service)
+    plan = await plan_response(body, caller, service)
+    return _Registered(plan, service)
 
 
-async def order_response(body: bytes, caller: "Caller", service: "Service") -> PlanOptions:
-    """What the body asks for; raises `InvalidRequest` for what cannot be served."""
+async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_response(body)
     check_model(request.model, service)
-    assert request.input is not None, "checked"
+    assert request.input is not None, "checked by decode_response"
     items = stored_items(request.input, service.new_id)
     if request.previous_response_id is not None:
-        items = await _turns_before(request.previous_response_id, caller, service) + items
-    return _ordered(request, items, caller, service)
-
-
-def _ordered(
-    request: ResponseRequest, items: list[Item], caller: "Caller", service: "Service"
-) -> PlanOptions:
+        items = await _earlier_items(request.previous_response_id, caller, service) + items
     chat = request.as_chat(items)
-    head = response_head(request, service.new_id("resp_"), service.unix_now())
-    frames = ResponsesRenderer(
-        head, service.new_id, service.unix_now, logprobs_formatter(chat, service)
+    renderer = ResponsesRenderer(
+        response_head(request, service.new_id("resp_"), service.unix_now()),
+        service.new_id,
+        service.unix_now,
+        logprobs_formatter(chat, service),
     )
-    ordered = with_renamed_fields(
-        partial(order_request, chat, frames, caller, service, param="input"), NAMES
-    )
-    order = ordered.order
+    with renamed_fields(NAMES):
+        plan = plan_chat(chat, renderer, caller, service)
+    plan = replace(plan, prompt_field="input")
     if request.truncation == "auto":
-        order = replace(order, read=partial(_read_what_fits, request, items, ordered, service))
+        plan = replace(plan, tokenize=partial(_tokenize_truncated, request, items, plan, service))
     if request.is_stored:
-        order = replace(order, seal=partial(_keep, frames, items, caller, service))
-    return PlanOptions(order, ordered.is_stream)
+        plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
+    return plan
 
 
-async def _turns_before(response_id: str, caller: "Caller", service: "Service") -> list[Item]:
+async def _earlier_items(response_id: str, caller: "Caller", service: "Service") -> list[Item]:
+    """The items of the conversation up to and including a stored response."""
     responses = service.store.responses
     try:
         record = await responses.find(response_id, caller.tenant, service.unix_now())
@@ -82,39 +79,38 @@ async def _turns_before(response_id: str, caller: "Caller", service: "Service") 
     return record.turns
 
 
-async def _read_what_fits(
-    request: ResponseRequest, items: list[Item], ordered: PlanOptions, service: "Service"
+async def _tokenize_truncated(
+    request: ResponseRequest, items: list[Item], plan: GenerationPlan, service: "Service"
 ) -> "TokenizedPrompts":
-    """The prompt without the oldest turns, as few as it takes."""
-    order, cuts = ordered.order, list(_cuts(items))
+    """The prompt without the oldest items, as few of them as needed (binary search)."""
+    suffixes = list(_suffixes(items))
 
-    async def read(place: int) -> "TokenizedPrompts":
-        chat = request.as_chat(cuts[place])
-        shorter = order_request(chat, order.frames, order.caller, service, param="input")
-        return await shorter.order.read()
+    async def tokenize(start: int) -> "TokenizedPrompts":
+        chat = request.as_chat(suffixes[start])
+        return await plan_chat(chat, plan.renderer, plan.caller, service).tokenize()
 
-    def fits(reading: "TokenizedPrompts") -> bool:
-        return _fits(order.limits.max_tokens, len(reading.prompts[0]), service)
+    def fits(tokenized: "TokenizedPrompts") -> bool:
+        return _fits(plan.limits.max_tokens, len(tokenized.prompts[0]), service)
 
-    best = await order.read()
-    low, high = (len(cuts), 0) if fits(best) else (1, len(cuts) - 1)
+    best = await plan.tokenize()
+    low, high = (len(suffixes), 0) if fits(best) else (1, len(suffixes) - 1)
     while low <= high:
         middle = (low + high) // 2
-        reading = await read(middle)
-        if fits(reading):
-            best, high = reading, middle - 1
+        tokenized = await tokenize(middle)
+        if fits(tokenized):
+            best, high = tokenized, middle - 1
         else:
             low = middle + 1
-    return best  # if nothing fits, its length is refused where all lengths are
+    return best  # if nothing fits, `request_specs` rejects its length
 
 
-def _cuts(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """All items, then ever fewer: always from a message of the user on, rules always."""
+def _suffixes(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """All items, then fewer and fewer: always from a user's message on, after all system items."""
     yield list(items)
     for start, item in enumerate(items):
         if start and item.get("role") == "user":
-            rules = [i for i in items[:start] if i.get("role") in ("system", "developer")]
-            yield [*rules, *items[start:]]
+            system = [i for i in items[:start] if i.get("role") in ("system", "developer")]
+            yield [*system, *items[start:]]
 
 
 def _fits(max_tokens: int | None, prompt_len: int, service: "Service") -> bool:
@@ -125,67 +121,76 @@ def _fits(max_tokens: int | None, prompt_len: int, service: "Service") -> bool:
     return True
 
 
-async def _keep(
-    frames: ResponsesRenderer, items: list[Item], caller: "Caller", service: "Service"
+async def _store(
+    renderer: ResponsesRenderer, items: list[Item], caller: "Caller", service: "Service"
 ) -> None:
-    record = ResponseRecord(frames.response_id, caller.tenant, frames.snapshot(), items)
+    record = ResponseRecord(renderer.response_id, caller.tenant, renderer.snapshot(), items)
     await service.store.responses.put(record, service.unix_now())
 
 
-class _Known:
-    """The ASGI response of an order, which can be cancelled by its response's id meanwhile."""
+class _Registered:
+    """The ASGI response of a plan, which can be cancelled by the response's id while it runs."""
 
-    def __init__(self, ordered: PlanOptions, service: "Service") -> None:
-        self._ordered = ordered
+    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
+        self._plan = plan
         self._service = service
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        order = self._ordered.order
-        assert isinstance(order.frames, ResponsesRenderer), "made here"
-        with self._service.running.hold(ActiveResponse(order.caller, order.frames)):
-            await respond(self._ordered, self._service)(scope, receive, send)
+        plan, renderer = self._plan, self._plan.renderer
+        assert isinstance(renderer, ResponsesRenderer), "set by plan_response"
+        caller = plan.caller
+        running = RunningResponse(
+            renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
+        )
+        with self._service.running.register(running):
+            await respond(plan, self._service)(scope, receive, send)
 
 
 async def retrieve_response(http: "HttpRequest") -> "Response":
-    """A response that was kept; raises `ResponseNotFound`."""
+    """A stored response; raises `ResponseNotFound`."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise InvalidRequest("'stream' is not supported here: the events were told once.", "stream")
+        raise InvalidRequest(
+            "'stream' is not supported here: its events are sent once, when it is generated.",
+            "stream",
+        )
     record = await _find(http)
-    return _told(http, record.response)
+    return _json(http, record.response)
 
 
 async def delete_response(http: "HttpRequest") -> "Response":
-    """Forget a response; raises `ResponseNotFound`."""
+    """Delete a stored response; raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
     await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
-    return _told(http, {"id": response_id, "object": "response", "deleted": True})
+    return _json(http, {"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(http: "HttpRequest") -> "Response":
-    """End a response that is being made; raises `ResponseNotFound`, and `InvalidRequest` for one
-    that is complete."""
+    """End a response in progress.
+
+    Raises `ResponseNotFound`, or `InvalidRequest` for a response that has ended.
+    """
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
-    made = service.running.find(response_id, caller.tenant)
-    if made is None or not service.engine.cancel(made.caller.request_id, caller.tenant):
+    running = service.running.find(response_id, caller.tenant)
+    if running is None or not service.engine.cancel(running.request_id, caller.tenant):
         record = await _find(http)
         status = record.response["status"]
         raise InvalidRequest(f"This response cannot be cancelled: it is {status}.", "response_id")
-    return _told(http, made.frames.snapshot("cancelled"))
+    return _json(http, running.snapshot("cancelled"))
 
 
 async def list_input_items(http: "HttpRequest") -> "Response":
-    """A page of the items that the model saw, the newest first unless asked otherwise."""
+    """A page of the items of the prompt, newest first by default."""
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
     record = await _find(http)
     items = record.items if page.is_ascending else record.items[::-1]
     if page.after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == page.after]
-        if not places:
+        ids = [item["id"] for item in items]
+        if page.after not in ids:
             raise InvalidRequest(f"Invalid 'after': no item {page.after[:100]!r}.", "after")
-        items = items[places[0] + 1 :]
-    return _told(http, list_json(items[: page.limit], has_more=len(items) > page.limit))
+        items = items[ids.index(page.after) + 1 :]
+    return _json(http, list_json(items[: page.limit], has_more=len(items) > page.limit))
 
 
 async def _find(http: "HttpRequest") -> ResponseRecord:
@@ -194,5 +199,5 @@ async def _find(http: "HttpRequest") -> ResponseRecord:
     return await service.store.responses.find(response_id, caller.tenant, service.unix_now())
 
 
-def _told(http: "HttpRequest", told: dict[str, Any]) -> "Response":
-    return json_response(orjson.dumps(told), caller_of(http), service_of(http).clock)
+def _json(http: "HttpRequest", body: dict[str, Any]) -> "Response":
+    return json_response(orjson.dumps(body), caller_of(http), service_of(http).clock)

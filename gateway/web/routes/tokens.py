@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from gateway.access.callers import read_body
-from gateway.generation.conversation import write_prompt
-from gateway.generation.prompt import fits_on_loop, text_prompts, token_ids
+from gateway.generation.conversation import render_prompt
+from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import json_response
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
-from gateway.web.routes.chat import conversation_of
 from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from gateway.ports import Tokenizer
 
 T = TypeVar("T")
-CHARS_PER_ID = 8  # as `fits_on_loop` weighs text: looking an id up is cheaper than finding it
+IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short text
 
 
 async def tokenize(http: "HttpRequest") -> "Response":
@@ -33,7 +32,7 @@ async def tokenize(http: "HttpRequest") -> "Response":
     if request.model is not None:
         check_model(request.model, service)
     ids = await _ids(request, service)
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.engine.scheduler.settings.max_model_len,
         "tokens": ids,
@@ -41,8 +40,8 @@ async def tokenize(http: "HttpRequest") -> "Response":
     }
     tokenizer = service.model.tokenizer
     if request.return_token_strs:
-        told["token_strs"] = await _aside(ids, lambda: [_shown(tokenizer, i) for i in ids])
-    return json_response(orjson.dumps(told), caller_of(http), service.clock)
+        body["token_strs"] = await _off_loop(ids, lambda: [_token_text(tokenizer, i) for i in ids])
+    return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 async def detokenize(http: "HttpRequest") -> "Response":
@@ -53,7 +52,7 @@ async def detokenize(http: "HttpRequest") -> "Response":
     if request.model is not None:
         check_model(request.model, service)
     ids, tokenizer = request.tokens, service.model.tokenizer
-    text = await _aside(ids, lambda: _text(tokenizer, ids))
+    text = await _off_loop(ids, lambda: _text(tokenizer, ids))
     return json_response(orjson.dumps({"prompt": text}), caller_of(http), service.clock)
 
 
@@ -61,33 +60,33 @@ async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
     if request.prompt is None:
         chat = request.as_chat(service.model.name)
-        text, ids = await write_prompt(service.model, conversation_of(chat))
+        text, ids = await render_prompt(service.model, chat)
         if not request.add_special_tokens:
             return ids
     elif request.add_special_tokens is not False:
-        reading = await text_prompts(tokenizer, [request.prompt])
-        return reading.prompts[0]
+        return (await tokenize_prompts(tokenizer, [request.prompt])).prompts[0]
     else:
         text = request.prompt
     is_special = bool(request.add_special_tokens)
 
-    def read() -> "Sequence[int]":
+    def tokenize() -> "Sequence[int]":
         return token_ids(tokenizer, text, "prompt", add_special_tokens=is_special)
 
-    return read() if fits_on_loop([text], 1) else await asyncio.to_thread(read)
+    return tokenize() if fits_on_loop([text], 1) else await asyncio.to_thread(tokenize)
 
 
-async def _aside(ids: "Sequence[int]", read: "Callable[[], T]") -> T:
-    """What `read` makes of so many ids; off the loop if they are many."""
-    return read() if fits_on_loop((), len(ids) // CHARS_PER_ID) else await asyncio.to_thread(read)
+async def _off_loop(ids: "Sequence[int]", decode: "Callable[[], T]") -> T:
+    """The result of `decode`, which runs in a thread if there are many ids."""
+    num_parts = len(ids) // IDS_PER_PART
+    return decode() if fits_on_loop((), num_parts) else await asyncio.to_thread(decode)
 
 
-def _shown(tokenizer: "Tokenizer", token_id: int) -> str:
+def _token_text(tokenizer: "Tokenizer", token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 def _text(tokenizer: "Tokenizer", ids: "Sequence[int]") -> str:
-    """As answers are decoded, but with control tokens."""
+    """Decoded as outputs are, but with control tokens."""
     feed, special = tokenizer.decoder().feed, tokenizer.special_ids
     pieces = (tokenizer.token_bytes(i) if i in special else feed(i) for i in ids)
     return b"".join(pieces).decode(errors="replace")

@@ -195,7 +195,7 @@ def test_every_surface_says_in_its_own_words_that_a_stream_was_superseded(
             await asyncio.sleep(5 * STEP)
             async with rig.client.post(path, asked, AGAIN) as later:
                 *_, last = [event async for event in earlier.events()]
-                assert "sent again" in str(last)
+                assert "retried" in str(last)
                 await later.read()
 
     play(scene, LONG)

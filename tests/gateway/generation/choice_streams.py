@@ -1,4 +1,4 @@
-"""Voices over leases that a test has written, and what surfaces make of them."""
+"""Choice streams over token streams that a test has written, and how renderers show them."""
 
 import json
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ PROMPT = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer: the bytes of its tokens, and the end; the end token's id is their number."""
+class Output:
+    """An output: the bytes of its tokens and its end; the end token's id is their number."""
 
     tokens: Sequence[bytes]
     finish: FinishReason
 
     def feed(self, token_id: int) -> bytes:
-        """As a decoder."""
+        """The decoder of these tokens."""
         return self.tokens[token_id] if token_id < len(self.tokens) else b""
 
     def chunks(self, sizes: Sequence[int]) -> list[TokenChunk]:
@@ -38,15 +38,15 @@ class Answer:
         left = iter(range(len(self.tokens)))
         chunks = [(tuple(islice(left, size)), None) for size in sizes]
         end = (len(self.tokens),) if self.finish is FinishReason.STOP else ()
-        told = [*chunks, ((*left, *end), self.finish)]
+        ends = [*chunks, ((*left, *end), self.finish)]
         return [
             TokenChunk(ids, finish, tuple(TokenLogprobs(-i / 8, 1, ((i, -i / 8),)) for i in ids))
-            for ids, finish in told
+            for ids, finish in ends
         ]
 
 
-class Lease:
-    """A lease whose tokens come in the given chunks; `closed` says why it was given back."""
+class ScriptedTokens:
+    """An engine stream with the given chunks; `closed` is the reason it was closed with."""
 
     spec = SimpleNamespace(prompt=PROMPT)
 
@@ -61,75 +61,75 @@ class Lease:
         self.closed = reason
 
 
-class Count:
-    """Counts of one voice."""
+class ChoiceUsage:
+    """The usage of one choice."""
 
-    def __init__(self, voice: ChoiceStream) -> None:
-        self._voice = voice
+    def __init__(self, choice: ChoiceStream) -> None:
+        self._choice = choice
 
     @property
     def usage(self) -> Usage:
-        return Usage(0, self._voice.num_tokens, reasoning_tokens=self._voice.num_reasoning)
+        return Usage(0, self._choice.num_tokens, reasoning_tokens=self._choice.num_reasoning_tokens)
 
 
-class Heard(NamedTuple):
-    """One voice as a whole reply (a choice), as a stream that was assembled, and its counts."""
+class Rendered(NamedTuple):
+    """A choice as a whole response shows it, as its events assemble, and its usage."""
 
     whole: dict[str, Any]
     streamed: dict[str, Any]
     usage: Usage
 
 
-def listen(voice: ChoiceStream) -> list[Delta]:
-    """All that it says. Nothing is waited for, so this needs no loop."""
-    said: list[Delta] = []
-    while voice.end is None:
+def all_deltas(choice: ChoiceStream) -> list[Delta]:
+    """The deltas of a choice. Scripted tokens never wait, so this needs no event loop."""
+    deltas: list[Delta] = []
+    while choice.end is None:
         try:
-            voice.next().send(None)
+            choice.next().send(None)
         except StopIteration as done:
-            said.append(done.value)
-    return said
+            deltas.append(done.value)
+    return deltas
 
 
-def a_voice(answer: Answer, sizes: Sequence[int], ear: ChoiceOptions) -> ChoiceStream:
-    """A voice that will say the answer, its tokens gathered in chunks of these sizes."""
-    lease: Any = Lease(answer.chunks(sizes))
-    return ChoiceStream(0, lease, ear)
+def choice_of(output: Output, sizes: Sequence[int], options: ChoiceOptions) -> ChoiceStream:
+    """A choice with this output, whose tokens come in chunks of these sizes."""
+    tokens: Any = ScriptedTokens(output.chunks(sizes))
+    return ChoiceStream(0, tokens, options)
 
 
-def heard_in_chat(voice: ChoiceStream, spelling: LogprobsFormatter | None = None) -> Heard:
-    """As chat tells it."""
-    whole, stream, usage = _told(voice, ChatRenderer(HEADER, UsageOptions(), spelling))
+def rendered_as_chat(choice: ChoiceStream, formatter: LogprobsFormatter | None = None) -> Rendered:
+    """As chat completions show it."""
+    whole, stream, usage = _rendered(choice, ChatRenderer(HEADER, UsageOptions(), formatter))
     del whole["message"]["annotations"]  # there is no such delta
-    return Heard(whole, assembled(payloads(stream)), usage)
+    return Rendered(whole, assembled(payloads(stream)), usage)
 
 
-def heard_as_text(voice: ChoiceStream, spelling: LogprobsFormatter | None = None) -> Heard:
-    """As text completions tell it."""
-    whole, stream, usage = _told(voice, CompletionRenderer(HEADER, UsageOptions(), spelling))
+def rendered_as_text(choice: ChoiceStream, formatter: LogprobsFormatter | None = None) -> Rendered:
+    """As text completions show it."""
+    whole, stream, usage = _rendered(choice, CompletionRenderer(HEADER, UsageOptions(), formatter))
     choices = [chunk["choices"][0] for chunk in payloads(stream)]
     columns: dict[str, list[Any]] = {}
-    for choice in choices:
-        for name, values in (choice["logprobs"] or {}).items():
+    for each in choices:
+        for name, values in (each["logprobs"] or {}).items():
             columns.setdefault(name, []).extend(values)
     streamed = {
-        "text": "".join(choice["text"] for choice in choices),
+        "text": "".join(each["text"] for each in choices),
         "logprobs": columns or None,
         "finish_reason": choices[-1]["finish_reason"],
-        "token_ids": [i for choice in choices for i in choice.get("token_ids", ())],
+        "token_ids": [i for each in choices for i in each.get("token_ids", ())],
     }
-    return Heard(whole, streamed, usage)
+    return Rendered(whole, streamed, usage)
 
 
-def _told(
-    voice: ChoiceStream, frames: ChatRenderer | CompletionRenderer
+def _rendered(
+    choice: ChoiceStream, renderer: ChatRenderer | CompletionRenderer
 ) -> tuple[dict[str, Any], bytes, Usage]:
-    tally = Count(voice)
-    said = listen(voice)
-    assert voice.end is not None
-    events = [frames.delta(0, some, tally) for some in said if some]
-    stream = b"".join((*events, frames.ending(0, voice.end, tally), frames.closing(tally)))
-    pieces: list[Any] = [piece for some in said for piece in some]
-    assert "" not in pieces
-    (whole,) = json.loads(frames.whole([finished_choice(pieces, voice.end)], tally))["choices"]
-    return whole, stream, tally.usage
+    usage = ChoiceUsage(choice)
+    deltas = all_deltas(choice)
+    assert choice.end is not None
+    events = [renderer.delta(0, delta, usage) for delta in deltas if delta]
+    stream = b"".join((*events, renderer.ending(0, choice.end, usage), renderer.closing(usage)))
+    parts: list[Any] = [part for delta in deltas for part in delta]
+    assert "" not in parts
+    (whole,) = json.loads(renderer.whole([finished_choice(parts, choice.end)], usage))["choices"]
+    return whole, stream, usage.usage

@@ -1,4 +1,4 @@
-"""A voice's message is the same however its tokens came; streamed, it assembles to the whole."""
+"""A choice's message does not depend on chunks; its events assemble to the whole response."""
 
 import random
 from itertools import pairwise
@@ -16,12 +16,12 @@ from gateway.ports import StreamParser, ToolChoice
 from gateway.schema.openai.logprobs import LogprobsFormatter
 from gateway.schema.rendering import ReportOptions, Usage
 from tests.gateway.generation.choice_streams import (
-    Answer,
-    Lease,
-    a_voice,
-    heard_as_text,
-    heard_in_chat,
-    listen,
+    Output,
+    ScriptedTokens,
+    all_deltas,
+    choice_of,
+    rendered_as_chat,
+    rendered_as_text,
 )
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -47,8 +47,8 @@ def a_parser(style: str | None, max_calls: int | None = None) -> StreamParser | 
     """A fresh parser whose calls are numbered alike each time."""
     tools = TOOL_STYLES[style] if style else None
     dialect = ModelDialect(tools, REASONING_MARKS["think"] if style else None)
-    wanted = ToolChoice(("f",), max_calls)
-    return dialect.parser("", wanted, random.Random(1).getrandbits)
+    choice = ToolChoice(("f",), max_calls)
+    return dialect.parser("", choice, random.Random(1).getrandbits)
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -64,7 +64,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     style=st.sampled_from([None, *sorted(TOOL_STYLES)]),
     max_calls=st.sampled_from([None, 1]),
     stops=STOPS,
-    told=st.builds(
+    report=st.builds(
         ReportOptions,
         logprobs=st.sampled_from([None, 1]),
         token_ids=st.booleans(),
@@ -82,7 +82,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     style="hermes",
     max_calls=1,
     stops=[],
-    told=ReportOptions(logprobs=1),
+    report=ReportOptions(logprobs=1),
     finish=STOP,
 )
 @example(
@@ -92,33 +92,33 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     style=None,
     max_calls=None,
     stops=["stop"],
-    told=ReportOptions(logprobs=1),
+    report=ReportOptions(logprobs=1),
     finish=LENGTH,
 )
 def test_any_split_of_the_tokens_gives_the_same_message(
     data: bytes, places: list[int], sizes: list[int], style: str | None, **more: Any
 ) -> None:
-    answer = Answer(cut(data, places), more["finish"])
-    told: ReportOptions = more["told"]
-    spelling = (
-        LogprobsFormatter(answer.feed, told.logprobs, told.token_ids)
-        if told != ReportOptions()
+    output = Output(cut(data, places), more["finish"])
+    report: ReportOptions = more["report"]
+    formatter = (
+        LogprobsFormatter(output.feed, report.logprobs, report.token_ids)
+        if report != ReportOptions()
         else None
     )
 
-    def ear() -> ChoiceOptions:
+    def options() -> ChoiceOptions:
         parser = a_parser(style, more["max_calls"])
-        return ChoiceOptions(answer, tuple(more["stops"]), parser, told)
+        return ChoiceOptions(output, tuple(more["stops"]), parser, report)
 
-    at_once = heard_in_chat(a_voice(answer, [], ear()), spelling)
-    for split in (sizes, [1] * len(answer.tokens)):
-        chat = heard_in_chat(a_voice(answer, split, ear()), spelling)
+    at_once = rendered_as_chat(choice_of(output, [], options()), formatter)
+    for split in (sizes, [1] * len(output.tokens)):
+        chat = rendered_as_chat(choice_of(output, split, options()), formatter)
         assert (chat.whole, chat.usage) == (at_once.whole, at_once.usage)
         assert chat.streamed["message"] == chat.whole["message"]
         assert chat.streamed["finish_reason"] == chat.whole["finish_reason"]
         assert chat.streamed["logprobs"] == (chat.whole["logprobs"] or {"content": []})["content"]
         if style is None:
-            text = heard_as_text(a_voice(answer, split, ear()), spelling)
+            text = rendered_as_text(choice_of(output, split, options()), formatter)
             assert text.streamed["token_ids"] == text.whole.get("token_ids", [])
             assert {**text.whole, **text.streamed} == {"token_ids": [], **text.whole}
             assert text.whole["text"] == chat.whole["message"]["content"]
@@ -128,51 +128,55 @@ def test_any_split_of_the_tokens_gives_the_same_message(
 @pytest.mark.parametrize("text", ["<think>Hm.</think>\n\nLook: " + CALL, "é🙂 <b>stop</b>"])
 def test_every_split_in_two_gives_the_same_message(text: str) -> None:
     data = text.encode()
-    answer = Answer([bytes([byte]) for byte in data], STOP)
-    whole = heard_in_chat(a_voice(answer, [], ChoiceOptions(answer, ("stop",), a_parser("hermes"))))
+    output = Output([bytes([byte]) for byte in data], STOP)
+    whole = rendered_as_chat(
+        choice_of(output, [], ChoiceOptions(output, ("stop",), a_parser("hermes")))
+    )
     for at in range(len(data)):
-        heard = heard_in_chat(
-            a_voice(answer, [at], ChoiceOptions(answer, ("stop",), a_parser("hermes")))
+        rendered = rendered_as_chat(
+            choice_of(output, [at], ChoiceOptions(output, ("stop",), a_parser("hermes")))
         )
-        assert heard.whole == whole.whole
-        assert heard.usage == whole.usage
-        assert heard.streamed["message"] == whole.whole["message"]
+        assert rendered.whole == whole.whole
+        assert rendered.usage == whole.usage
+        assert rendered.streamed["message"] == whole.whole["message"]
 
 
 def test_a_message_with_a_call_has_null_content_and_ends_with_tool_calls() -> None:
-    answer = Answer([b"<think>", b"hm", b"</think>", b"\n", CALL.encode()], STOP)
-    heard = heard_in_chat(
-        a_voice(answer, [1] * 5, ChoiceOptions(answer, parser=a_parser("hermes")))
+    output = Output([b"<think>", b"hm", b"</think>", b"\n", CALL.encode()], STOP)
+    rendered = rendered_as_chat(
+        choice_of(output, [1] * 5, ChoiceOptions(output, parser=a_parser("hermes")))
     )
-    message = heard.whole["message"]
+    message = rendered.whole["message"]
     assert message["content"] is None
     assert message["reasoning_content"] == message["reasoning"] == "hm"
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": "é🙂"}'}
-    assert heard.whole["finish_reason"] == heard.streamed["finish_reason"] == "tool_calls"
-    assert heard.usage == Usage(0, 6, reasoning_tokens=3)
+    assert rendered.whole["finish_reason"] == rendered.streamed["finish_reason"] == "tool_calls"
+    assert rendered.usage == Usage(0, 6, reasoning_tokens=3)
 
 
 def test_a_call_cut_by_the_limit_ends_with_length() -> None:
-    answer = Answer([b'<tool_call>{"name": "f", "arguments": {"a'], LENGTH)
-    heard = heard_in_chat(a_voice(answer, [], ChoiceOptions(answer, parser=a_parser("hermes"))))
-    assert heard.streamed["finish_reason"] == "length"
-    assert heard.streamed["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
+    output = Output([b'<tool_call>{"name": "f", "arguments": {"a'], LENGTH)
+    rendered = rendered_as_chat(
+        choice_of(output, [], ChoiceOptions(output, parser=a_parser("hermes")))
+    )
+    assert rendered.streamed["finish_reason"] == "length"
+    assert rendered.streamed["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
-def test_an_empty_answer_is_an_empty_text_and_its_role_comes_first() -> None:
-    answer = Answer([], STOP)
-    heard = heard_in_chat(a_voice(answer, [], ChoiceOptions(answer)))
-    assert heard.streamed["message"] == {"role": "assistant", "content": "", "refusal": None}
-    assert heard.whole["message"]["content"] == ""
+def test_an_empty_output_is_an_empty_text_after_its_role() -> None:
+    output = Output([], STOP)
+    rendered = rendered_as_chat(choice_of(output, [], ChoiceOptions(output)))
+    assert rendered.streamed["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert rendered.whole["message"]["content"] == ""
 
 
-def test_a_stop_string_gives_the_lease_back_and_is_named() -> None:
-    answer = Answer([b"a", b"b", b"c", b"d"], STOP)
-    lease: Any = Lease(answer.chunks([]))
-    voice = a_voice(answer, [], ChoiceOptions(answer, ("c",)))
-    voice._tokens = lease
-    assert listen(voice) == [["a", "b"]]
-    assert voice.end == ("stop", "c")
-    assert lease.closed is Abort.STOP_STRING
-    assert voice.num_tokens == 3
+def test_a_stop_string_closes_the_engine_stream_and_is_reported() -> None:
+    output = Output([b"a", b"b", b"c", b"d"], STOP)
+    tokens: Any = ScriptedTokens(output.chunks([]))
+    choice = choice_of(output, [], ChoiceOptions(output, ("c",)))
+    choice._tokens = tokens
+    assert all_deltas(choice) == [["a", "b"]]
+    assert choice.end == ("stop", "c")
+    assert tokens.closed is Abort.STOP_STRING
+    assert choice.num_tokens == 3

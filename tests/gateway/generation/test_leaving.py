@@ -1,4 +1,4 @@
-"""The client leaves: whenever and however, its slots come back and others do not notice."""
+"""A client that disconnects at any moment frees its KV slots at once; other requests go on."""
 
 import asyncio
 from typing import Any
@@ -18,19 +18,18 @@ MOMENTS = pytest.mark.parametrize("after", [0.0, STEP / 2, STEP, 2.5 * STEP, 7.1
 
 @STREAMED_OR_NOT
 @MOMENTS
-def test_who_hangs_up_is_cancelled_at_once(stream: bool, after: float) -> None:
+def test_a_disconnect_ends_the_request_at_once(stream: bool, after: float) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
             await asyncio.sleep(after)
             exchange.leave()
             await exchange.ended()
-            left_at = rig.service.clock()
-            assert left_at == after
+            assert rig.service.clock() == after
         await asyncio.sleep(STEP)
         assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
 
     rig = play(scene, Setting(texts=(LONG,)))
-    assert all(tally in (0, 1) for tally in rig.metrics.aborts.values())
+    assert all(count in (0, 1) for count in rig.metrics.aborts.values())
     assert rig.metrics.cancel_to_free.sum <= 1
 
 
@@ -48,7 +47,7 @@ def test_every_choice_of_a_response_is_cancelled(stream: bool) -> None:
 
 
 @STREAMED_OR_NOT
-def test_who_leaves_while_queued_never_runs(stream: bool) -> None:
+def test_a_request_whose_client_disconnects_in_the_queue_never_runs(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
             await asyncio.sleep(1.5 * STEP)
@@ -56,19 +55,19 @@ def test_who_leaves_while_queued_never_runs(stream: bool) -> None:
                 await asyncio.sleep(STEP)
                 assert rig.engine.scheduler.pool.count(State.WAITING) == 1
             assert rig.engine.scheduler.pool.count(State.WAITING) == 0
-            reply = await first.json()
-            assert reply["choices"][0]["message"]["content"] == LONG[:20]
+            body = await first.json()
+            assert body["choices"][0]["message"]["content"] == LONG[:20]
 
     rig = play(scene, Setting(texts=(LONG,), num_blocks=30, admission=Admission.RESERVE))
     assert rig.ended[0].admitted_at is None
 
 
 @STREAMED_OR_NOT
-def test_who_leaves_while_the_prompt_is_tokenised_never_arrives(stream: bool) -> None:
+def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         started, left = asyncio.Event(), asyncio.Event()
 
-        async def slowly(*_: object) -> Any:
+        async def slowly(*_: object, **__: object) -> Any:
             started.set()
             try:
                 await asyncio.Event().wait()
@@ -77,7 +76,7 @@ def test_who_leaves_while_the_prompt_is_tokenised_never_arrives(stream: bool) ->
                 raise
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.web.routes.chat.chat_prompt", slowly)
+            patch.setattr("gateway.web.routes.chat.tokenize_chat", slowly)
             async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
                 await started.wait()
                 exchange.leave()
@@ -88,7 +87,7 @@ def test_who_leaves_while_the_prompt_is_tokenised_never_arrives(stream: bool) ->
     assert rig.ended == []
 
 
-def test_who_leaves_in_the_middle_of_the_body_is_forgotten() -> None:
+def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange() -> None:
     async def scene(rig: Rig) -> None:
         headers = {"content-type": "application/json"}
         async with rig.client.send("POST", CHAT, [b'{"model":'], headers) as exchange:
@@ -98,7 +97,7 @@ def test_who_leaves_in_the_middle_of_the_body_is_forgotten() -> None:
     play(scene)
 
 
-def test_leaving_while_a_write_is_stuck_ends_the_request() -> None:
+def test_a_disconnect_while_a_write_is_blocked_ends_the_request() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True)) as exchange:
             await exchange.start()
@@ -111,7 +110,7 @@ def test_leaving_while_a_write_is_stuck_ends_the_request() -> None:
     assert request.abort is Abort.CLIENT_GONE
 
 
-def test_a_slow_reader_gets_merged_tokens_and_nobody_waits_for_it() -> None:
+def test_a_slow_reader_gets_merged_tokens_and_delays_no_other_request() -> None:
     async def scene(rig: Rig) -> None:
         async with (
             rig.client.post(CHAT, chat(stream=True)) as slow,
@@ -123,8 +122,8 @@ def test_a_slow_reader_gets_merged_tokens_and_nobody_waits_for_it() -> None:
             assert times == [STEP * n for n in range(1, len(LONG) + 2)]
             slow.resume()
             writes = [chunk async for chunk in slow.chunks()]
-        said = "".join(content_of(write) for write in writes)
-        assert said == LONG
+        content = "".join(content_of(write) for write in writes)
+        assert content == LONG
         assert len(writes) < 5
 
     play(scene, Setting(texts=(LONG,)))
@@ -139,7 +138,7 @@ def content_of(write: bytes) -> str:
     return "".join(pieces)
 
 
-def test_a_reader_that_never_reads_again_is_given_up() -> None:
+def test_a_stream_whose_writes_stay_blocked_is_ended() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True)) as exchange:
             await exchange.start()

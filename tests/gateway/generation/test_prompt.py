@@ -1,4 +1,4 @@
-"""Prompts become ids; short ones on the loop, long ones off it."""
+"""Prompts are tokenized: short ones on the event loop, long ones in a thread."""
 
 import threading
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from gateway.generation.prompt import text_prompts
+from gateway.generation.prompt import tokenize_prompts
 
 
 class Letters:
-    """Ids are code points; BOS is 0. Remembers which threads encoded."""
+    """Ids are code points; BOS is 0. Records the threads that encoded."""
 
     vocab_size = 0x110000
     special_ids = frozenset({0})
@@ -27,7 +27,7 @@ class Letters:
         return [0] * add_special_tokens + [*map(ord, text)]
 
     def decoder(self) -> Any:
-        raise AssertionError("prompts are only read here")
+        raise AssertionError("nothing is decoded here")
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
@@ -37,29 +37,35 @@ class Letters:
         return self.threads == {threading.current_thread()}
 
 
-async def test_prompts_of_text_get_what_the_model_wants_around_them() -> None:
+async def test_text_prompts_get_the_models_special_tokens() -> None:
     letters = Letters()
-    assert (await text_prompts(letters, ["ab", "", "é"])).prompts == [(0, 97, 98), (0,), (0, 0xE9)]
+    assert (await tokenize_prompts(letters, ["ab", "", "é"])).prompts == [
+        (0, 97, 98),
+        (0,),
+        (0, 0xE9),
+    ]
     assert letters.stayed_on_the_loop
 
 
 async def test_prompts_of_ids_stay_as_they_are() -> None:
     letters = Letters()
-    assert (await text_prompts(letters, [[5, 6], (7,)])).prompts == [(5, 6), (7,)]
-    assert (await text_prompts(letters, [tuple(range(100_000))])).prompts == [tuple(range(100_000))]
+    assert (await tokenize_prompts(letters, [[5, 6], (7,)])).prompts == [(5, 6), (7,)]
+    assert (await tokenize_prompts(letters, [tuple(range(100_000))])).prompts == [
+        tuple(range(100_000))
+    ]
     assert not letters.threads
 
 
 @pytest.mark.parametrize("prompts", [["x" * 5000], ["x"] * 100])
-async def test_much_text_is_read_off_the_loop(prompts: list[str]) -> None:
+async def test_long_texts_are_tokenized_off_the_loop(prompts: list[str]) -> None:
     letters = Letters()
     expected = [(0, *map(ord, prompt)) for prompt in prompts]
-    assert (await text_prompts(letters, prompts)).prompts == expected
+    assert (await tokenize_prompts(letters, prompts)).prompts == expected
     assert not letters.stayed_on_the_loop
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-async def test_half_a_surrogate_pair_is_an_invalid_request(size: int) -> None:
+async def test_an_unpaired_surrogate_is_an_invalid_request(size: int) -> None:
     with pytest.raises(InvalidRequest, match="surrogate") as text:
-        await text_prompts(Letters(), ["a" * size + "\ud83d"])
+        await tokenize_prompts(Letters(), ["a" * size + "\ud83d"])
     assert text.value.param == "prompt"

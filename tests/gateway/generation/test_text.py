@@ -82,7 +82,7 @@ def test_any_cutting_gives_the_text_of_the_whole(
     stream = TextStream(Pieces(pieces), stops)
     deltas = said(stream, grouped(len(pieces), sizes))
     text, stop = stopped_first(data.decode("utf-8", "replace"), stops)
-    assert ("".join(deltas), stream.stopped) == (text, stop)
+    assert ("".join(deltas), stream.matched_stop) == (text, stop)
     assert stream.is_stopped == (stop is not None)
 
 
@@ -111,26 +111,26 @@ def test_only_what_may_become_a_stop_string_is_held() -> None:
     )
     deltas = [stream.feed([token]) for token in range(5)]
     assert deltas == ["one", "\n\ntwo", " ", "Users, ", ""]
-    assert stream.stopped == "User:"
+    assert stream.matched_stop == "User:"
 
 
 def test_what_was_held_is_shown_at_the_end() -> None:
     stream = TextStream(Pieces([b"a<", b"/s"]), ["</s>"])
     assert said(stream, [[0], [1]]) == ["a", "", "</s"]
-    assert stream.stopped is None
+    assert stream.matched_stop is None
 
 
 def test_after_a_stop_string_nothing_more_is_shown() -> None:
     stream = TextStream(Pieces([b"a. b", b". c"]), [". ", "b"])
     assert said(stream, [[0, 1], [1], []]) == ["a", "", "", ""]
-    assert stream.stopped == ". "
+    assert stream.matched_stop == ". "
 
 
 @pytest.mark.parametrize("stop", ["\ufffd", "a\ufffd"])
 def test_a_character_that_never_became_whole_may_complete_a_stop_string(stop: str) -> None:
     stream = TextStream(Pieces([b"xa\xf0"]), [stop])
     assert "".join(said(stream, [[0]])) == "xa\ufffd".removesuffix(stop)
-    assert stream.stopped == stop
+    assert stream.matched_stop == stop
 
 
 def test_no_tokens_add_no_text() -> None:

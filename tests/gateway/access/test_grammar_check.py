@@ -9,7 +9,7 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.grammar import GrammarError, Mask
 from engine.step import Grammar, GrammarKind
-from gateway.generation.grammar_check import GrammarCheck, GrammarLimits
+from gateway.access.grammar_check import GrammarCheck, GrammarLimits
 from tests.gateway.rig import byte_grammars
 
 REGEX = GrammarKind.REGEX
