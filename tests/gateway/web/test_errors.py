@@ -104,7 +104,7 @@ def test_choices_that_no_queue_can_hold_are_a_400_that_names_the_field(
         async with rig.client.post(TEXT, text(stream=stream, **fields)) as exchange:
             error = (await exchange.json())["error"]
         assert (exchange.status, error["param"]) == (400, param)
-        assert "can wait here" in error["message"]
+        assert "the queue holds" in error["message"]
         async with rig.client.post(TEXT, text(prompt="a" * 40, stream=stream)) as exchange:
             await exchange.read()
             assert exchange.status == 200, "one of any length may wait alone"
