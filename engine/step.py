@@ -268,6 +268,8 @@ class WorkerSettings:
     """What a worker needs to load its part of a model.
 
     `dtype`, `weights` (of linear layers), `kv_dtype`, `device` and `attention` may be "auto".
+    `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
+    their inputs.
     `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
     chooses from the free memory. `host_kv_bytes`, also a total over all workers, is for KV that is
     swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how
@@ -280,6 +282,7 @@ class WorkerSettings:
     model: str
     dtype: str = "auto"
     weights: str = "auto"
+    activation_bits: str = "auto"
     kv_dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"

@@ -249,6 +249,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         model=str(directory),
         dtype=settings.dtype,
         weights=settings.weights,
+        activation_bits=settings.activation_bits,
         kv_dtype=settings.kv_cache_dtype,
         device=settings.device,
         attention=settings.attention,

@@ -6,22 +6,13 @@ compiles all ahead of a first start.
 """
 
 import hashlib
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from numba import cfunc, njit, types
 
-OF_KERNELS = (  # modules with a tuple KERNELS, and perhaps one of kernels by kind of KV
-    "engine.worker.cpu.kernels.elementwise",
-    "engine.worker.cpu.kernels.linear",
-    "engine.worker.cpu.kernels.int8_linear",
-    "engine.worker.cpu.kernels.sampling",
-    "engine.worker.cpu.attention.rope_and_cache_write",
-    "engine.worker.cpu.attention.paged_kernels",
-)
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
 # For leaf functions only: what they call inherits it, and tiles must add in their own order.
@@ -76,14 +67,10 @@ def kernel(function: Callable[..., Any]) -> Any:
     return _cached(make, function)
 
 
-def compile_all(progress: Callable[[str, int, int], None], kind: int | None = None) -> None:
-    """Every kernel there is, or of those over KV the ones of a kind: seconds on a machine that
-    never ran this version, else no time."""
-    modules = [importlib.import_module(name) for name in OF_KERNELS]
-    functions = [function for module in modules for function in module.KERNELS]
-    for module in modules:
-        of_kinds = getattr(module, "OF_KINDS", ())
-        functions += of_kinds if kind is None else of_kinds[kind : kind + 1]
+def compile_all(
+    functions: Sequence[Callable[..., None]], progress: Callable[[str, int, int], None]
+) -> None:
+    """Compile these kernels: seconds on a machine that never ran this version, else no time."""
     for done, function in enumerate(functions, 1):
         kernel(function)
         progress("kernels", done, len(functions))

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import WorkerSettings
+from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.int8 import FASTEST, Int8Operators, StoredOperators
+from engine.worker.cpu.int8 import Int8Operators, StoredOperators, activations_of
 from engine.worker.cpu.kernels.dot_tiles import INSTRUCTIONS
 from engine.worker.cpu.kernels.dtypes import has_half, kind_of
 from engine.worker.cpu.operators import NativeOperators
@@ -41,8 +42,7 @@ from engine.worker.weights.checkpoint_files import PreferredFormat
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
 WEIGHTS = ("auto", "float32", "int8")
-OPERATORS = {
-    PreferredFormat.FLOATS: NativeOperators,
+INT8_OPERATORS = {
     PreferredFormat.STORED: StoredOperators,
     PreferredFormat.ROUNDED: Int8Operators,
 }
@@ -82,8 +82,9 @@ class CpuDevice:
             raise StartupError(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
         self._suits = self._chosen(settings.weights, suits)
         self.rounds = self._suits is PreferredFormat.ROUNDED
+        self._activations = activations_of(settings.activation_bits)
         is_float = self._suits is PreferredFormat.FLOATS
-        self.weights = "float32" if is_float else f"int8 ({FASTEST.name})"
+        self.weights = "float32" if is_float else f"int8 ({self._activations.name})"
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
@@ -116,11 +117,19 @@ class CpuDevice:
     def prepare(self, progress: Progress) -> None:
         """See `Device`."""
         if not self._is_plain:
-            compile_all(progress, kind_of(self.kv_dtype))
+            kind = kind_of(self.kv_dtype)
+            attention = paged_kernels.OF_KINDS[kind], rope_and_cache_write.OF_KINDS[kind]
+            operators = self._native_operators()
+            compile_all((*operators.kernels, *paged_kernels.KERNELS, *attention), progress)
 
     def operators(self) -> Operators:
         """See `Device`."""
-        return TorchOperators() if self._is_plain else OPERATORS[self._suits](self._team)
+        return TorchOperators() if self._is_plain else self._native_operators()
+
+    def _native_operators(self) -> NativeOperators:
+        if self._suits is PreferredFormat.FLOATS:
+            return NativeOperators(self._team)
+        return INT8_OPERATORS[self._suits](self._team, self._activations)
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """See `Device`."""

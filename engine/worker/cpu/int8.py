@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.errors import StartupError
 from engine.worker.cpu.kernels import int8_linear as int8_kernels
 from engine.worker.cpu.kernels.linear import LinearOperands
 from engine.worker.cpu.kernels.packed_tiles import (
@@ -56,6 +57,16 @@ OCTETS = Rounding(
     linear=int8_kernels.linear_of_octets,
 )
 FASTEST = OCTETS if HAS_QUADS else SHORTS  # on this machine
+BY_BITS = {"auto": FASTEST, "8": OCTETS, "14": SHORTS}
+
+
+def activations_of(bits: str) -> Rounding:
+    """The activation format for `activation_bits`; raises `StartupError` if the CPU lacks it."""
+    if bits not in BY_BITS:
+        raise StartupError(f"activation_bits {bits!r} is not supported on cpu; known: auto, 8, 14")
+    if bits == "8" and not HAS_QUADS:
+        raise StartupError("activation_bits '8' needs a CPU with VNNI; use auto or 14")
+    return BY_BITS[bits]
 
 
 def stack(weights: Sequence[Weight], unit: int) -> Int8Weight:
@@ -153,6 +164,10 @@ class Int8Operators(NativeOperators):
     def __init__(self, team: NativeTeam, rounding: Rounding = FASTEST) -> None:
         super().__init__(team)
         self._rounding = rounding
+
+    @property
+    def kernels(self) -> tuple[Callable[..., None], ...]:
+        return *super().kernels, self._rounding.round_rows, self._rounding.linear
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         form = self._rounding.form

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cpu.build import kernel
 from engine.worker.cpu.kernels import elementwise as kernels
+from engine.worker.cpu.kernels import linear
 from engine.worker.cpu.kernels import sampling as drawing
 from engine.worker.cpu.kernels.linear import PANEL, LinearOperands, linear_of_floats
 from engine.worker.cpu.kernels.packed_tiles import WIDTH
@@ -187,6 +188,11 @@ class NativeOperators:
         self._turn = KernelCall(team, kernels.apply_rope, (0,) * 8)
         self._largest = KernelCall(team, drawing.largest, (0,) * 5)
         self._draw = KernelCall(team, drawing.draw, (0,) * 8)
+
+    @property
+    def kernels(self) -> tuple[Callable[..., None], ...]:
+        """Every kernel that these operators may run."""
+        return *kernels.KERNELS, *linear.KERNELS, *drawing.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model, with less Python in steps of decodes if its blocks are all kernels."""

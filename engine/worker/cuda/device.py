@@ -83,6 +83,11 @@ class CudaDevice:
         self.dtype = choose("dtype", settings.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
         self._format = weight_format(settings.weights, self.dtype, gpu, suits)
+        if settings.activation_bits not in ("auto", "8"):
+            raise StartupError(
+                f"activation_bits {settings.activation_bits!r} is not supported on cuda; "
+                "known: auto, 8"
+            )
         self.weights = "int8" if self._format == STORED else self._format
         self.kv_dtype = kv_format(settings.kv_dtype, self.dtype)
         self._settings = settings

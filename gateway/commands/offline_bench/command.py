@@ -86,6 +86,7 @@ def parser() -> Parser:
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="of activations, as for podway serve")
     add("--weights", default="auto", metavar="NAME", help="format of the linear layers")
+    add("--activation-bits", default="auto", metavar="N", help="of int8 linears: auto, 8 or 14")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="of keys and values")
     add("--attention", default="auto", metavar="NAME", help="attention backend")
     add("--threads", type=int, default=0, metavar="N", help="compute threads; 0: all cores")
@@ -208,6 +209,7 @@ def worker_settings(
         model=str(directory),
         dtype=args.dtype,
         weights=args.weights,
+        activation_bits=args.activation_bits,
         kv_dtype=args.kv_cache_dtype,
         device=args.device,
         attention=args.attention,

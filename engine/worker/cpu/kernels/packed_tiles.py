@@ -41,6 +41,13 @@ def _pair_products():
     return "llvm.x86.avx2.pmadd.wd" if has("avx2") else None
 
 
+def _accumulated_pairs():
+    """LLVM's name of VNNI's instruction that also adds the pairs' products to the sums, if any."""
+    if LANES == 16:
+        return "llvm.x86.avx512.vpdpwssd.512" if has("avx512vnni") else None
+    return "llvm.x86.avx512.vpdpwssd.256" if has("avxvnni") else None
+
+
 def _quad_products():
     """LLVM's name of VNNI's instruction: unsigned times signed octets, fours of them added."""
     if LANES == 16:
@@ -81,11 +88,13 @@ def _add_fields(builder, sums, weights, x, count, widen):
     return sums
 
 
-def _add_pairs(instruction):
+def _add_pairs(instruction, accumulating):
     """int16 x times int8 weights, in pairs."""
 
     def add(builder, sums, weights, x):
         weights = builder.sext(weights, SHORTS)
+        if accumulating is not None:
+            return _call(builder, accumulating, SUMS, sums, builder.bitcast(weights, SUMS), x)
         if instruction is None:
             return _add_fields(builder, sums, weights, x, 2, builder.ashr)
         products = _call(builder, instruction, SUMS, weights, builder.bitcast(x, SHORTS))
@@ -113,7 +122,7 @@ def _add_float(builder, sums, weights, x):
 
 HAS_QUADS = _quad_products() is not None
 FLOATS = Form(1, 4, MOST_ROWS, 1, _add_float, SUMS)
-PAIRS = Form(PAIR, 2, INT_ROWS, GROUPS, _add_pairs(_pair_products()), NARROW)
+PAIRS = Form(PAIR, 2, INT_ROWS, GROUPS, _add_pairs(_pair_products(), _accumulated_pairs()), NARROW)
 QUADS = Form(QUAD, 4, INT_ROWS, GROUPS, _add_quads(_quad_products()), OCTETS)
 
 

@@ -113,6 +113,10 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
         ({"dtype": "int4"}, "dtype 'int4' is not supported on cuda; known: bfloat16, float16, "),
         ({"attention": "cpu"}, "attention 'cpu' does not run on cuda"),
         ({"weights": "int4"}, "weights 'int4' is not supported on cuda"),
+        (
+            {"activation_bits": "14"},
+            "activation_bits '14' is not supported on cuda; known: auto, 8",
+        ),
     ],
 )
 def test_settings_that_no_gpu_serves_are_refused(

@@ -1,0 +1,98 @@
+"""Kernels for the instruction sets of several CPUs.
+
+Those that this machine can execute run the kernels' tests in a process of their own, in which Numba
+compiles for that CPU. All of them are compiled, and their machine code is searched for the widest
+instructions.
+"""
+
+# mypy: disable-error-code="import-untyped"
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding
+import pytest
+
+from engine.worker.cpu.features import has
+
+AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+CPUS = {  # Numba's CPU name and features
+    "avx2": ("haswell", AVX2),
+    "avx_vnni": ("alderlake", f"{AVX2},+avxvnni"),
+    "avx512": ("skylake-avx512", AVX512),
+    "avx512_vnni": ("cascadelake", f"{AVX512},+avx512vnni"),
+}
+KERNEL_TESTS = ("operators", "int8", "attention", "kernel_graph")
+INSTRUCTIONS = """
+from numba import cfunc
+from engine.worker.cpu.build import KERNEL
+from engine.worker.cpu.int8 import FASTEST, SHORTS
+best_first = ("vpdpbusd", "vpdpwssd", "vpmaddwd")
+for rounding in (FASTEST, SHORTS):
+    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(rounding.linear)
+    text = kernel._library.get_asm_str()
+    used = next(name for name in best_first if name in text)
+    print(kernel.__name__, used, *(["%zmm"] if "%zmm" in text else []))
+"""
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86"
+)
+
+
+def environment_of(cpu: str) -> dict[str, str]:
+    name, features = CPUS[cpu]
+    return {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+
+
+def can_execute(cpu: str) -> bool:
+    host = llvmlite.binding.get_host_cpu_features()
+    return all(host.get(feature[1:], False) for feature in CPUS[cpu][1].split(","))
+
+
+def is_own(cpu: str) -> bool:
+    """Whether the other tests, in this process, use the same instructions already."""
+    return all(has(name) == (f"+{name}" in CPUS[cpu][1]) for name in ("avx512f", "avx512vnni"))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "fastest", "of_14_bits"),
+    [
+        ("avx2", "linear_of_shorts vpmaddwd", "linear_of_shorts vpmaddwd"),
+        ("avx_vnni", "linear_of_octets vpdpbusd", "linear_of_shorts vpdpwssd"),
+        ("avx512", "linear_of_shorts vpmaddwd %zmm", "linear_of_shorts vpmaddwd %zmm"),
+        ("avx512_vnni", "linear_of_octets vpdpbusd %zmm", "linear_of_shorts vpdpwssd %zmm"),
+    ],
+)
+def test_int8_linears_use_the_widest_dot_products_of_a_cpu(
+    cpu: str, fastest: str, of_14_bits: str
+) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", INSTRUCTIONS],
+        env=environment_of(cpu),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.splitlines() == [fastest, of_14_bits]
+
+
+@pytest.mark.parametrize("cpu", ["avx2", "avx_vnni", "avx512", "avx512_vnni"])
+def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
+    if not can_execute(cpu) or is_own(cpu):
+        pytest.skip("not executable here, or what the other tests run")
+    here = Path(__file__).parent
+    tests = [str(here / f"test_{name}.py") for name in KERNEL_TESTS]
+    emulated = [] if "vnni" in cpu else ["-k", "not octets"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *emulated, *tests],
+        env=environment_of(cpu),
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
