@@ -51,7 +51,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
-from gateway.serve.server import calm_collector
+from gateway.serve.server import tune_collector
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.files import FileLimits
 from gateway.store.store import open_store
@@ -182,7 +182,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
 async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
     """A listening gateway: its port, and how many tokens it has sampled."""
     service, metrics = build_service(load, time.perf_counter)
-    calm_collector()
+    tune_collector()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -1,4 +1,4 @@
-"""Who asks, and how much may be sent. One log line per finished request."""
+"""Callers: the identity of each HTTP request, the limits on its body, and the request log."""
 
 import asyncio
 import logging
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One HTTP request as the log knows it; `arrived_at` is seconds of the service's clock.
+    """The identity of one HTTP request. `arrived_at` is in seconds of the service's clock.
 
-    `tenant` is the name of the API key that was shown, "" where none is needed; `weight` its share
-    and `urgent` the lowest priority it may ask for. `limits` are headers that tell of its limits.
-    `dialect` renders the errors and headers that its API expects.
+    `tenant` is the name of its API key, "" on a server without keys; `weight` is the key's share
+    under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any).
+    `limits` are the response headers about the key's rate limits. `dialect` renders the errors and
+    headers of the path's API.
     """
 
     request_id: str
@@ -40,7 +41,7 @@ class Caller:
     dialect: ApiDialect = OPENAI
 
     def headers(self, now: float) -> dict[str, str]:
-        """What every response carries."""
+        """Headers of every response; `now` is in seconds of the service's clock."""
         return {
             **self.dialect.headers(self.request_id),
             "x-request-id": self.request_id,
@@ -50,31 +51,35 @@ class Caller:
         }
 
 
-def sane_request_id(offered: str | None) -> str | None:
-    """The caller's own x-request-id if it is short and printable, else None."""
-    return offered if offered is not None and _SANE_ID.fullmatch(offered) else None
+def valid_request_id(offered: str | None) -> str | None:
+    """The client's x-request-id if it is at most 128 printable characters, else None."""
+    return offered if offered is not None and _VALID_ID.fullmatch(offered) else None
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be, and how long it may take to arrive."""
+    """Maximum size of a request body, and the timeout for receiving it."""
 
     max_bytes: int = 16 << 20
     seconds: float = 60.0
 
 
 async def read_body(http: "HttpRequest", limits: BodyLimits) -> bytes:
-    """The whole JSON body, refused as early as it can be seen to be wrong."""
+    """The whole JSON body.
+
+    Raises `WrongMediaType`, `BodyTooLarge` (from `Content-Length`, if there is one) or
+    `BodyTooSlow`.
+    """
     _check_media_type(http)
     _check_length(http.headers.get("content-length"), limits.max_bytes)
     try:
         async with asyncio.timeout(limits.seconds):
-            return await _gather(http, limits.max_bytes)
+            return await _receive(http, limits.max_bytes)
     except TimeoutError:
         raise BodyTooSlow(limits.seconds) from None
 
 
-async def _gather(http: "HttpRequest", max_bytes: int) -> bytes:
+async def _receive(http: "HttpRequest", max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     async for piece in http.stream():
@@ -100,16 +105,16 @@ def _check_media_type(http: "HttpRequest") -> None:
         )
 
 
-def _check_length(announced: str | None, max_bytes: int) -> None:
-    if announced is not None and announced.isdecimal() and int(announced[:20]) > max_bytes:
+def _check_length(declared: str | None, max_bytes: int) -> None:
+    if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise BodyTooLarge(max_bytes)
 
 
 class RequestLog(NullObserver):
-    """An observer that writes the one line of each request that has ended."""
+    """An observer that logs one line for each request that has ended."""
 
     def ended(self, request: "Request", now: float) -> None:
-        """Log it; `reason` is how it finished, or why it was ended."""
+        """Log it; `reason` is its finish reason or its abort reason."""
         if not logger.isEnabledFor(logging.INFO):
             return
         finish, abort = request.finish, request.abort

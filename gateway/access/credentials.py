@@ -1,4 +1,4 @@
-"""What is read from files at the start, and again on SIGHUP: keys and the certificate."""
+"""Credentials: API keys and the TLS certificate, read at the start and again on SIGHUP."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Keys and certificate; `has_files` if there is anything to read again."""
+    """Keys and certificate. `has_files`: at least one of them comes from a file."""
 
     keys: Keys
     certificate: Certificate | None
@@ -22,18 +22,18 @@ class Credentials:
 
     @property
     def tls(self) -> "ssl.SSLContext | None":
-        """What connections are made with; None: plain."""
+        """The context of TLS connections; None for plain HTTP."""
         return None if self.certificate is None else self.certificate.context
 
     def reload(self) -> None:
-        """Read both again; each says in one log line what came of it."""
+        """Read both again. Each logs whether that succeeded."""
         self.keys.reload()
         if self.certificate is not None:
             self.certificate.reload()
 
 
 def load_credentials(settings: "Settings") -> Credentials:
-    """Read the files that the settings name; raises `StartupError`."""
+    """Read the key file and the certificate of the settings. Raises `StartupError`."""
     allowance = Allowance(
         settings.requests_per_minute, settings.tokens_per_minute, settings.max_concurrent
     )

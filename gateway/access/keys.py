@@ -1,16 +1,16 @@
-"""API keys: who may come in, and what each key may ask for. Only digests are kept.
+"""API keys: authentication, and the limits of each key. Only SHA-256 digests are kept in memory.
 
 Keys come from `--api-key` and from `--api-key-file`, a TOML file with a table per key:
 
-    [alice]                       # the name: in logs, in fair shares, as the owner of files
-    key = "sk-…"                  # or several, while one replaces another; or key_sha256
+    [alice]                       # the name: in logs, as tenant of shares, files and batches
+    key = "sk-…"                  # or a list, while one key replaces another; or key_sha256
     requests_per_minute = 60
     tokens_per_minute = 100_000
     max_concurrent = 8
     weight = 2.0                  # share under the policy `fair`
-    priority = 0                  # the most urgent that its requests may be (lower goes first)
+    priority = 0                  # lowest priority value its requests may have (lower runs first)
 
-What a table leaves out, the settings say; 0 is no limit.
+Limits that a table leaves out come from the settings; 0 is no limit.
 """
 
 import base64
@@ -31,7 +31,7 @@ from gateway.errors import InvalidApiKey
 
 logger = logging.getLogger(__name__)
 
-NAME_DIGITS = 16  # of the digest, where a key was given no name
+NAME_DIGITS = 16  # hex digits of the digest that name a key without a name
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64})=(?P<key>[^=].*)", re.DOTALL)
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -40,9 +40,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a key may ask for; 0 is no limit.
+    """The limits of a key; 0 is no limit.
 
-    `priority` is the most urgent that its requests may be; None: any.
+    `priority` is the lowest priority value that its requests may have; None: any.
     """
 
     requests_per_minute: int = 0
@@ -54,7 +54,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key's owner. `name` is "" where no keys are needed."""
+    """A named key and its limits. On a server without keys, `name` is "" for all requests."""
 
     name: str
     digests: tuple[bytes, ...]
@@ -62,7 +62,7 @@ class Key:
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    """One table of the file."""
+    """One table of the key file."""
 
     key: str | list[str] = []
     key_sha256: str | list[str] = []
@@ -74,9 +74,9 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keys:
-    """The keys that clients must show; without any, everybody may come in.
+    """The API keys. Without any, the server is open: no request needs a key.
 
-    Raises `StartupError` when a key or the file is wrong.
+    Raises `StartupError` if a key or the key file is invalid.
     """
 
     def __init__(
@@ -90,45 +90,44 @@ class Keys:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may come in."""
+        """Whether no request needs a key."""
         return not self._keys
 
     def reload(self) -> None:
-        """Read the file again; one that is wrong changes nothing. One log line either way."""
+        """Read the file again; if it is invalid, the old keys stay in use. Both are logged."""
         try:
             self._keys = self._read()
-        except StartupError as refusal:
-            logger.error("the keys stay as they were: %s", refusal)
+        except StartupError as error:
+            logger.error("keeping the old API keys: %s", error)
         else:
-            logger.info("keys=%d", len(self._keys))
+            logger.info("reloaded %d API keys", len(self._keys))
 
     def key_of(self, authorization: str | None, x_api_key: str | None = None) -> Key:
-        """The owner of the key in either header: `Authorization: Bearer …` or `x-api-key`.
+        """The key in either header: `Authorization: Bearer …` or `x-api-key`.
 
         Browsers send what a person typed as `Basic`; its password is the key.
 
-        Raises `InvalidApiKey` unless it is one of ours. The time that takes does not depend on
-        which key was shown.
+        Raises `InvalidApiKey`. The duration of the comparison does not depend on the key.
         """
         if not self._keys:
             return self._open
-        shown = [key for key in (_authorized(authorization), (x_api_key or "").strip()) if key]
-        if not shown:
+        sent = [key for key in (_authorized(authorization), (x_api_key or "").strip()) if key]
+        if not sent:
             raise InvalidApiKey(
                 "You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY' or "
                 "as 'x-api-key: YOUR_KEY'."
             )
-        found = [key for each in shown for key in self._matching(_digest(each))]
+        found = [key for each in sent for key in self._matches(_digest(each))]
         if not found:
             raise InvalidApiKey("Incorrect API key provided.")
         return found[0]
 
-    def _matching(self, shown: bytes) -> list[Key]:
-        """Compare with all, whatever was found meanwhile."""
+    def _matches(self, sent: bytes) -> list[Key]:
+        """The keys with this digest. All are compared, so that the duration is constant."""
         return [
             key
             for key in self._keys
-            if any([hmac.compare_digest(shown, digest) for digest in key.digests])  # noqa: C419 # no early end
+            if any([hmac.compare_digest(sent, digest) for digest in key.digests])  # noqa: C419 # any() of a list: no short circuit
         ]
 
     def _read(self) -> tuple[Key, ...]:
@@ -156,7 +155,7 @@ def _digest(key: str) -> bytes:
 
 
 def _from_text(text: str, allowance: Allowance) -> Key:
-    """`NAME=KEY`, or a key that is called after its digest."""
+    """From `NAME=KEY`, or from a bare key, which is named after its digest."""
     named = _NAMED.fullmatch(text)
     digest = _digest(named["key"] if named else text)
     name = named["name"] if named else digest.hex()[:NAME_DIGITS]
@@ -175,15 +174,19 @@ def _from_file(path: Path, default: Allowance) -> list[Key]:
     except msgspec.ValidationError as error:
         raise StartupError(f"the key file {path}: {error}") from None
     if not found:
-        raise StartupError(f"the key file {path} has no keys, which would let everybody in")
+        raise StartupError(
+            f"the key file {path} has no keys; without keys the server would be open"
+        )
     return [_from_table(path, name, table, default) for name, table in found.items()]
 
 
 def _from_table(path: Path, name: str, table: _Table, default: Allowance) -> Key:
-    hashes = list(_several(table.key_sha256))
+    hashes = list(_as_list(table.key_sha256))
     if wrong := next((each for each in hashes if not _SHA256.fullmatch(each)), None):
-        raise StartupError(f"the key file {path}: [{name}] key_sha256 {wrong[:80]!r} is not hex")
-    texts = list(_several(table.key))
+        raise StartupError(
+            f"the key file {path}: [{name}] key_sha256 must be 64 hex digits, not {wrong[:80]!r}"
+        )
+    texts = list(_as_list(table.key))
     if not name or not (texts or hashes) or not all(texts):
         raise StartupError(f"the key file {path}: [{name}] needs a key that is not empty")
     digests = (*map(_digest, texts), *map(bytes.fromhex, hashes))
@@ -201,18 +204,18 @@ def _from_table(path: Path, name: str, table: _Table, default: Allowance) -> Key
     return Key(name, digests, allowance)
 
 
-def _several(value: str | list[str]) -> Iterator[str]:
+def _as_list(value: str | list[str]) -> Iterator[str]:
     return iter([value] if isinstance(value, str) else value)
 
 
 def _check_distinct(keys: list[Key]) -> None:
-    """A name and a key may stand only once, or limits and shares would be whose?"""
+    """Each name and each key may occur once; otherwise its limits would be ambiguous."""
     names: set[str] = set()
     digests: set[bytes] = set()
     for key in keys:
         if key.name in names:
             raise StartupError(f"two API keys have the name {key.name!r}")
         if digests.intersection(key.digests) or len(set(key.digests)) < len(key.digests):
-            raise StartupError(f"the API key of {key.name!r} is there twice")
+            raise StartupError(f"the API key of {key.name!r} occurs twice")
         names.add(key.name)
         digests.update(key.digests)

@@ -1,9 +1,10 @@
-"""Quotas: requests and tokens per minute and requests at once, for each API key.
+"""Quotas: rate limits per API key, on requests, tokens and concurrent requests.
 
-A bucket refills steadily, its limit in a minute, and holds at most its limit. A request takes
-one from the requests as it enters. Tokens are paid as they are known: the prompt when the engine
-accepts it, the answer when it ends; the bucket may go into debt, and a key in debt waits until
-it is paid. So no request is refused for what it might have used.
+Token buckets: a bucket holds at most one minute's limit and refills steadily. A request takes one
+from its key's request bucket on arrival. Tokens are charged when their number is known: the prompt
+when the engine accepts the request, the output when it ends. The token bucket may become negative;
+then the key's requests are rejected until it has refilled. So no request is rejected for tokens
+that it might use.
 """
 
 from collections.abc import Mapping
@@ -18,12 +19,12 @@ from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
 if TYPE_CHECKING:
     from engine.request import Request
 
-AT_ONCE_RETRY_SECONDS = 1.0  # nobody knows when one of the others will end
+AT_ONCE_RETRY_SECONDS = 1.0  # a guess: when a running request ends is unknown
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """`level` as of `at`, in seconds of the caller's clock; below zero it is a debt."""
+    """`level` at time `at` (seconds of the service's clock); negative while tokens are owed."""
 
     level: float
     at: float
@@ -38,7 +39,7 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What a key has left. `allowance` is the one it last entered with."""
+    """The buckets of a key. `allowance` is that of its latest request."""
 
     allowance: Allowance
     requests: _Bucket
@@ -48,14 +49,15 @@ class _Account:
 
 @dataclass(slots=True)
 class Quotas(NullObserver):
-    """An observer of the engine, which tells it of the tokens, and the book at the door."""
+    """The accounts of all keys. As an observer of the engine it learns the tokens used."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def enter(self, key: Key, now: float) -> Mapping[str, str]:
-        """Count a request in; what its response says about the limits.
+        """Count a request; returns the response headers about the key's limits.
 
-        Raises `TooManyAtOnce`, `TooManyRequests` or `TooManyTokens`. Whoever entered must leave.
+        Raises `TooManyAtOnce`, `TooManyRequests` or `TooManyTokens`. After success the caller must
+        call `leave` once.
         """
         allowance = key.allowance
         account = self._account(key, now)
@@ -66,19 +68,19 @@ class Quotas(NullObserver):
         return _headers(account)
 
     def leave(self, key: Key) -> None:
-        """The request is over."""
+        """The request has ended."""
         self._accounts[key.name].num_running -= 1
 
     def arrived(self, request: "Request", now: float) -> None:
-        """The prompt is known."""
-        self._pay(request, request.prompt_len, now)
+        """Charge the prompt."""
+        self._charge(request, request.prompt_len, now)
 
     def ended(self, request: "Request", now: float) -> None:
-        """The answer is known."""
-        self._pay(request, request.produced, now)
+        """Charge the output."""
+        self._charge(request, request.produced, now)
 
-    def _pay(self, request: "Request", num_tokens: int, now: float) -> None:
-        """Only for what somebody waits for: lines of batches take from nobody."""
+    def _charge(self, request: "Request", num_tokens: int, now: float) -> None:
+        """Lines of batches are not charged."""
         account = self._accounts.get(request.spec.tenant)
         if account is None or request.spec.is_background:
             return
@@ -90,9 +92,11 @@ class Quotas(NullObserver):
         allowance = key.allowance
         account = self._accounts.get(key.name)
         if account is None:
-            full = (_Bucket(allowance.requests_per_minute, now), _Bucket(0.0, now))
-            account = self._accounts[key.name] = _Account(allowance, *full)
-            account.tokens.level = allowance.tokens_per_minute
+            account = self._accounts[key.name] = _Account(
+                allowance,
+                _Bucket(allowance.requests_per_minute, now),
+                _Bucket(allowance.tokens_per_minute, now),
+            )
         account.allowance = allowance
         account.requests.refill(allowance.requests_per_minute, now)
         account.tokens.refill(allowance.tokens_per_minute, now)
@@ -124,7 +128,7 @@ def _reached(what: str, limit: int, wait: float) -> str:
 
 
 def _headers(account: _Account) -> dict[str, str]:
-    """OpenAI's headers for the limits that there are."""
+    """OpenAI's rate limit headers, for the limits that are set."""
     headers: dict[str, str] = {}
     limits = (
         ("requests", account.allowance.requests_per_minute, account.requests),
@@ -139,7 +143,7 @@ def _headers(account: _Account) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI spells it: `17ms`, `1.5s`, `6m0s`."""
+    """As in OpenAI's headers: `17ms`, `1.5s`, `6m0s`."""
     milliseconds = ceil(seconds * 1000 - 1e-6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

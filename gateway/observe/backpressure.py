@@ -1,8 +1,8 @@
-"""LoopWatch: how late the event loop is, and how much streams should merge when it is busy.
+"""Backpressure: measures the event loop's load, and makes streams merge tokens when it is high.
 
-A token costs its stream one wake and one write. When the loop has no time left, streams wait
-`gap` seconds after each write, so that the next one carries several tokens; the gap grows while
-the loop's thread is busy and shrinks when it is not. An idle server writes every token at once.
+Each token costs one wakeup and one write of its stream. If the loop is saturated, streams wait
+`gap` seconds after each write, so that the next event carries several tokens. The gap grows while
+the loop's thread is busy and shrinks otherwise. On an idle server every token is written at once.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.ports import Clock
-    from gateway.observe.metrics import Counts
+    from gateway.observe.metrics import Histogram
 
 PROBE_SECONDS = 0.05
-BUSY = 0.9  # share of the time: above it the gap grows,
-CALM = 0.75  # and below it the gap shrinks
+BUSY = 0.9  # fraction of the time above which the gap grows
+CALM = 0.75  # fraction below which it shrinks
 FIRST_GAP = 0.01
 MAX_GAP = 0.25
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds on a core, and queued for one
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds running, and runnable
 
 
 def thread_seconds() -> float:
-    """Seconds that this thread has run or has waited for a core; a loop asleep gathers none."""
+    """Seconds that this thread has been running or runnable; sleeping does not count."""
     try:
         running, queued, _ = _SCHEDSTAT.read_bytes().split()
     except OSError:
@@ -34,10 +34,10 @@ def thread_seconds() -> float:
 
 
 class LoopWatch:
-    """Probes the loop it runs on. `lag` gets how late each probe was, in seconds."""
+    """Probes the loop it runs on; observes in `lag` how late each probe was, in seconds."""
 
     def __init__(
-        self, clock: "Clock", lag: "Counts", spent: "Callable[[], float]" = thread_seconds
+        self, clock: "Clock", lag: "Histogram", spent: "Callable[[], float]" = thread_seconds
     ) -> None:
         self.gap = 0.0
         self._clock = clock
@@ -51,11 +51,11 @@ class LoopWatch:
             await asyncio.sleep(PROBE_SECONDS)
             now, spent = clock(), self._spent()
             self._lag.add(max(0.0, now - woke_at - PROBE_SECONDS))
-            self.judge((spent - spent_before) / (now - woke_at))
+            self.update((spent - spent_before) / (now - woke_at))
             woke_at, spent_before = now, spent
 
-    def judge(self, share: float) -> None:
-        """Set the gap after a period in which the loop was busy for this share of the time."""
+    def update(self, share: float) -> None:
+        """Set the gap after a period in which the loop was busy for this fraction of the time."""
         if share > BUSY:
             self.gap = min(MAX_GAP, max(FIRST_GAP, self.gap * 1.5))
         elif share < CALM:

@@ -1,7 +1,7 @@
-"""`/metrics`: the counts of `Metrics` and the state of the scheduler, as Prometheus reads them.
+"""`/metrics`: the counts of `Metrics` and the scheduler's state, in Prometheus' text format.
 
-Everything is read at the moment of the scrape. vLLM's names follow ours as aliases, so that
-dashboards and autoscalers written for it keep working.
+Gauges are read on each scrape. Metrics that vLLM has, too, are repeated under vLLM's names, so
+that its dashboards and autoscalers work.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
-    from gateway.observe.metrics import Counts, Metrics
+    from gateway.observe.metrics import Histogram, Metrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Described(NamedTuple):
-    """A metric's names and meaning; `alias` is vLLM's name, where it has one."""
+    """A metric's name and help text; `alias` is vLLM's name, "" if it has none."""
 
     name: str
     help: str
@@ -36,7 +36,7 @@ class Described(NamedTuple):
 
 
 class Exposition(Collector):
-    """Reads the metrics and the scheduler; `model` labels the aliases as vLLM does."""
+    """Reads the metrics and the scheduler; `model` is the label `model_name` of vLLM's metrics."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance: the registry holds this collector alone."""
+        """None: the registry has no other collector to conflict with."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All families, at this moment."""
+        """All metric families."""
         yield from self._queue()
         yield from self._memory()
         yield from self._outcomes()
@@ -98,13 +98,15 @@ class Exposition(Collector):
         yield from self._gauge(
             Described(
                 "podway_requests_swapped",
-                "Requests whose KV is on the host, or on its way.",
+                "Requests whose KV cache is in the host tier, or moves there.",
                 "vllm:num_requests_swapped",
             ),
             sum(pool.count(state) for state in (State.SWAPPED, State.SWAPPING_OUT)),
         )
         yield from self._gauge(
-            Described("podway_waiting_tokens", "Tokens that waiting requests need computed."),
+            Described(
+                "podway_waiting_tokens", "Tokens that waiting requests still have to compute."
+            ),
             pool.waiting_tokens,
         )
 
@@ -141,13 +143,13 @@ class Exposition(Collector):
         )
         yield _labelled(
             "podway_aborts_total",
-            "Requests ended from outside.",
+            "Requests that were aborted.",
             "reason",
             {reason.value: count for reason, count in metrics.aborts.items()},
         )
         yield _labelled(
             "podway_preemptions_total",
-            "Requests that gave their KV up.",
+            "Requests that were preempted.",
             "kind",
             metrics.preemptions,
         )
@@ -173,7 +175,7 @@ class Exposition(Collector):
                 metrics.num_workers_lost,
             ),
             (
-                Described("podway_prompt_tokens_total", "Tokens of prompts.", "vllm:prompt_tokens"),
+                Described("podway_prompt_tokens_total", "Prompt tokens.", "vllm:prompt_tokens"),
                 metrics.num_prompt_tokens,
             ),
             (
@@ -189,14 +191,14 @@ class Exposition(Collector):
         yield self._aliased(
             CounterMetricFamily,
             "vllm:num_preemptions",
-            "Requests that gave their KV up.",
+            "Requests that were preempted.",
             metrics.preemptions.total(),
         )
 
     def _prefixes(self) -> Iterator[Metric]:
-        """Tokens of prompts, counted with their request's first token."""
+        """Prompt tokens, counted at their request's first token."""
         hits, queries = self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
-        text = "Tokens of prompts: found in the prefix cache (hit), or computed (miss)."
+        text = "Prompt tokens found in the prefix cache (hit) or computed (miss)."
         counts = {"hit": hits, "miss": queries - hits}
         yield _labelled("podway_prefix_tokens_total", text, "result", counts)
         for alias, count in (("hits", hits), ("queries", queries)):
@@ -204,15 +206,15 @@ class Exposition(Collector):
             yield self._aliased(CounterMetricFamily, name, f"Prefix cache {alias}, tokens.", count)
 
     def _histograms(self) -> Iterator[Metric]:
-        for described, tally in _histograms_of(self._metrics):
+        for described, observed in _histograms_of(self._metrics):
             histogram = HistogramMetricFamily(described.name, described.help)
-            histogram.add_metric([], tally.buckets(), tally.sum)
+            histogram.add_metric([], observed.buckets(), observed.sum)
             yield histogram
             if described.alias:
                 alias = HistogramMetricFamily(
                     described.alias, described.help, labels=["model_name"]
                 )
-                alias.add_metric([self._model], tally.buckets(), tally.sum)
+                alias.add_metric([self._model], observed.buckets(), observed.sum)
                 yield alias
 
     def _gauge(self, described: Described, value: float) -> Iterator[Metric]:
@@ -239,10 +241,10 @@ def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Me
     return family
 
 
-def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
+def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Histogram]]":
     return [
         (
-            Described("podway_iteration_seconds", "A worker's time for an iteration."),
+            Described("podway_iteration_seconds", "Duration of an iteration in the worker."),
             metrics.iteration_seconds,
         ),
         (
@@ -260,7 +262,7 @@ def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
         (
             Described(
                 "podway_time_to_first_token_seconds",
-                "From arrival to the first token.",
+                "From arrival to the first token (TTFT).",
                 "vllm:time_to_first_token_seconds",
             ),
             metrics.time_to_first_token,
@@ -268,7 +270,7 @@ def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
         (
             Described(
                 "podway_inter_token_seconds",
-                "Between two tokens of a request.",
+                "Between two tokens of a request (ITL).",
                 "vllm:inter_token_latency_seconds",
             ),
             metrics.inter_token,
@@ -276,7 +278,7 @@ def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
         (
             Described(
                 "podway_request_seconds",
-                "From arrival to the last token.",
+                "From arrival to the last token (JCT).",
                 "vllm:e2e_request_latency_seconds",
             ),
             metrics.request_seconds,
@@ -291,12 +293,13 @@ def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Counts]]":
         ),
         (
             Described(
-                "podway_cancel_to_free_iterations", "Iterations from a cancel to its slots free."
+                "podway_cancel_to_free_iterations",
+                "Iterations from a cancel until its KV slots are free.",
             ),
             metrics.cancel_to_free,
         ),
         (
-            Described("podway_loop_lag_seconds", "How late the event loop runs its timers."),
+            Described("podway_loop_lag_seconds", "Delay of the event loop's timers."),
             metrics.loop_lag,
         ),
     ]

@@ -1,7 +1,6 @@
-"""Metrics: an `Observer` of the engine that counts what happened; `exposition` prints it.
+"""Metrics: an `Observer` of the engine that counts its events; `exposition` renders them.
 
-Per iteration a few additions, per token a share of one grouping, and nothing else: names,
-labels and cumulated buckets are put together when somebody scrapes.
+An event costs a few additions. Names, labels and cumulative buckets are made on a scrape.
 """
 
 from bisect import bisect_left
@@ -25,8 +24,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ITERATIONS = (0, 1, 2, 3, 4, 8)
 
 
-class Counts:
-    """A histogram that costs one bisection per observation."""
+class Histogram:
+    """A histogram; an observation costs one bisection."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -36,12 +35,12 @@ class Counts:
         self._sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count `value` so many times."""
+        """Observe `value` `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as the exposition wants them."""
+        """Cumulative counts by upper bound, in the format of `prometheus_client`."""
         total = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -55,7 +54,7 @@ class Counts:
 
 
 class Metrics(NullObserver):
-    """Counts what the scheduler tells; `loop_lag` is filled by `LoopWatch`."""
+    """Counters and histograms of the engine's events; `LoopWatch` fills `loop_lag`."""
 
     def __init__(self) -> None:
         self.outcomes = Counter(dict.fromkeys(("finished", "cancelled", "failed", "expired"), 0))
@@ -63,24 +62,24 @@ class Metrics(NullObserver):
         self.aborts = Counter(dict.fromkeys(Abort, 0))
         self.num_iterations = 0
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0  # of those, found in the cache
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.num_output_tokens = 0
         self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
         self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
-        self.iteration_seconds = Counts(SECONDS)
-        self.iteration_requests = Counts(SIZES)
-        self.iteration_tokens = Counts(SIZES)
-        self.time_to_first_token = Counts(SECONDS)
-        self.inter_token = Counts(SECONDS)
-        self.request_seconds = Counts(SECONDS)
-        self.queue_seconds = Counts(SECONDS)
-        self.cancel_to_free = Counts(ITERATIONS)
-        self.loop_lag = Counts(SECONDS)
+        self.iteration_seconds = Histogram(SECONDS)
+        self.iteration_requests = Histogram(SIZES)
+        self.iteration_tokens = Histogram(SIZES)
+        self.time_to_first_token = Histogram(SECONDS)
+        self.inter_token = Histogram(SECONDS)
+        self.request_seconds = Histogram(SECONDS)
+        self.queue_seconds = Histogram(SECONDS)
+        self.cancel_to_free = Histogram(ITERATIONS)
+        self.loop_lag = Histogram(SECONDS)
         self._last_tokens: dict[StepId, list[float | None]] = {}
 
     def planned(self, iteration: "Iteration", now: float) -> None:
-        """Remember when each request that will get a token had its last one."""
+        """Remember the previous token's time of each request that will get a token."""
         self._last_tokens[iteration.step.step_id] = [
             request.last_token_at
             for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
@@ -88,10 +87,10 @@ class Metrics(NullObserver):
         ]
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        """Count the iteration; requests that ran together share their gaps."""
+        """Count the iteration; requests with the same previous iteration share one gap."""
         last_tokens = self._last_tokens.pop(iteration.step.step_id)
         for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
-            del self._last_tokens[failed]  # steps settle in order, so it was never committed
+            del self._last_tokens[failed]  # steps commit in order, so this one failed
         for last, times in Counter(last_tokens).items():
             if last is not None:
                 self.inter_token.add(now - last, times)
@@ -114,13 +113,13 @@ class Metrics(NullObserver):
         self.preemptions["recompute"] += 1
 
     def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
-        """Count the blocks; who is swapped out is preempted."""
+        """Count the blocks; a request that is swapped out counts as preempted."""
         self.swapped_blocks[move.direction] += move.num_blocks
         if move.direction is Direction.OUT:
             self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
 
     def ended(self, request: "Request", now: float) -> None:
-        """Count its outcome and how long it took."""
+        """Count its outcome and its durations."""
         self.outcomes[request.outcome] += 1
         if request.abort is not None:
             self.aborts[request.abort] += 1

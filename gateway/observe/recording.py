@@ -1,7 +1,7 @@
 """`podway serve --record FILE`: the engine's events as JSON lines, written by a thread.
 
-The loop only puts rows into a queue. A disk that fails or falls behind ends the recording with
-one line in the log, and never the serving.
+The event loop only puts rows into a queue. If the disk fails or falls behind, the recording ends
+with an error in the log; serving goes on.
 """
 
 import contextlib
@@ -19,37 +19,39 @@ from engine.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-MAX_BACKLOG = 200_000  # rows; some minutes of a busy server
+MAX_BACKLOG = 200_000  # rows in the queue; some minutes of a busy server
 FLUSH_SECONDS = 1.0
 _NAME_BYTES = 8
 _KEY_BYTES = 32
 
 
 class RecordingFile:
-    """Rows on their way to a file. `put` from the loop; the rest happens in the thread."""
+    """Writes rows to a file in a thread of its own; `put` does not block."""
 
     def __init__(self, file: TextIO, path: Path) -> None:
         self._file = file
         self._path = path
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._key = secrets.token_bytes(_KEY_BYTES)  # so that names are of no use elsewhere
-        self._is_over = False
+        self._key = secrets.token_bytes(
+            _KEY_BYTES
+        )  # so that hashes cannot be matched with other data
+        self._has_stopped = False
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """Have a row written; dropped once the recording has failed."""
-        if self._is_over:
+        """Queue a row; dropped once the recording has failed."""
+        if self._has_stopped:
             return
         self._rows.put(row)
         if self._rows.qsize() > MAX_BACKLOG:
-            self._give_up("the disk does not keep up")
+            self._stop("the disk does not keep up")
 
     def close(self) -> None:
-        """Write what was put so far, and close the file."""
+        """Write all queued rows and close the file."""
         self._rows.put(None)
         self._thread.join()
-        with contextlib.suppress(OSError):  # what could not be flushed was told of
+        with contextlib.suppress(OSError):  # already logged
             self._file.close()
 
     def _run(self) -> None:
@@ -58,36 +60,36 @@ class RecordingFile:
                 self._file.flush()
             self._file.flush()
         except OSError as error:
-            self._give_up(error.strerror or str(error))
+            self._stop(error.strerror or str(error))
 
     def _write_batch(self) -> bool:
-        """Write rows for a while, or until there are none; False after the last one."""
+        """Write rows until the queue is empty for a second; False after the last row."""
         row = self._rows.get()
         for _ in range(MAX_BACKLOG):
             if row is None:
                 return False
-            if not self._is_over:
-                self._file.write(render(row, self._name) + "\n")
+            if not self._has_stopped:
+                self._file.write(render(row, self._anonymize) + "\n")
             try:
                 row = self._rows.get(timeout=FLUSH_SECONDS)
             except queue.Empty:
                 return True
         return True
 
-    def _name(self, what: bytes | str) -> str:
-        """The same content has the same name, in this file alone."""
+    def _anonymize(self, what: bytes | str) -> str:
+        """A keyed hash: equal content has equal names within this file only."""
         data = what.encode() if isinstance(what, str) else what
         return blake2b(data, digest_size=_NAME_BYTES, key=self._key).hexdigest()
 
-    def _give_up(self, reason: str) -> None:
-        if not self._is_over:
-            self._is_over = True
-            logger.error("the recording %s ends early: %s", self._path, reason)
+    def _stop(self, reason: str) -> None:
+        if not self._has_stopped:
+            self._has_stopped = True
+            logger.error("the recording %s has stopped: %s", self._path, reason)
 
 
 @contextlib.contextmanager
 def recording(path: Path, header: RecordingHeader) -> Iterator[EventRecorder]:
-    """An observer that writes to `path` until the block is left; raises `StartupError`."""
+    """An observer that records to `path` inside its block. Raises `StartupError`."""
     try:
         file = path.open("w", encoding="utf-8")
         file.write(header.line() + "\n")

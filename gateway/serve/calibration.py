@@ -1,7 +1,7 @@
-"""What steps cost on this machine: read from the user's cache, or measured and put there.
+"""Calibration: the cost model of iterations on this machine, saved or measured at the start.
 
-A file belongs to one model, machine and way of computing; its name is a digest of those facts
-and the facts stand in it. What is corrupt or somebody else's is ignored with one warning line.
+A cost file belongs to one model, machine and configuration. Its name is a digest of those facts,
+and it contains them. A file that is corrupt or has other facts is ignored with a warning.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEASURING_SECONDS = 2.0  # at most, and two steps at least
+MEASURING_SECONDS = 2.0  # maximum, but at least two steps are measured
 _NAME_DIGITS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A cost model, where it is kept (None: nowhere), and where it came from, for a person."""
+    """A cost model, the file it is saved in (None: not saved), and its origin in words."""
 
     model: CostModel
     file: "CostFile | None"
@@ -45,12 +45,15 @@ class Calibration:
 
     def __str__(self) -> str:
         alone, prompt = self.model.compute(1, 0), self.model.compute(256, 0)
-        return f"{alone * 1e3:.3g} ms a step, 256 tokens {prompt * 1e3:.3g} ms; {self.origin}"
+        return (
+            f"{alone * 1e3:.3g} ms per decode step, {prompt * 1e3:.3g} ms for 256 tokens; "
+            f"{self.origin}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CostFile:
-    """A saved cost model and the facts that it holds for."""
+    """A cost model's file, and the facts for which the model is valid."""
 
     path: Path
     facts: Mapping[str, object]
@@ -63,11 +66,11 @@ class CostFile:
         return cls(folder / "costs" / f"{digest[:_NAME_DIGITS]}.json", facts)
 
     def load(self) -> CostModel | None:
-        """What was saved; None, and a warning if there is a file, where that is nothing."""
+        """The saved model. None if there is no usable file; one that cannot be used is logged."""
         try:
             saved = json.loads(self.path.read_bytes())
             if not isinstance(saved, dict) or saved.get("facts") != self.facts:
-                raise ValueError("it is not about this model on this machine")
+                raise ValueError("it is for another model or machine")
             return CostModel.parse(saved["cost"])
         except FileNotFoundError:
             return None
@@ -76,7 +79,7 @@ class CostFile:
             return None
 
     def save(self, model: CostModel) -> None:
-        """Write it whole or not at all; a failure is one warning line."""
+        """Replace the file atomically. A failure is logged, not raised."""
         text = json.dumps({"facts": self.facts, "cost": asdict(model)}, indent=1)
         temporary: str | None = None
         try:
@@ -92,11 +95,11 @@ class CostFile:
                     os.unlink(temporary)
 
 
-def facts_about(
+def cost_facts(
     directory: Path, report: "WorkerReport", stages: int, ranks: int
 ) -> dict[str, object]:
-    """What a step's seconds depend on. A checkpoint is known by its config and the sizes of its
-    weights, so that nothing large is read."""
+    """Everything that the duration of a step depends on. A checkpoint is identified by its config
+    and the sizes of its weight files, so that no large file is read."""
     config = directory / "config.json"
     files = [directory] if directory.is_file() else directory.glob("*.safetensors")
     weights = sorted((path.name, path.stat().st_size) for path in files)
@@ -121,7 +124,7 @@ def facts_about(
 
 
 def _processor() -> str:
-    """The CPU's own name, as far as the system says it."""
+    """The CPU's model name, if the system knows it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -130,19 +133,20 @@ def _processor() -> str:
 
 
 async def calibrate(
-    how: str, file: CostFile, executor: "StepExecutor", bounds: ProbeLimits
+    source: str, file: CostFile, executor: "StepExecutor", bounds: ProbeLimits
 ) -> Calibration:
-    """`how` is "auto" (saved, else measured), "measure" (anew) or "none" (learn on the way)."""
-    if how == "none":
-        return Calibration(UNMEASURED, None, "assumed")
-    if how == "auto" and (known := file.load()) is not None:
+    """The cost model from `source`: "auto" (saved, else measured), "measure" (always measured) or
+    "none" (a default that is fitted while serving)."""
+    if source == "none":
+        return Calibration(UNMEASURED, None, "a default, fitted while serving")
+    if source == "auto" and (known := file.load()) is not None:
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
     try:
         model = await measure(executor, bounds, time.perf_counter, MEASURING_SECONDS)
     except (EngineError, ValueError) as error:
-        logger.warning("steps could not be measured: %s", error)
-        return Calibration(UNMEASURED, file, "assumed, because it could not be measured")
+        logger.warning("cannot measure the cost of iterations: %s", error)
+        return Calibration(UNMEASURED, file, "a default, because measuring failed")
     file.save(model)
     took = time.perf_counter() - started
     return Calibration(model, file, f"measured in {took:.1f} s")

@@ -1,4 +1,4 @@
-"""`podway serve`: flags made from the settings, then start, announce, serve, drain.
+"""The command `podway serve`: its flags, made from the settings, and its output.
 
 Exit codes: 0 drained, 1 could not start (`gateway.__main__` prints the line), 130 interrupted.
 """
@@ -8,9 +8,11 @@ import logging
 import sys
 
 from gateway.commands.flags import Parser
-from gateway.serve.assemble import LoadedModel, serve
+from gateway.serve.assemble import serve
+from gateway.serve.load import LoadedModel
 from gateway.serve.options import Option
-from gateway.serve.settings import LOCAL_FILE, load, options
+from gateway.serve.server_settings import LOCAL_FILE
+from gateway.serve.settings import load, options
 from gateway.serve.terminal import LoadingBars, banner, url_of
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -21,9 +23,9 @@ def parser() -> Parser:
     parser = Parser(
         "podway serve",
         usage="podway serve [MODEL] [flags]",
-        description="Serve a model over OpenAI's API; without MODEL the built-in one.",
-        epilog="Flags win over PODWAY_* variables, these over --config FILE, this over "
-        f"{LOCAL_FILE} in the current directory. In files the names are the flags' names.",
+        description="Serve a model over the OpenAI API. Default model: builtin.",
+        epilog="Precedence: flags, PODWAY_* environment variables, --config FILE, "
+        f"{LOCAL_FILE} in the current directory. In files, settings have the flags' names.",
     )
     groups = {}
     for option in options():
@@ -46,9 +48,9 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
-    said = vars(parser().parse_args(argv))
-    settings = load({name: value for name, value in said.items() if value is not None})
+    """Serve until a signal. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
+    flags = vars(parser().parse_args(argv))
+    settings = load({name: value for name, value in flags.items() if value is not None})
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)
     with LoadingBars(sys.stderr) as progress:
 

@@ -1,9 +1,10 @@
-"""Whether iterations are planned before the tokens that they go on from are known, if nobody says.
+"""The default of `--lookahead`: whether iterations are planned before the tokens of the previous
+one are known.
 
-It spares the worker the wait for the loop between two steps, about a millisecond. On a GPU that is
-always worth it. On the CPU only where the loop has a core of its own, or it takes one from the
-threads that compute; and where steps are so short that it shows, because whoever arrives waits
-for one planned step more. What was measured is in `examples/benchmarks/results/lookahead`.
+Lookahead saves the worker the wait for the event loop between two steps, about a millisecond. On
+a GPU it is always on. On a CPU it is on only if the loop has a core of its own (otherwise it takes
+one from the compute threads) and if steps are short, since a new request waits for one more
+planned step. Measurements are in `examples/benchmarks/results/lookahead`.
 """
 
 import os
@@ -14,29 +15,29 @@ if TYPE_CHECKING:
     from engine.step import WorkerReport
     from gateway.serve.settings import Settings
 
-SHORT_STEP = 0.02  # seconds of a decode alone; a millisecond is a twentieth of it
+SHORT_STEP = 0.02  # seconds of a decode step of one request; the wait saved is a twentieth of it
 
 
-def most_lookahead(settings: "Settings") -> int:
-    """What workers have to be ready for, before it is known what they compute on."""
+def max_lookahead(settings: "Settings") -> int:
+    """0 or 1: the most that `choose_lookahead` may return, known before the workers start."""
     if settings.lookahead == "auto":
         return int(settings.pipeline_stages == 1)
     return int(settings.lookahead)
 
 
-def chosen_lookahead(settings: "Settings", report: "WorkerReport", cost: "CostModel") -> int:
-    """What is done: 0 or 1, at most `most_lookahead`."""
-    if settings.lookahead != "auto" or not most_lookahead(settings):
-        return most_lookahead(settings)
+def choose_lookahead(settings: "Settings", report: "WorkerReport", cost: "CostModel") -> int:
+    """0 or 1, at most `max_lookahead`."""
+    if settings.lookahead != "auto" or not max_lookahead(settings):
+        return max_lookahead(settings)
     if report.device.startswith("cuda"):
         return 1
     computing = report.threads * settings.tensor_ranks
-    is_apart = settings.launcher == "local" and computing < _num_cores()
-    return int(is_apart and cost.compute(1, 0) < SHORT_STEP)
+    loop_has_core = settings.launcher == "local" and computing < _num_cores()
+    return int(loop_has_core and cost.compute(1, 0) < SHORT_STEP)
 
 
 def _num_cores() -> int:
-    """Cores that this process may use, and with it the workers that it starts."""
+    """Cores that this process and its workers may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A setting as a person sees it: its flag, its variable, what it takes, all from one field."""
+"""Options: a field of the settings as a flag, an environment variable and a line of help."""
 
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -26,7 +26,7 @@ def option(
 
 
 class Option(NamedTuple):
-    """One setting as a person sees it."""
+    """One setting in the help: flag `--name`, variable `PODWAY_NAME`, default and choices."""
 
     name: str
     group: str
@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
 
 def as_option(name: str, info: FieldInfo) -> Option:
-    """A field of the settings as its flag."""
+    """The option of a settings field."""
     extra = info.json_schema_extra
     assert isinstance(extra, dict), f"setting {name} is not an option()"
     default = "" if info.default in (None, ()) else str(info.default)
@@ -83,7 +83,7 @@ def _choices(info: FieldInfo) -> tuple[str, ...]:
 
 
 def allowed(info: FieldInfo) -> str:
-    """What a field takes, in words."""
+    """The values that a field allows, in words, for error messages."""
     if choices := _choices(info):
         return "one of " + ", ".join(choices)
     if _kind(info) is ByteSize:

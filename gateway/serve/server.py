@@ -1,9 +1,9 @@
-"""The life of a server: listen, run the engine, and when told to stop, drain and leave in order.
+"""The server's lifecycle: listen, run the engine, and drain on a signal.
 
-SIGTERM drains: no new requests, running answers finish within `drain_seconds`. SIGINT, or a
-second signal of any kind, ends what is left at once, each answer with an error. The sockets
-close only then, so that callers get a 503 meanwhile and not a refused connection. Another SIGINT
-waits for nothing more.
+SIGTERM drains: new requests get a 503, running ones may finish within `drain_seconds`. SIGINT, or
+a second signal of either kind, ends the running requests at once, each with an error. The listening
+socket closes after that, so that clients get a 503 meanwhile and not a refused connection. One
+more SIGINT ends the process immediately.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
-FILES_OF_OUR_OWN = 128  # not connections: weights, pipes to workers, stores
-FLUSH_SECONDS = 5  # for the last bytes, after the last answer
+RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store
+FLUSH_SECONDS = 5  # for the last bytes, after the last request has ended
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,16 +63,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Signals:
-    """SIGTERM and SIGINT as events, SIGHUP as a call, while its `with` lasts."""
+    """SIGTERM and SIGINT as events, SIGHUP as a callback, inside its `with` block.
+
+    `stop` is set by the first signal, `abort` by SIGINT or a second signal.
+    """
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()  # to stop
-        self.urged = asyncio.Event()  # to stop at once
+        self.stop = asyncio.Event()
+        self.abort = asyncio.Event()
         self.is_interrupt = False
         self._numbers = [signal.SIGTERM, signal.SIGINT]
 
     def on_hangup(self, reload: Callable[[], None]) -> None:
-        """From now on SIGHUP means: read the files again. Until then it ends the process."""
+        """Call `reload` on SIGHUP. Without it SIGHUP ends the process."""
         self._numbers.append(signal.SIGHUP)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
@@ -93,32 +96,32 @@ class Signals:
             loop.remove_signal_handler(number)
 
     def _take(self, number: signal.Signals) -> None:
-        if number is signal.SIGINT and self.urged.is_set():
-            logger.warning("interrupted again: leaving at once")
-            os._exit(INTERRUPTED)  # the system ends the workers with us
-        if number is signal.SIGINT or self.told.is_set():
-            self.urged.set()
-        if not self.told.is_set():
+        if number is signal.SIGINT and self.abort.is_set():
+            logger.warning("second SIGINT: the process ends without waiting")
+            os._exit(INTERRUPTED)  # the workers end when their pipes close
+        if number is signal.SIGINT or self.stop.is_set():
+            self.abort.set()
+        if not self.stop.is_set():
             self.is_interrupt = number is signal.SIGINT
-        self.told.set()
+        self.stop.set()
 
 
-async def unless_told(work: asyncio.Task[T], signals: Signals) -> T | None:
-    """The result of `work`, or None if we were told to stop first: then it was cancelled."""
-    telling = asyncio.create_task(signals.told.wait())
+async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
+    """The result of `work`; None if a signal arrived first, which cancels `work`."""
+    stopping = asyncio.create_task(signals.stop.wait())
     try:
-        await asyncio.wait((work, telling), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         return None
     finally:
-        for task in (work, telling):
+        for task in (work, stopping):
             task.cancel()
-        await asyncio.wait((work, telling))
+        await asyncio.wait((work, stopping))
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers, and with a moment at which it listens."""
+    """uvicorn without its signal handlers; `listens` is set once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -135,7 +138,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An app, its engine, the runner of batches, and the watch over their loop."""
+    """An app and its engine, with the batch runner and the probe of the event loop's lag."""
 
     app: "ASGIApp"
     engine: "Engine"
@@ -148,7 +151,7 @@ class Server:
     async def serve(
         self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
     ) -> None:
-        """Serve on the bound socket until told to stop, then drain. Closes the socket."""
+        """Serve on the bound socket until a signal, then drain. Closes the socket."""
         server = _Uvicorn(_config(self))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.engine.run())
@@ -156,10 +159,10 @@ class Server:
             batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([listener]))
             await server.listens.wait()
-            calm_collector()
+            tune_collector()
             on_ready()
-            await signals.told.wait()
-            batching.cancel()  # what is not answered yet is left to the next start
+            await signals.stop.wait()
+            batching.cancel()  # unfinished lines run after the next start
             await asyncio.wait((batching,))
             await self._drain(signals)
             server.should_exit = True
@@ -168,18 +171,18 @@ class Server:
             watching.cancel()
 
     async def _drain(self, signals: Signals) -> None:
-        if not signals.urged.is_set():
-            logger.info("draining for at most %g s", self.drain_seconds)
+        if not signals.abort.is_set():
+            logger.info("draining: running requests may finish within %g s", self.drain_seconds)
         draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
-        urging = asyncio.create_task(signals.urged.wait())
-        await asyncio.wait((draining, urging), return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, urging):
+        aborting = asyncio.create_task(signals.abort.wait())
+        await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, aborting):
             task.cancel()
-        await asyncio.wait((draining, urging))
+        await asyncio.wait((draining, aborting))
         await self.engine.drain(0)
 
 
-def calm_collector() -> None:
+def tune_collector() -> None:
     """Keep the garbage collector away from what lives as long as the process.
 
     Requests come and go by reference counting; a full collection over all modules, several
@@ -191,14 +194,16 @@ def calm_collector() -> None:
 
 
 def raise_file_limit() -> int:
-    """Let the process have as many open files as it may; how many connections that allows."""
+    """Raise the soft limit on open files to the hard limit. Returns the connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # some systems say more than they give
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # macOS reports a higher limit than it allows
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     most = 1 << 20 if soft == resource.RLIM_INFINITY else soft
-    return max(1, most - FILES_OF_OUR_OWN)
+    return max(1, most - RESERVED_FILES)
 
 
 def _config(server: Server) -> uvicorn.Config:

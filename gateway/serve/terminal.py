@@ -1,6 +1,6 @@
-"""What `podway serve` shows a person: how far the weights are, and how to reach the server.
+"""Terminal output of `podway serve`: loading progress, and a banner once the server is ready.
 
-Bars and colours only on a terminal; plain lines elsewhere.
+Progress bars only on a terminal; plain lines elsewhere.
 """
 
 import json
@@ -46,7 +46,7 @@ class LoadingBars:
         self.stop()
 
     def stop(self) -> None:
-        """Take the bars off the screen; may be called twice."""
+        """Remove the bars from the screen. Idempotent."""
         self._bars.stop()
 
     def __call__(self, label: str, done: int, total: int) -> None:
@@ -59,13 +59,13 @@ class LoadingBars:
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Where a client on this machine finds the server."""
+    """The server's URL for clients on this machine."""
     host = _WILDCARDS.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost: str) -> str:
-    """The lines that are shown once the server answers; `cost` is what steps take."""
+    """The lines that are printed when the server is ready; `cost` describes the cost model."""
     num_slots = report.num_blocks * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
     kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
@@ -73,12 +73,13 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
-        "KV": f"{num_slots:,} slots in blocks of {report.block_size}, "
+        "KV cache": f"{num_slots:,} slots in blocks of {report.block_size}, "
         f"{megabytes:,.0f} MiB{kv_dtype}",
-        "compute": f"{_workers(settings)} of {report.threads} threads "
-        f"that {settings.thread_wait}, {report.kernels}, attention {report.attention}",
-        "schedule": f"{settings.policy}, admission {settings.admission}, batches of "
-        f"{settings.max_batch_size} requests or {settings.max_batch_tokens:,} tokens",
+        "workers": f"{_workers(settings)}, {report.threads} threads ({settings.thread_wait}-wait), "
+        f"{report.kernels}, attention {report.attention}",
+        "schedule": f"policy {settings.policy}, admission {settings.admission}, at most "
+        f"{settings.max_batch_size} requests and {settings.max_batch_tokens:,} tokens "
+        "per iteration",
         "cost": cost,
     }
     title = f"Podway {version('podway')} serves {model} at {url}"
@@ -88,7 +89,7 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
 
 
 def curl_line(url: str, model: str, *, with_key: bool) -> str:
-    """A command to copy: a streaming answer."""
+    """A curl command that streams a chat completion."""
     body = {
         "model": model,
         "stream": True,
@@ -101,7 +102,7 @@ def curl_line(url: str, model: str, *, with_key: bool) -> str:
 
 def _workers(settings: Settings) -> str:
     stages, ranks = settings.pipeline_stages, settings.tensor_ranks
-    return "a worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks, each"
+    return "1 worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks"
 
 
 def _short(number: int) -> str:

@@ -10,9 +10,9 @@ logger = logging.getLogger(__name__)
 
 
 class Certificate:
-    """What the server shows to its clients. `context` stays the same through reloads.
+    """The server's certificate chain and private key. `reload` changes `context` in place.
 
-    Raises `StartupError` when the files are not a certificate and its key.
+    Raises `StartupError` if the files are not a certificate and its key.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
@@ -20,22 +20,22 @@ class Certificate:
         self.context = _context(certificate, key)
 
     def reload(self) -> None:
-        """Show what the files hold now to those who connect from now on; wrong files change
-        nothing. One log line either way."""
+        """Read the files again, for new connections. If they are invalid, the old certificate stays
+        in use. Both cases are logged."""
         try:
-            _context(*self._files)  # a pair that does not fit would spoil the one in use
+            _context(*self._files)  # an invalid pair would damage the context in use
             self.context.load_cert_chain(*self._files)
-        except StartupError as refusal:
-            logger.error("the certificate stays as it was: %s", refusal)
+        except StartupError as error:
+            logger.error("keeping the old certificate: %s", error)
         else:
-            logger.info("certificate=%s", self._files[0])
+            logger.info("reloaded the certificate %s", self._files[0])
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key, password=_refuse_to_ask)
+        context.load_cert_chain(certificate, key, password=_reject_passphrase)
     except ssl.SSLError as error:
         reason = error.reason or "they are not PEM"
         raise StartupError(f"cannot use {certificate} with {key} for TLS: {reason}") from error
@@ -46,6 +46,6 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-def _refuse_to_ask() -> str:
-    """A server has nobody to ask for a passphrase."""
-    raise StartupError("the TLS key has a passphrase; give a key without one")
+def _reject_passphrase() -> str:
+    """OpenSSL calls this for an encrypted key, which would otherwise prompt on the terminal."""
+    raise StartupError("the TLS key has a passphrase: --tls-key must be a key without one")

@@ -1,4 +1,4 @@
-"""Desk: where routes leave batches, and whoever runs them learns of it."""
+"""BatchQueue: hands new batches from the routes to the batch runner, and cancels running ones."""
 
 import asyncio
 
@@ -6,29 +6,29 @@ from gateway.store.batches import Batches, BatchRecord
 
 
 class BatchQueue:
-    """New batches in order of arrival, and word of those that are to end early."""
+    """New batches in order of arrival, and a cancel event for each running batch."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
         self.arrivals: asyncio.Queue[BatchRecord] = asyncio.Queue()
-        self._told: dict[str, asyncio.Event] = {}  # of the batches that somebody runs
+        self._cancelled: dict[str, asyncio.Event] = {}  # by id, of the running batches
 
-    async def leave(self, record: BatchRecord, forget_before: int) -> None:
-        """Keep a new batch and have it run (see `Batches.add`)."""
+    async def submit(self, record: BatchRecord, forget_before: int) -> None:
+        """Store a new batch and queue it. Raises `TooManyBatches`."""
         await self.batches.add(record, forget_before)
         self.arrivals.put_nowait(record)
 
     async def cancel(self, batch_id: str, tenant: str, now: int) -> BatchRecord:
-        """Have it end early (see `Batches.cancel`)."""
+        """End a batch early; its answered lines are kept. Raises `BatchNotFound`."""
         record = await self.batches.cancel(batch_id, tenant, now)
-        if record.status == "cancelling" and batch_id in self._told:
-            self._told[batch_id].set()
+        if record.status == "cancelling" and batch_id in self._cancelled:
+            self._cancelled[batch_id].set()
         return record
 
-    def take(self, batch_id: str) -> asyncio.Event:
-        """Somebody runs this batch; the event says that it should end."""
-        return self._told.setdefault(batch_id, asyncio.Event())
+    def open(self, batch_id: str) -> asyncio.Event:
+        """Mark a batch as running. The returned event is set when it is cancelled."""
+        return self._cancelled.setdefault(batch_id, asyncio.Event())
 
-    def put_down(self, batch_id: str) -> None:
-        """Nobody runs it any more."""
-        self._told.pop(batch_id, None)
+    def close(self, batch_id: str) -> None:
+        """The batch no longer runs."""
+        self._cancelled.pop(batch_id, None)

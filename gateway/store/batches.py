@@ -1,11 +1,11 @@
-"""Batches and their lines. A line is answered at most once, whatever dies in between.
+"""Batches and their lines. A line is answered at most once, also across crashes and restarts.
 
     validating ──▶ in_progress ──▶ finalizing ──▶ completed
         └──▶ failed      ├──▶ cancelling ──▶ cancelled
                          └──▶ expired
 
-Every change of a batch is one transaction over its record and its lines, so the record never
-says more or less than what is there.
+Every change of a batch is one transaction over its record and its lines, so the counts of the
+record always agree with the lines.
 """
 
 import sqlite3
@@ -25,12 +25,12 @@ Status = Literal[
     "cancelled",
 ]  # fmt: skip
 ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
-MAX_LIVE = 50  # batches of a tenant that have not ended: each keeps its lines until then
-MAX_TOLD = 100  # errors of an input file that a batch lists
+MAX_LIVE = 50  # batches of a tenant that have not ended; each stores its lines until then
+MAX_LISTED = 100  # errors of an input file that a batch lists
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with an input file; `line` counts from 1."""
+    """An error in an input file; `line` counts from 1."""
 
     code: str
     message: str
@@ -39,7 +39,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """What the answered lines have used."""
+    """Token usage of the answered lines."""
 
     input: int = 0
     cached: int = 0
@@ -56,7 +56,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that is known of a batch but its lines; moments are Unix seconds, None until then."""
+    """A batch without its lines. `_at` fields are Unix seconds, None until that event."""
 
     id: str
     tenant: str
@@ -98,7 +98,7 @@ class BatchLine(NamedTuple):
 
 
 class LineAnswer(NamedTuple):
-    """What the output says of a line; `is_error`: in the error file."""
+    """The line of the output file, or of the error file if `is_error`."""
 
     number: int
     text: bytes
@@ -107,13 +107,13 @@ class LineAnswer(NamedTuple):
 
 
 class Batches:
-    """The batches of all tenants; nobody sees another's."""
+    """The batches of all tenants. Every lookup is limited to one tenant."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def add(self, record: BatchRecord, forget_before: int) -> None:
-        """Keep a new batch, and forget those that ended and were made before that moment.
+        """Store a new batch; delete ended ones that were created before `forget_before`.
 
         Raises `TooManyBatches`.
         """
@@ -133,11 +133,11 @@ class Batches:
         await self._database.do(write)
 
     async def find(self, batch_id: str, tenant: str) -> BatchRecord:
-        """Raises `BatchNotFound` for one that is not there or is another's."""
+        """Raises `BatchNotFound` if this tenant has no such batch."""
         return await self._database.do(partial(_find, batch_id=batch_id, tenant=tenant))
 
     async def listed(self, tenant: str, after: str | None, limit: int) -> list[BatchRecord]:
-        """The newest first, from behind `after`. Raises `BatchNotFound` if that is unknown."""
+        """Newest first, starting after the batch `after`. Raises `BatchNotFound`."""
 
         def read(db: sqlite3.Connection) -> list[BatchRecord]:
             before = 1 << 62
@@ -156,7 +156,7 @@ class Batches:
         return await self._database.do(read)
 
     async def live(self) -> list[BatchRecord]:
-        """All that have not ended, the oldest first."""
+        """All batches that have not ended, oldest first."""
 
         def read(db: sqlite3.Connection) -> list[BatchRecord]:
             rows = db.execute("SELECT record FROM batch WHERE is_live = 1 ORDER BY seq")
@@ -165,7 +165,7 @@ class Batches:
         return await self._database.do(read)
 
     async def fail(self, batch_id: str, now: int, errors: tuple[LineError, ...]) -> BatchRecord:
-        """Its input file cannot be run."""
+        """validating → failed, with the errors of its input file."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             _drop_lines(db, batch_id)
@@ -176,7 +176,7 @@ class Batches:
     async def begin(
         self, batch_id: str, now: int, num_lines: int, model: str | None
     ) -> BatchRecord:
-        """Its lines are there."""
+        """validating → in_progress, once its lines are stored."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             found = {"num_lines": num_lines, "model": model}
@@ -187,7 +187,7 @@ class Batches:
         return await self._database.do(write)
 
     async def wind_up(self, batch_id: str, now: int, *, is_late: bool) -> BatchRecord:
-        """No more lines will be answered: all are, or the time is over, or it was cancelled."""
+        """in_progress → finalizing: all lines are answered, or (`is_late`) the time is over."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             record = _load(db, batch_id)
@@ -201,7 +201,7 @@ class Batches:
         return await self._database.do(write)
 
     async def cancel(self, batch_id: str, tenant: str, now: int) -> BatchRecord:
-        """Ask for its end, if it still has something to do. Raises `BatchNotFound`."""
+        """validating or in_progress → cancelling; later states stay. Raises `BatchNotFound`."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             record = _find(db, batch_id, tenant)
@@ -212,18 +212,18 @@ class Batches:
         return await self._database.do(write)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
-        """The content of an input file; None after the last piece."""
+        """Piece `number` of an input file, from 0; None after the last one."""
         return await self._database.do(partial(read_piece, file_id=file_id, number=number))
 
     async def forget_lines(self, batch_id: str) -> None:
-        """Begin with its lines anew."""
+        """Delete its lines."""
         await self._database.do(partial(_drop_lines, batch_id=batch_id))
 
     async def add_lines(
         self, batch_id: str, read: Callable[[], Iterable[BatchLine]]
     ) -> list[BatchLine]:
-        """Add what `read` gives; those that were left out, because their custom_id is not new.
-        The reading, too, happens off the loop."""
+        """Store the lines that `read` yields, which runs off the loop. Returns the lines that were
+        not stored because their custom_id occurs twice."""
 
         def write(db: sqlite3.Connection) -> list[BatchLine]:
             insert = (
@@ -248,8 +248,7 @@ class Batches:
         return await self._database.do(read)
 
     async def answer(self, batch_id: str, answer: LineAnswer) -> None:
-        """Keep a line's answer; a second one, or one for a batch that has ended, is not kept."""
-
+        """Store a line's answer, unless the line has one or its batch has ended."""
         await self._database.do(partial(_answer, batch_id=batch_id, answer=answer))
 
     async def finish(
@@ -259,8 +258,8 @@ class Batches:
         files: tuple[FileRecord, FileRecord],
         late: Callable[[BatchLine], bytes],
     ) -> BatchRecord:
-        """Write the output and the error file, those that are not empty, and forget the lines.
-        Where the time was over, `late` is the answer of what was not answered."""
+        """Write the output and the error file, unless empty, and delete the lines. In an expired
+        batch, unanswered lines get the answer that `late` returns."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             record = _load(db, batch_id)
@@ -281,7 +280,7 @@ class Batches:
 
 
 def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
-    """How a batch ends that is wound up."""
+    """The last status of a batch that is finalizing or cancelling."""
     if record.status == "cancelling":
         return {"status": "cancelled", "cancelled_at": now}
     if record.expired_at is not None:
@@ -290,7 +289,7 @@ def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
 
 
 def _answer(db: sqlite3.Connection, batch_id: str, answer: LineAnswer) -> None:
-    """Once only: a second answer changes nothing."""
+    """Store an answer and count it; a second answer changes nothing."""
     updated = db.execute(
         "UPDATE batch_line SET answer = ?, is_error = ?, body = ''"
         " WHERE batch_id = ? AND number = ? AND answer IS NULL",
@@ -352,7 +351,7 @@ def _drop_lines(db: sqlite3.Connection, batch_id: str) -> None:
 def _write_answers(
     db: sqlite3.Connection, batch_id: str, file: FileRecord, *, is_error: bool
 ) -> str | None:
-    """The id of the file that has the answers of this kind, in the order of the lines."""
+    """Write the answers of this kind, in the order of the lines. The file's id; None if empty."""
 
     def answers() -> Iterator[bytes]:
         rows = db.execute(

@@ -1,8 +1,8 @@
-"""Database: one SQLite file, or one in memory, and whoever may touch it.
+"""Database: one SQLite file, or an in-memory database, and the one thread that uses it.
 
-The loop never waits for a disk: every piece of work is a plain function over the connection that
-runs as one transaction in a thread of the database's own, one after the other. Whoever opens the
-file owns it; a second process is refused.
+The event loop never waits for the disk: each piece of work is a plain function over the connection
+and runs as one transaction in the database's thread, in order. The file is locked while it is
+open; a second process cannot open it.
 """
 
 import asyncio
@@ -66,22 +66,22 @@ CREATE TABLE response (
 CREATE INDEX response_by_use ON response (used_at);
 """
 
-# Uploads that a dead process had begun.
-_TIDY = "DELETE FROM file_piece WHERE file_id NOT IN (SELECT id FROM file)"
+# Pieces of uploads that a former process did not finish.
+_CLEAN_UP = "DELETE FROM file_piece WHERE file_id NOT IN (SELECT id FROM file)"
 
 
-class Aside(Protocol):
-    """Runs work where it holds nobody up, one piece at a time, in the order of the calls."""
+class StoreExecutor(Protocol):
+    """Runs work off the event loop, one piece at a time, in the order of the calls."""
 
     async def __call__(self, work: Callable[[], T]) -> T: ...
 
     def close(self) -> None:
-        """Wait for what was begun; nothing comes after."""
+        """Wait for the work that was begun; no call may follow."""
         ...
 
 
-class OneThread:
-    """The `Aside` of a server."""
+class StoreThread:
+    """The `StoreExecutor` of a server: one thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "store")
@@ -94,25 +94,25 @@ class OneThread:
 
 
 class Database:
-    """The open database. Raises `StoreFailed` where SQLite complains."""
+    """The open database. Errors of SQLite are raised as `StoreFailed`."""
 
-    def __init__(self, path: Path | None, aside: Aside | None = None) -> None:
-        """Open or make the file; without one everything is kept in memory, and lost at the end."""
+    def __init__(self, path: Path | None, executor: StoreExecutor | None = None) -> None:
+        """Open or create the file. Without `path`, the database is in memory."""
         self.path = path
-        self._aside = aside or OneThread()
+        self._executor = executor or StoreThread()
         try:
             self._connection = _opened(path)
         except (OSError, sqlite3.Error) as error:
-            self._aside.close()
+            self._executor.close()
             raise StoreFailed(f"cannot open the store {path}: {_reason(error)}") from error
 
     async def do(self, work: Work[T]) -> T:
-        """The result of `work`; all that it writes is kept, or nothing if it raises."""
-        return await self._aside(lambda: self._transact(work))
+        """The result of `work`, run as one transaction, which is rolled back if it raises."""
+        return await self._executor(lambda: self._transact(work))
 
     def close(self) -> None:
-        """Finish what was begun and let the file go."""
-        self._aside.close()
+        """Wait for the work that was begun and close the file."""
+        self._executor.close()
         self._connection.close()
 
     def _transact(self, work: Work[T]) -> T:
@@ -128,7 +128,7 @@ class Database:
 def _opened(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # what people ask is theirs
+        path.touch(mode=0o600)  # it contains prompts
     connection = sqlite3.connect(
         path or ":memory:", timeout=0.0, isolation_level=None, check_same_thread=False
     )
@@ -136,11 +136,13 @@ def _opened(path: Path | None) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"it has version {version}, this server reads {VERSION}")
+            raise sqlite3.DatabaseError(
+                f"its format is version {version}, this server supports {VERSION}"
+            )
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if version == VERSION:
-            connection.execute(_TIDY)
+            connection.execute(_CLEAN_UP)
         else:
             connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
     except sqlite3.Error:

@@ -1,4 +1,4 @@
-"""Files: named bytes, kept in pieces so that neither side needs a whole file in memory."""
+"""Files, stored in pieces so that no whole file needs to be in memory."""
 
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ PIECE_BYTES = 256 << 10
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What is known of a file; moments are Unix seconds."""
+    """A file without its content. `_at` fields are Unix seconds."""
 
     id: str
     tenant: str
@@ -28,22 +28,22 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """Bytes of one file, and of all files of all tenants."""
+    """Maximum bytes of one file, and of all files of all tenants."""
 
     file_bytes: int = 200 << 20
     total_bytes: int = 4 << 30
 
 
 class Files:
-    """The files of all tenants; nobody sees another's."""
+    """The files of all tenants. Every lookup is limited to one tenant."""
 
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self.limits = limits
         self._database = database
 
     async def put(self, record: FileRecord, read: Callable[[int], Awaitable[bytes]]) -> FileRecord:
-        """Keep a new file, `read` (at most so many bytes; none at the end) to its end. The record
-        with its size; raises `StoreFull`, and then nothing of it is kept."""
+        """Store a new file. `read(n)` returns up to n bytes, b"" at the end. Returns the record
+        with its size. Raises `StoreFull`; nothing is stored then."""
         number = num_bytes = 0
         is_kept = False
         try:
@@ -58,17 +58,17 @@ class Files:
             is_kept = True
         finally:
             if not is_kept:
-                await self._database.do(partial(_forget, file_ids=[record.id]))
+                await self._database.do(partial(_delete, file_ids=[record.id]))
         return record
 
     async def find(self, file_id: str, tenant: str, now: int) -> FileRecord:
-        """Raises `FileNotFound` for one that is not there, no longer there, or another's."""
+        """Raises `FileNotFound` if this tenant has no such file, or it has expired."""
         return await self._database.do(lambda db: find_file(db, file_id, tenant, now))
 
     async def listed(
         self, tenant: str, purpose: str | None, now: int, *, ascending: bool
     ) -> list[FileRecord]:
-        """All files of a tenant, by age."""
+        """All files of a tenant, by age. `purpose`: only these."""
 
         def read(db: sqlite3.Connection) -> list[FileRecord]:
             _purge(db, now)
@@ -82,7 +82,7 @@ class Files:
         return await self._database.do(read)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
-        """The content in order, piece by piece from 0; None after the last."""
+        """Piece `number` of the content, from 0; None after the last one."""
         return await self._database.do(lambda db: read_piece(db, file_id, number))
 
     async def delete(self, file_id: str, tenant: str, now: int) -> None:
@@ -90,13 +90,13 @@ class Files:
 
         def remove(db: sqlite3.Connection) -> None:
             find_file(db, file_id, tenant, now)
-            _forget(db, [file_id])
+            _delete(db, [file_id])
 
         await self._database.do(remove)
 
 
 def find_file(db: sqlite3.Connection, file_id: str, tenant: str, now: int) -> FileRecord:
-    """Raises `FileNotFound` for one that is not there, no longer there, or another's."""
+    """Raises `FileNotFound` if this tenant has no such file, or it has expired."""
     _purge(db, now)
     query = "SELECT record FROM file WHERE id = ? AND tenant = ?"
     row = db.execute(query, (file_id, tenant)).fetchone()
@@ -106,32 +106,34 @@ def find_file(db: sqlite3.Connection, file_id: str, tenant: str, now: int) -> Fi
 
 
 def read_piece(db: sqlite3.Connection, file_id: str, number: int) -> bytes | None:
-    """One piece of the content; None after the last."""
+    """Piece `number` of the content, from 0; None after the last one."""
     query = "SELECT content FROM file_piece WHERE file_id = ? AND number = ?"
     row = db.execute(query, (file_id, number)).fetchone()
     return None if row is None else bytes(row[0])
 
 
 def write_file(db: sqlite3.Connection, record: FileRecord, lines: Iterable[bytes]) -> int:
-    """A file of our own making, whatever is full; `record.num_bytes` is found here. Its bytes."""
+    """Store a file that the server made, without regard to limits. Returns its size in bytes;
+    `record.num_bytes` is ignored."""
     number = num_bytes = 0
-    gathered: list[bytes] = []
+    pending: list[bytes] = []
     size = 0
     for line in lines:
-        gathered.append(line)
+        pending.append(line)
         size += len(line)
         if size >= PIECE_BYTES:
-            _write(db, record.id, number, b"".join(gathered))
+            _write(db, record.id, number, b"".join(pending))
             number, num_bytes, size = number + 1, num_bytes + size, 0
-            gathered.clear()
-    _write(db, record.id, number, b"".join(gathered))
+            pending.clear()
+    _write(db, record.id, number, b"".join(pending))
     num_bytes += size
     _add(db, replace(record, num_bytes=num_bytes), None)
     return num_bytes
 
 
 def _add(db: sqlite3.Connection, record: FileRecord, total_bytes: int | None) -> None:
-    """Make the file known, its pieces being there. Raises `StoreFull` past so many bytes in all."""
+    """Add the record of a file whose pieces are stored. Raises `StoreFull` if all files together
+    exceed `total_bytes`."""
     _purge(db, record.created_at)
     if total_bytes is not None:
         (used,) = db.execute("SELECT coalesce(sum(num_bytes), 0) FROM file").fetchone()
@@ -152,13 +154,13 @@ def _add(db: sqlite3.Connection, record: FileRecord, total_bytes: int | None) ->
 
 
 def _purge(db: sqlite3.Connection, now: int) -> None:
-    """Forget what has expired."""
+    """Delete expired files."""
     rows = db.execute("SELECT id FROM file WHERE expires_at <= ?", (now,)).fetchall()
     if rows:
-        _forget(db, [file_id for (file_id,) in rows])
+        _delete(db, [file_id for (file_id,) in rows])
 
 
-def _forget(db: sqlite3.Connection, file_ids: Sequence[str]) -> None:
+def _delete(db: sqlite3.Connection, file_ids: Sequence[str]) -> None:
     for file_id in file_ids:
         db.execute("DELETE FROM file WHERE id = ?", (file_id,))
         db.execute("DELETE FROM file_piece WHERE file_id = ?", (file_id,))

@@ -1,4 +1,4 @@
-"""Responses that are kept, with all that they were made of: bounded, the least used go first."""
+"""Stored responses with their input items, bounded; the least recently used are deleted first."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Item = dict[str, Any]
 
 
 class ResponseRecord(msgspec.Struct, frozen=True):
-    """A response object, and the items that the model saw: this input and all turns before."""
+    """A response object, and the input items of the model: this input and all turns before it."""
 
     id: str
     tenant: str
@@ -23,13 +23,13 @@ class ResponseRecord(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> list[Item]:
-        """What a next response goes on from."""
+        """The items that a response with this `previous_response_id` continues."""
         return [*self.items, *self.response["output"]]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """How many are kept, of how many bytes in all, and for how long."""
+    """Maximum number of stored responses, their bytes in total, and their lifetime."""
 
     count: int = 10_000
     num_bytes: int = 256 << 20
@@ -37,14 +37,15 @@ class ResponseLimits:
 
 
 class Responses:
-    """The responses of all tenants; nobody sees another's."""
+    """The responses of all tenants. Every lookup is limited to one tenant."""
 
     def __init__(self, database: Database, limits: ResponseLimits) -> None:
         self._database = database
         self._limits = limits
 
     async def put(self, record: ResponseRecord, now: int) -> None:
-        """Keep it, and forget what is beyond the limits; one beyond them by itself is not kept."""
+        """Store it, then delete the least recently used ones until the limits hold. One that is
+        larger than the limit by itself is deleted, too."""
         data = msgspec.json.encode(record)
 
         def write(db: sqlite3.Connection) -> None:
@@ -61,7 +62,7 @@ class Responses:
         await self._database.do(write)
 
     async def find(self, response_id: str, tenant: str, now: int) -> ResponseRecord:
-        """Raises `ResponseNotFound` for one that is not there, no longer there, or another's."""
+        """Raises `ResponseNotFound` if this tenant has no such response, or it has expired."""
         look_up = partial(_find, response_id=response_id, tenant=tenant, now=now)
         return await self._database.do(look_up)
 
@@ -85,7 +86,7 @@ def _find(db: sqlite3.Connection, response_id: str, tenant: str, now: int) -> Re
 
 
 def _next_use(db: sqlite3.Connection) -> int:
-    """Uses are counted: seconds would not tell two of them apart."""
+    """A counter of uses; seconds would not order two uses within one second."""
     (last,) = db.execute("SELECT coalesce(max(used_at), 0) FROM response").fetchone()
     return int(last) + 1
 

@@ -1,4 +1,4 @@
-"""Store: all that outlives a request, over one database."""
+"""Store: files, batches and responses, in one database."""
 
 import logging
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
-from gateway.store.database import Aside, Database
+from gateway.store.database import Database, StoreExecutor
 from gateway.store.files import FileLimits, Files
 from gateway.store.responses import ResponseLimits, Responses
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What the routes and the runner of batches share; whoever opened it closes it."""
+    """Shared by the routes and the batch runner. The opener closes it."""
 
     database: Database
     files: Files
-    desk: BatchQueue
+    batch_queue: BatchQueue
     responses: Responses
 
     def close(self) -> None:
@@ -32,11 +32,11 @@ class Store:
 def open_store(
     path: Path | None,
     limits: FileLimits,
-    aside: Aside | None = None,
+    executor: StoreExecutor | None = None,
     responses: ResponseLimits = DEFAULT_LIMITS,
 ) -> Store:
     """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
-    database = Database(path, aside)
+    database = Database(path, executor)
     return Store(
         database,
         Files(database, limits),
@@ -46,15 +46,15 @@ def open_store(
 
 
 def open_named(path: Path, limits: FileLimits) -> Store:
-    """The store in the file that somebody asked for, or `StartupError`."""
+    """The store in the file that `--store` names. Raises `StartupError`."""
     try:
         return open_store(path, limits)
     except StoreFailed as error:
         raise StartupError(str(error)) from error
 
 
-def open_or_forget(path: Path, limits: FileLimits) -> Store:
-    """The store in that file if it can be; otherwise in memory, and a warning says why."""
+def open_default(path: Path, limits: FileLimits) -> Store:
+    """The store in that file; in memory, with a warning, if the file cannot be opened."""
     try:
         return open_store(path, limits)
     except StoreFailed as error:

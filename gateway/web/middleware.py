@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
-from gateway.access.callers import Caller, sane_request_id
+from gateway.access.callers import Caller, valid_request_id
 from gateway.access.retries import Retries
 from gateway.errors import InvalidApiKey, Superseded
 from gateway.generation.reply import error_response
@@ -62,7 +62,7 @@ class IdentifyCaller:
         if scope["type"] == "http":
             service = self._service
             given_id = _header(scope, b"x-request-id")
-            request_id = sane_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
+            request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
             dialect = dialect_of(scope["path"])
             scope["podway.caller"] = Caller(request_id, service.clock(), dialect=dialect)
             scope["podway.send"] = send

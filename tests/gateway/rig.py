@@ -40,7 +40,7 @@ from gateway.observe.metrics import Metrics
 from gateway.ports import ChatTemplate, Dialect
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
-from gateway.store.database import Aside
+from gateway.store.database import StoreExecutor
 from gateway.store.files import FileLimits
 from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
@@ -128,7 +128,7 @@ class Speaker:
 
 
 class AtOnce:
-    """The store's `Aside` where there are no threads."""
+    """The store's `StoreExecutor` where there are no threads."""
 
     async def __call__(self, work: Callable[[], T]) -> T:
         return work()
@@ -201,7 +201,7 @@ class Setting:
     dialect: Dialect | None = None
     seed: int = 1
     store: Path | None = None
-    aside: Callable[[], Aside] = AtOnce
+    store_executor: Callable[[], StoreExecutor] = AtOnce
     files: FileLimits = field(default_factory=FileLimits)
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
@@ -306,7 +306,7 @@ def build_rig(setting: Setting) -> Rig:
         cors_origins=setting.cors_origins,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
-        store=open_store(setting.store, setting.files, setting.aside(), setting.responses),
+        store=open_store(setting.store, setting.files, setting.store_executor(), setting.responses),
     )
     runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)

@@ -20,7 +20,7 @@ from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
 from examples.benchmarks.real_engine.loads import Call
 from examples.benchmarks.real_engine.machine import Machine
-from gateway.serve.server import calm_collector
+from gateway.serve.server import tune_collector
 
 NO_SLO = SLO()
 
@@ -81,7 +81,7 @@ def _recorder(arrivals: Sequence[Arrival]) -> Recorder:
 def _calm() -> Iterator[None]:
     """The garbage collector as a server has it."""
     before = gc.get_threshold()
-    calm_collector()
+    tune_collector()
     try:
         yield
     finally:

@@ -61,7 +61,7 @@ async def create_batch(http: "HttpRequest") -> "Response":
         metadata=request.metadata,
         output_seconds=None if expiry is None else expiry.seconds,
     )
-    await service.store.desk.leave(record, now - KEPT_SECONDS)
+    await service.store.batch_queue.submit(record, now - KEPT_SECONDS)
     return _json(http, record)
 
 
@@ -73,7 +73,7 @@ async def list_batches(http: "HttpRequest") -> "Response":
         raise InvalidRequest(
             "Batches are listed newest first only: 'order' must be 'desc'.", "order"
         )
-    batches = service.store.desk.batches
+    batches = service.store.batch_queue.batches
     records = await batches.listed(caller.tenant, page.after, page.limit + 1)
     items = [batch_json(record) for record in records[: page.limit]]
     body = list_json(items, has_more=len(records) > page.limit)
@@ -84,7 +84,7 @@ async def retrieve_batch(http: "HttpRequest") -> "Response":
     """The batch's status and counts; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
-    return _json(http, await service.store.desk.batches.find(batch_id, caller.tenant))
+    return _json(http, await service.store.batch_queue.batches.find(batch_id, caller.tenant))
 
 
 async def cancel_batch(http: "HttpRequest") -> "Response":
@@ -92,7 +92,7 @@ async def cancel_batch(http: "HttpRequest") -> "Response":
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
     now = service.unix_now()
-    return _json(http, await service.store.desk.cancel(batch_id, caller.tenant, now))
+    return _json(http, await service.store.batch_queue.cancel(batch_id, caller.tenant, now))
 
 
 async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:

@@ -1,4 +1,4 @@
-"""API keys: where they come from, who shows which, and files that are wrong."""
+"""API keys: settings and key file, authentication, invalid files."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ def in_file(directory: Path, text: str) -> Path:
     return path
 
 
-def test_without_keys_everybody_may_come_in() -> None:
+def test_without_keys_no_request_needs_one() -> None:
     keys = Keys()
     assert keys.is_open
     assert keys.key_of(None).name == ""
@@ -47,7 +47,7 @@ def test_without_keys_everybody_may_come_in() -> None:
         ("Basic bWU6azE=", None),
     ],
 )
-def test_a_key_may_be_shown_in_either_header(
+def test_a_key_may_be_sent_in_either_header(
     authorization: str | None, x_api_key: str | None
 ) -> None:
     assert Keys(["one=k1", "two=k2"]).key_of(authorization, x_api_key).name == "one"
@@ -66,20 +66,20 @@ def test_a_key_may_be_shown_in_either_header(
         (None, "K1", "Incorrect"),
     ],
 )
-def test_whoever_shows_none_of_the_keys_is_refused(
+def test_a_request_without_a_valid_key_is_rejected(
     authorization: str | None, x_api_key: str | None, says: str
 ) -> None:
     with pytest.raises(InvalidApiKey, match=says):
         Keys(["k1"]).key_of(authorization, x_api_key)
 
 
-def test_a_key_without_a_name_is_called_after_its_digest() -> None:
+def test_a_key_without_a_name_is_named_after_its_digest() -> None:
     digest = hashlib.sha256(b"k1").hexdigest()
     assert Keys(["k1"]).key_of("Bearer k1").name == digest[:16]
 
 
 @pytest.mark.parametrize("key", ["YWJjZA==", "abc=", "=abc", "a b=c"])
-def test_a_key_may_look_almost_like_a_name(key: str) -> None:
+def test_a_key_may_contain_an_equals_sign_without_having_a_name(key: str) -> None:
     assert len(Keys([key]).key_of(f"Bearer {key}").name) == 16
 
 
@@ -110,23 +110,23 @@ def test_a_file_may_hold_digests_instead_of_keys(tmp_path: Path) -> None:
         ('[a]\nkey = "x"\nrate = 1', "unknown field `rate`"),
         ('[a]\nkey = "x"\nweight = 0', "0.001"),
         ('[a]\nkey = "x"\nmax_concurrent = -1', ">= 0"),
-        ('[a]\nkey_sha256 = "abc"', "is not hex"),
-        ('[a]\nkey = "x"\n[b]\nkey = "x"', "'b' is there twice"),
-        ('[a]\nkey = ["x", "x"]', "'a' is there twice"),
+        ('[a]\nkey_sha256 = "abc"', "must be 64 hex digits"),
+        ('[a]\nkey = "x"\n[b]\nkey = "x"', "'b' occurs twice"),
+        ('[a]\nkey = ["x", "x"]', "'a' occurs twice"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_key_file_is_rejected_in_one_line(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(StartupError, match=says) as refused:
         Keys(file=in_file(tmp_path, text))
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         Keys(file=tmp_path / "none.toml")
 
 
-def test_a_name_may_stand_only_once() -> None:
+def test_a_name_may_occur_only_once() -> None:
     with pytest.raises(StartupError, match="two API keys have the name 'a'"):
         Keys(["a=1", "a=2"])
 
@@ -139,14 +139,14 @@ def test_the_file_is_read_again_when_asked(
     path.write_text('[dora]\nkey = "sk-dora"')
     with caplog.at_level(logging.INFO):
         keys.reload()
-    assert caplog.messages == ["keys=2"]
+    assert caplog.messages == ["reloaded 2 API keys"]
     assert keys.key_of("Bearer sk-dora").name == "dora"
     assert keys.key_of("Bearer k")
     with pytest.raises(InvalidApiKey):
         keys.key_of("Bearer sk-alice")
 
 
-def test_a_file_that_became_wrong_changes_nothing(
+def test_an_invalid_key_file_keeps_the_old_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = in_file(tmp_path, FILE)
@@ -156,5 +156,5 @@ def test_a_file_that_became_wrong_changes_nothing(
     path.unlink()
     keys.reload()
     assert len(caplog.messages) == 2
-    assert all("the keys stay as they were" in line for line in caplog.messages)
+    assert all("keeping the old API keys" in line for line in caplog.messages)
     assert keys.key_of("Bearer sk-alice").name == "alice"

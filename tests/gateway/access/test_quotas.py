@@ -17,7 +17,7 @@ def key(**limits: int) -> Key:
     return Key("k", (), Allowance(**limits))
 
 
-def test_requests_come_back_steadily_and_never_beyond_the_limit() -> None:
+def test_the_request_bucket_refills_steadily_up_to_the_limit() -> None:
     quotas, three = Quotas(), key(requests_per_minute=3)
     for left in (2, 1, 0):
         assert quotas.enter(three, 0.0)["x-ratelimit-remaining-requests"] == str(left)
@@ -32,7 +32,7 @@ def test_requests_come_back_steadily_and_never_beyond_the_limit() -> None:
         quotas.enter(three, 10_000.0)
 
 
-def test_a_refused_request_costs_nothing() -> None:
+def test_a_rejected_request_is_not_charged() -> None:
     quotas, one = Quotas(), key(requests_per_minute=1)
     quotas.enter(one, 0.0)
     for now in (10.0, 20.0, 59.0):
@@ -41,7 +41,7 @@ def test_a_refused_request_costs_nothing() -> None:
     quotas.enter(one, 60.0)
 
 
-def test_at_once_counts_those_that_have_not_left() -> None:
+def test_concurrent_requests_are_counted_until_they_leave() -> None:
     quotas, two = Quotas(), key(max_concurrent=2)
     assert quotas.enter(two, 0.0) == {}
     quotas.enter(two, 0.0)
@@ -64,7 +64,7 @@ def test_a_limit_that_changes_counts_from_the_next_request_on() -> None:
     ("seconds", "shown"),
     [(0, "0ms"), (0.0171, "18ms"), (1, "1s"), (1.5, "1.5s"), (360, "6m0s"), (90.25, "1m30.25s")],
 )
-def test_durations_are_spelled_as_openai_does(seconds: float, shown: str) -> None:
+def test_durations_are_written_as_openai_does(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
@@ -93,7 +93,7 @@ def test_the_third_request_of_a_minute_is_a_429_that_says_when_to_come_back() ->
     play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
 
 
-def test_tokens_are_paid_as_they_are_known_and_a_debt_is_waited_for() -> None:
+def test_tokens_are_charged_when_known_and_a_negative_bucket_rejects_requests() -> None:
     """A prompt of 2 and an answer of 7 tokens; 6 a minute is one in ten seconds."""
 
     async def scene(rig: Rig) -> None:
@@ -113,7 +113,7 @@ def test_tokens_are_paid_as_they_are_known_and_a_debt_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_makes_room_for_the_next(stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_concurrent_request(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=stream), BEARER):
             await asyncio.sleep(2 * STEP)
@@ -128,7 +128,7 @@ def test_a_client_that_leaves_makes_room_for_the_next(stream: bool) -> None:
     play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
 
 
-def test_what_was_refused_as_wrong_makes_room_too() -> None:
+def test_an_invalid_request_frees_its_concurrent_request() -> None:
     async def scene(rig: Rig) -> None:
         for _ in range(3):
             async with rig.client.post(CHAT, b"{", BEARER) as exchange:
@@ -137,7 +137,7 @@ def test_what_was_refused_as_wrong_makes_room_too() -> None:
     play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
 
 
-def test_an_open_server_shares_its_limits_among_all() -> None:
+def test_on_an_open_server_all_requests_share_the_limits() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat()) as exchange:
             await exchange.json()
@@ -167,7 +167,7 @@ def test_keys_have_their_own_limits_weights_and_bounds(tmp_path: Path) -> None:
     assert asks == [("a", 3.0, 0), ("b", 1.0, 2), ("b", 1.0, 2)]
 
 
-def test_no_limit_leaves_no_trace() -> None:
+def test_without_limits_there_are_no_rate_limit_headers() -> None:
     quotas = Quotas()
     assert quotas.enter(key(), 0.0) == {}
     assert issubclass(TooManyAtOnce, RateLimited)

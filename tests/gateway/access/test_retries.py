@@ -184,7 +184,7 @@ def test_the_newer_try_counts_against_the_limits() -> None:
         ("/v1/completions", {"prompt": "hi", "max_tokens": 50}),
     ],
 )
-def test_every_surface_says_in_its_own_words_that_a_stream_was_superseded(
+def test_every_api_ends_a_superseded_stream_with_its_own_error_event(
     path: str, body: dict[str, Any]
 ) -> None:
     """The witness of each exchange knows those words."""

@@ -24,7 +24,7 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
-def test_another_key_sees_nothing_of_it() -> None:
+def test_a_batch_is_visible_to_its_own_key_only() -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(1), key("a"))
         for method, path in [("GET", ""), ("POST", "/cancel")]:
@@ -62,8 +62,8 @@ def test_a_line_can_be_cancelled_by_its_request_id() -> None:
         await asyncio.sleep(3 * STEP)
         async with rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"") as exchange:
             assert await exchange.start() == 200
-        told = await ended(rig, batch_id)
-        (error,) = await lines_of(rig, told["error_file_id"])
+        batch = await ended(rig, batch_id)
+        (error,) = await lines_of(rig, batch["error_file_id"])
         assert error["custom_id"] == "line-1"
         assert error["response"]["request_id"] == f"{batch_id}_2"
         assert error["response"]["body"]["error"]["code"] == "request_cancelled"
@@ -92,10 +92,10 @@ def test_a_batch_survives_restarts_and_answers_each_line_once(
         answered.append(counts["completed"])
 
     async def end(rig: Rig) -> None:
-        told = await ended(rig, ids[0])
-        assert told["status"] == "completed"
-        assert told["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-        output = await lines_of(rig, told["output_file_id"])
+        batch = await ended(rig, ids[0])
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+        output = await lines_of(rig, batch["output_file_id"])
         assert [line["custom_id"] for line in output] == [f"line-{i}" for i in range(30)]
 
     play(begin, setting)
@@ -107,20 +107,20 @@ def test_a_batch_survives_restarts_and_answers_each_line_once(
     assert sum(request.outcome == "finished" for request in rig.ended) == 30 - answered[-1]
 
 
-def test_what_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
+def test_a_batch_that_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
     setting = Setting(store=tmp_path / "store.sqlite", max_batch_size=1)
     ids: list[str] = []
 
     async def begin(rig: Rig) -> None:
         ids.append(await started(rig, chat_lines(5)))
         await asyncio.sleep(9 * STEP)
-        await rig.service.store.desk.batches.cancel(ids[0], "", rig.service.unix_now())
+        await rig.service.store.batch_queue.batches.cancel(ids[0], "", rig.service.unix_now())
 
     async def end(rig: Rig) -> None:
-        told = await ended(rig, ids[0])
-        assert told["status"] == "cancelled"
-        assert told["request_counts"]["completed"] == 1
-        assert len(await lines_of(rig, told["output_file_id"])) == 1
+        batch = await ended(rig, ids[0])
+        assert batch["status"] == "cancelled"
+        assert batch["request_counts"]["completed"] == 1
+        assert len(await lines_of(rig, batch["output_file_id"])) == 1
 
     play(begin, setting)
     rig = play(end, replace(setting, seed=99))

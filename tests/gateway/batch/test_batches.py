@@ -42,13 +42,13 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
 
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, content, metadata={"for": "me"})
-        told = await ended(rig, batch_id)
-        assert told["status"] == "completed"
-        assert told["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
-        assert told["metadata"] == {"for": "me"}
-        assert told["created_at"] <= told["in_progress_at"] <= told["finalizing_at"]
-        assert told["finalizing_at"] <= told["completed_at"] < told["expires_at"] == EPOCH + DAY
-        output = await lines_of(rig, told["output_file_id"])
+        batch = await ended(rig, batch_id)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
+        assert batch["metadata"] == {"for": "me"}
+        assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"]
+        assert batch["finalizing_at"] <= batch["completed_at"] < batch["expires_at"] == EPOCH + DAY
+        output = await lines_of(rig, batch["output_file_id"])
         assert [line["custom_id"] for line in output] == ["good", "short", "many"]
         good, short, many = (line["response"] for line in output)
         assert all(line["error"] is None for line in output)
@@ -59,9 +59,9 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
         assert len(many["body"]["choices"]) == 2
         assert len({line["id"] for line in output}) == 3
         usage = [answer["body"]["usage"] for answer in (good, short, many)]
-        assert told["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
-        assert told["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
-        errors = await lines_of(rig, told["error_file_id"])
+        assert batch["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
+        assert batch["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
+        errors = await lines_of(rig, batch["error_file_id"])
         assert [(e["custom_id"], e["response"]["status_code"]) for e in errors] == [
             ("wrong", 400),
             ("other", 404),
@@ -69,7 +69,7 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
         ]
         params = [e["response"]["body"]["error"]["param"] for e in errors]
         assert params == ["temperature", "model", "stream"]
-        async with rig.client.get(f"/v1/files/{told['output_file_id']}") as exchange:
+        async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
             assert (await exchange.json())["purpose"] == "batch_output"
 
     rig = play(scene)
@@ -80,18 +80,18 @@ def test_a_batch_of_text_completions_runs_too() -> None:
     async def scene(rig: Rig) -> None:
         content = a_line("one", text(prompt=["ab", "cd"], max_tokens=3), url=TEXT)
         batch_id = await started(rig, content, endpoint=TEXT)
-        told = await ended(rig, batch_id)
-        (line,) = await lines_of(rig, told["output_file_id"])
+        batch = await ended(rig, batch_id)
+        (line,) = await lines_of(rig, batch["output_file_id"])
         assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
 
     play(scene)
 
 
-def test_an_answer_is_what_the_route_says_byte_for_byte() -> None:
+def test_a_lines_answer_equals_the_routes_response_byte_for_byte() -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(1, seed=1))
-        told = await ended(rig, batch_id)
-        (line,) = await lines_of(rig, told["output_file_id"])
+        batch = await ended(rig, batch_id)
+        (line,) = await lines_of(rig, batch["output_file_id"])
         async with rig.client.post(CHAT, chat(seed=1)) as exchange:
             reply = await exchange.json()
         fresh = {"id", "created", "usage"}  # the second has its prompt from the cache
@@ -103,7 +103,7 @@ def test_an_answer_is_what_the_route_says_byte_for_byte() -> None:
     play(scene)
 
 
-def test_somebody_who_waits_goes_before_all_lines() -> None:
+def test_an_interactive_request_runs_before_all_lines() -> None:
     """A line that runs loses its seat for as long as the other needs it."""
 
     async def scene(rig: Rig) -> None:
@@ -119,7 +119,7 @@ def test_somebody_who_waits_goes_before_all_lines() -> None:
     play(scene, Setting(texts=(LONG,), max_batch_size=1))
 
 
-def test_only_so_many_lines_are_in_the_engine() -> None:
+def test_the_number_of_lines_in_the_engine_is_bounded() -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(50))
         most = 0
@@ -132,7 +132,7 @@ def test_only_so_many_lines_are_in_the_engine() -> None:
     play(scene, Setting(max_batch_size=4))
 
 
-def test_a_long_batch_does_not_hold_up_a_short_one() -> None:
+def test_a_long_batch_does_not_block_a_short_one() -> None:
     async def scene(rig: Rig) -> None:
         long = await started(rig, chat_lines(100))
         await asyncio.sleep(STEP)
@@ -144,7 +144,7 @@ def test_a_long_batch_does_not_hold_up_a_short_one() -> None:
     play(scene, Setting(max_batch_size=4))
 
 
-def test_lines_that_find_the_queue_full_come_back() -> None:
+def test_lines_that_find_the_queue_full_are_retried() -> None:
     """One runs, one waits for its memory, and no more may wait."""
 
     async def scene(rig: Rig) -> None:
@@ -168,31 +168,31 @@ def test_a_cancelled_batch_keeps_what_is_answered(after: float) -> None:
         await asyncio.sleep(after)
         async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
             assert (await exchange.json())["status"] == "cancelling"
-        told = await ended(rig, batch_id, every=STEP)
-        assert told["status"] == "cancelled"
-        assert told["cancelling_at"] <= told["cancelled_at"]
-        done = told["request_counts"]["completed"]
+        batch = await ended(rig, batch_id, every=STEP)
+        assert batch["status"] == "cancelled"
+        assert batch["cancelling_at"] <= batch["cancelled_at"]
+        done = batch["request_counts"]["completed"]
         assert done == (0 if after < 8 * STEP else 2)
         if done:
-            assert len(await lines_of(rig, told["output_file_id"])) == done
+            assert len(await lines_of(rig, batch["output_file_id"])) == done
         else:
-            assert "output_file_id" not in told
+            assert "output_file_id" not in batch
         async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
-            assert await exchange.json() == told
+            assert await exchange.json() == batch
         await asyncio.sleep(STEP)
         assert not rig.engine.scheduler.pool
 
     play(scene, Setting(max_batch_size=2))
 
 
-def test_a_batch_whose_time_is_over_says_which_lines_were_not_answered() -> None:
+def test_an_expired_batch_reports_the_lines_that_were_not_answered() -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(10))
-        told = await ended(rig, batch_id, every=3600.0)
-        assert told["status"] == "expired"
-        assert told["expired_at"] == told["expires_at"] == EPOCH + DAY
-        assert told["request_counts"] == {"total": 10, "completed": 2, "failed": 8}
-        errors = await lines_of(rig, told["error_file_id"])
+        batch = await ended(rig, batch_id, every=3600.0)
+        assert batch["status"] == "expired"
+        assert batch["expired_at"] == batch["expires_at"] == EPOCH + DAY
+        assert batch["request_counts"] == {"total": 10, "completed": 2, "failed": 8}
+        errors = await lines_of(rig, batch["error_file_id"])
         assert [e["custom_id"] for e in errors] == [f"line-{i}" for i in range(2, 10)]
         assert {e["error"]["code"] for e in errors} == {"batch_expired"}
         assert {e["response"] for e in errors} == {None}
@@ -220,12 +220,12 @@ WRONG_LINES = {
 @pytest.mark.parametrize(
     ("code", "line"), [(code, line) for code, lines in WRONG_LINES.items() for line in lines]
 )
-def test_a_file_with_a_wrong_line_fails_the_batch_and_says_where(code: str, line: bytes) -> None:
+def test_an_invalid_line_fails_the_batch_with_its_line_number(code: str, line: bytes) -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(2) + b"\n" + line)
-        told = await ended(rig, batch_id)
-        assert (told["status"], told["failed_at"]) == ("failed", EPOCH)
-        (error,) = told["errors"]["data"]
+        batch = await ended(rig, batch_id)
+        assert (batch["status"], batch["failed_at"]) == ("failed", EPOCH)
+        (error,) = batch["errors"]["data"]
         assert (error["code"], error["line"]) == (code, 3)
         assert error["message"]
 
@@ -236,34 +236,34 @@ def test_a_file_with_a_wrong_line_fails_the_batch_and_says_where(code: str, line
 @pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n\n", "empty_file")])
 def test_a_file_without_lines_fails_the_batch(content: bytes, code: str) -> None:
     async def scene(rig: Rig) -> None:
-        told = await ended(rig, await started(rig, content))
-        assert [error["code"] for error in told["errors"]["data"]] == [code]
+        batch = await ended(rig, await started(rig, content))
+        assert [error["code"] for error in batch["errors"]["data"]] == [code]
 
     play(scene)
 
 
 def test_a_file_with_too_many_lines_fails_the_batch() -> None:
     async def scene(rig: Rig) -> None:
-        told = await ended(rig, await started(rig, chat_lines(30)))
-        (error,) = told["errors"]["data"]
+        batch = await ended(rig, await started(rig, chat_lines(30)))
+        (error,) = batch["errors"]["data"]
         assert (error["code"], error["line"]) == ("too_many_lines", 21)
 
     play(scene, Setting(lines=LineLimits(num_lines=20)))
 
 
-def test_only_the_first_hundred_errors_are_told() -> None:
+def test_only_the_first_hundred_errors_are_listed() -> None:
     async def scene(rig: Rig) -> None:
-        told = await ended(rig, await started(rig, b"x\n" * 1000))
-        assert len(told["errors"]["data"]) == 100
+        batch = await ended(rig, await started(rig, b"x\n" * 1000))
+        assert len(batch["errors"]["data"]) == 100
 
     play(scene)
 
 
-def test_lines_may_lie_across_pieces_of_the_file() -> None:
+def test_lines_may_span_pieces_of_the_file() -> None:
     async def scene(rig: Rig) -> None:
         content = chat_lines(200, user="x" * 4000)
-        told = await ended(rig, await started(rig, content))
-        assert told["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+        batch = await ended(rig, await started(rig, content))
+        assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
 
     play(scene, Setting(max_batch_size=64))
 
@@ -289,15 +289,15 @@ def test_lines_may_lie_across_pieces_of_the_file() -> None:
         ({"extra": 1}, "extra"),
     ],
 )
-def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_rejected_by_name(fields: dict[str, Any], param: str) -> None:
     async def scene(rig: Rig) -> None:
         good = {
             "input_file_id": await uploaded(rig, chat_lines(1)),
             "endpoint": CHAT,
             "completion_window": "24h",
         }
-        exchange, told = await create(rig, **(good | fields))
-        assert (exchange.status, told["error"]["param"]) == (400, param)
+        exchange, batch = await create(rig, **(good | fields))
+        assert (exchange.status, batch["error"]["param"]) == (400, param)
 
     play(scene)
 
@@ -309,22 +309,22 @@ def test_batches_that_have_not_ended_are_bounded() -> None:
         for _ in range(MAX_LIVE):
             exchange, _ = await create(rig, **body)
             assert exchange.status == 200
-        exchange, told = await create(rig, **body)
-        assert (exchange.status, told["error"]["code"]) == (429, "batch_limit_exceeded")
+        exchange, batch = await create(rig, **body)
+        assert (exchange.status, batch["error"]["code"]) == (429, "batch_limit_exceeded")
         await asyncio.sleep(3600)
-        exchange, told = await create(rig, **body)
+        exchange, batch = await create(rig, **body)
         assert exchange.status == 200
-        await ended(rig, told["id"])
+        await ended(rig, batch["id"])
 
     play(scene, Setting(max_batch_size=2))
 
 
-def test_an_output_file_is_no_input() -> None:
+def test_an_output_file_cannot_be_an_input_file() -> None:
     async def scene(rig: Rig) -> None:
-        told = await ended(rig, await started(rig, chat_lines(1)))
+        batch = await ended(rig, await started(rig, chat_lines(1)))
         exchange, answer = await create(
             rig,
-            input_file_id=told["output_file_id"],
+            input_file_id=batch["output_file_id"],
             endpoint=CHAT,
             completion_window="24h",
         )
@@ -336,8 +336,8 @@ def test_an_output_file_is_no_input() -> None:
 def test_output_files_are_kept_as_long_as_the_batch_says() -> None:
     async def scene(rig: Rig) -> None:
         expiry = {"anchor": "created_at", "seconds": 7200}
-        told = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
-        async with rig.client.get(f"/v1/files/{told['output_file_id']}") as exchange:
+        batch = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
+        async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
             file = await exchange.json()
         assert file["expires_at"] - file["created_at"] == 7200
 

@@ -11,12 +11,12 @@ from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.database import Database
 from gateway.store.files import FileLimits
-from gateway.store.store import open_named, open_or_forget
+from gateway.store.store import open_default, open_named
 
 LIMITS = FileLimits()
 
 
-def test_a_file_has_one_owner_at_a_time(tmp_path: Path) -> None:
+def test_a_store_file_can_be_open_in_one_server_only(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     first = open_named(path, LIMITS)
     with pytest.raises(StartupError, match="another server has it open"):
@@ -25,16 +25,16 @@ def test_a_file_has_one_owner_at_a_time(tmp_path: Path) -> None:
     open_named(path, LIMITS).close()
 
 
-def test_a_file_that_was_not_named_gives_way_to_memory(tmp_path: Path) -> None:
+def test_a_default_store_that_cannot_be_opened_is_replaced_by_memory(tmp_path: Path) -> None:
     path = tmp_path / "no directory" / "store.sqlite"
     path.parent.write_text("but a file")
-    store = open_or_forget(path, LIMITS)
+    store = open_default(path, LIMITS)
     assert store.database.path is None
     store.close()
 
 
 @pytest.mark.parametrize("content", [b"no database at all" * 100, None])
-def test_what_is_no_store_of_ours_is_refused_and_left_alone(
+def test_a_file_that_is_no_store_is_rejected_and_not_changed(
     tmp_path: Path, content: bytes | None
 ) -> None:
     path = tmp_path / "store.sqlite"
@@ -49,14 +49,14 @@ def test_what_is_no_store_of_ours_is_refused_and_left_alone(
     assert path.read_bytes() == content
 
 
-def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_the_store_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "store.sqlite"
     open_named(path, LIMITS).close()
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-async def test_what_a_dead_upload_has_left_is_removed(tmp_path: Path) -> None:
+async def test_pieces_of_an_unfinished_upload_are_removed(tmp_path: Path) -> None:
     path, count = tmp_path / "store.sqlite", "SELECT count(*) FROM file_piece"
     for expected in (1, 0):
         database = Database(path)
@@ -79,7 +79,7 @@ async def test_the_loop_never_touches_the_file() -> None:
     assert threading.current_thread() not in threads
 
 
-async def test_work_that_raises_changes_nothing() -> None:
+async def test_work_that_raises_is_rolled_back() -> None:
     database = Database(None)
 
     def half(db: sqlite3.Connection) -> None:

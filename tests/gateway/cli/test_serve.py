@@ -37,7 +37,7 @@ def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -
         (["--port", "99999"], "podway: --port must be a whole number from 0 to 65535, not '99999'"),
         (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
         (["no/such/directory"], "podway: no/such/directory is"),
-        (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key need each other"),
+        (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key are used together"),
         (
             ["--tls-cert", "c", "--tls-key", "k"],
             "podway: cannot read c and k for TLS: No such file",
@@ -136,7 +136,10 @@ async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> 
                 return response.status
 
         assert (await status("k1"), await status("k2")) == (200, 401)
-        for text, says in (('[new]\nkey = "k2"', "keys=1"), ("[new", "the keys stay as they were")):
+        for text, says in (
+            ('[new]\nkey = "k2"', "reloaded 1 API keys"),
+            ("[new", "keeping the old API keys"),
+        ):
             keys.write_text(text)
             server.send_signal(signal.SIGHUP)
             while says not in server.log.read_text():  # noqa: ASYNC110 # of another process

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from engine.errors import StartupError
 from gateway.serve.command import parser
-from gateway.serve.settings import BUILTIN_MODEL, Settings, load, options
+from gateway.serve.engine_settings import BUILTIN_MODEL
+from gateway.serve.settings import Settings, load, options
 
 
 def refusal(**flags: str) -> str:
@@ -197,7 +198,7 @@ def test_a_flag_wins_over_the_environment_for_a_switch_too(
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    assert refusal(launcher="ray", device="cuda").startswith("--launcher ray places workers on CPU")
+    assert refusal(launcher="ray", device="cuda").startswith("--launcher ray runs workers on CPU")
     assert refusal(kv_slots="64", kv_memory="1GiB").startswith("--kv-slots and --kv-memory exclude")
     line = refusal(max_batch_size="64", max_batch_tokens="63")
     assert line.startswith("--max-batch-tokens (63) must be at least --max-batch-size (64)")

@@ -32,10 +32,12 @@ class Terminal(io.StringIO):
 
 
 def test_the_banner_says_where_what_and_how_much() -> None:
-    text = banner("http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms a step; assumed")
+    text = banner(
+        "http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms per decode step; a default"
+    )
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
-                 "2 threads that spin, AVX2",
-                 "float32 on cpu", "fcfs", "admission grow"):  # fmt: skip
+                 "1 worker, 2 threads (spin-wait), AVX2",
+                 "float32 on cpu", "policy fcfs", "admission grow"):  # fmt: skip
         assert fact in text
     small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), "2 ms")
     assert "1,024 MiB of int8" in small
@@ -77,4 +79,4 @@ def test_on_a_terminal_loading_is_a_bar_that_goes_away() -> None:
 
 def test_the_banner_says_how_many_workers_compute() -> None:
     shown = banner("u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), "c")
-    assert "2 stages × 3 ranks, each of 2 threads" in shown
+    assert "2 stages × 3 ranks, 2 threads" in shown

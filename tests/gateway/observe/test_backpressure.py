@@ -4,43 +4,43 @@ import asyncio
 
 from engine.simulated.virtual_loop import run_virtual
 from gateway.observe.backpressure import FIRST_GAP, MAX_GAP, LoopWatch, thread_seconds
-from gateway.observe.metrics import Counts
+from gateway.observe.metrics import Histogram
 from tests.gateway.rig import CHAT, Rig, Setting, chat, play
 
 
 def a_watch() -> LoopWatch:
-    return LoopWatch(lambda: 0.0, Counts((1,)))
+    return LoopWatch(lambda: 0.0, Histogram((1,)))
 
 
-def test_an_idle_loop_merges_nothing() -> None:
+def test_an_idle_loop_merges_no_tokens() -> None:
     watch = a_watch()
-    watch.judge(0.5)
+    watch.update(0.5)
     assert watch.gap == 0.0
 
 
 def test_the_gap_grows_while_the_loop_is_busy_and_is_bounded() -> None:
     watch = a_watch()
-    watch.judge(0.95)
+    watch.update(0.95)
     assert watch.gap == FIRST_GAP
     for _ in range(50):
-        watch.judge(1.0)
+        watch.update(1.0)
     assert watch.gap == MAX_GAP
 
 
-def test_the_gap_is_kept_between_busy_and_calm_and_goes_when_it_is_calm() -> None:
+def test_the_gap_stays_between_the_thresholds_and_shrinks_below_them() -> None:
     watch = a_watch()
     for _ in range(5):
-        watch.judge(1.0)
+        watch.update(1.0)
     kept = watch.gap
-    watch.judge(0.8)
+    watch.update(0.8)
     assert watch.gap == kept
     for _ in range(20):
-        watch.judge(0.1)
+        watch.update(0.1)
     assert watch.gap == 0.0
 
 
 def test_a_late_probe_is_counted_as_lag() -> None:
-    lag = Counts((0.1, 1))
+    lag = Histogram((0.1, 1))
     now = 0.0
 
     def late_clock() -> float:
@@ -57,7 +57,7 @@ def test_a_late_probe_is_counted_as_lag() -> None:
     assert lag.buckets() == [("0.1", 0), ("1.0", 1), ("+Inf", 1)]
 
 
-def test_a_thread_that_works_gathers_seconds() -> None:
+def test_a_running_thread_accumulates_seconds() -> None:
     before = thread_seconds()
     sum(range(2_000_000))
     assert thread_seconds() > before

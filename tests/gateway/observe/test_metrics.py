@@ -7,19 +7,19 @@ import pytest
 
 from engine.request import Abort
 from engine.step import Direction
-from gateway.observe.metrics import Counts
+from gateway.observe.metrics import Histogram
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 
-def test_a_tally_counts_into_cumulative_buckets() -> None:
-    tally = Counts((1, 2, 4))
+def test_a_histogram_counts_into_cumulative_buckets() -> None:
+    histogram = Histogram((1, 2, 4))
     for value, times in ((0.5, 1), (1, 1), (3, 2), (9, 1)):
-        tally.add(value, times)
-    assert tally.buckets() == [("1.0", 2), ("2.0", 2), ("4.0", 4), ("+Inf", 5)]
-    assert tally.sum == 16.5
+        histogram.add(value, times)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 2), ("4.0", 4), ("+Inf", 5)]
+    assert histogram.sum == 16.5
 
 
-def test_gaps_are_counted_once_per_token_whoever_shares_the_batch() -> None:
+def test_gaps_are_counted_once_per_token_in_any_batch() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(n=3, max_tokens=4)) as exchange:
             await exchange.json()

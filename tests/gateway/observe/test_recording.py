@@ -38,7 +38,7 @@ def test_every_row_is_in_the_file_in_order_when_it_is_closed(tmp_path: Path) -> 
     assert [row.arrived for row in read.rows] == list(range(5000))
 
 
-def test_the_same_content_has_one_name_in_a_file_and_another_in_the_next(tmp_path: Path) -> None:
+def test_equal_content_has_equal_hashes_within_one_recording_only(tmp_path: Path) -> None:
     names = []
     for path in (tmp_path / "a", tmp_path / "b"):
         with recording(path, HEADER) as scribe:
@@ -50,7 +50,7 @@ def test_the_same_content_has_one_name_in_a_file_and_another_in_the_next(tmp_pat
     assert names[0] != names[1]
 
 
-def test_a_file_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_recording_that_cannot_be_created_is_rejected_in_one_line(tmp_path: Path) -> None:
     with (
         pytest.raises(StartupError, match="cannot write the recording"),
         recording(tmp_path / "none" / "record.jsonl", HEADER),
@@ -69,7 +69,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(
         for row in rows(20_000):
             scribe._write(row)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the recording {path} ends early: No space left on device"
+        f"the recording {path} has stopped: No space left on device"
     ]
 
 
@@ -97,5 +97,5 @@ def test_a_disk_that_does_not_keep_up_ends_the_recording_before_memory_does(
     file.goes_on.set()
     record.close()
     assert [entry.getMessage() for entry in caplog.records] == [
-        "the recording record.jsonl ends early: the disk does not keep up"
+        "the recording record.jsonl has stopped: the disk does not keep up"
     ]

@@ -27,7 +27,7 @@ def assembled(chunks: Iterable[Any], index: int = 0) -> dict[str, Any]:
 
 
 def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Texts grow; calls are told apart by their index; everything else is said once."""
+    """Append texts, merge tool calls by index, set everything else once."""
     for name, value in delta.items():
         if name == "tool_calls":
             for part in value:

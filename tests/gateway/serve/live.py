@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import uvloop
 
 from gateway.serve.server import Server, Signals, bind
-from gateway.store.database import OneThread
+from gateway.store.database import StoreThread
 from tests.gateway.rig import Rig, Setting, build_rig
 from tests.witness import Witnessed
 
@@ -30,7 +30,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.signals.told.set)
+        self.loop.call_soon_threadsafe(self.signals.stop.set)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
@@ -46,7 +46,7 @@ def listening(
     witnessed: list[Witnessed] = []
 
     async def main() -> None:
-        rig, signals = build_rig(replace(setting, aside=OneThread)), Signals()
+        rig, signals = build_rig(replace(setting, store_executor=StoreThread)), Signals()
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))

@@ -1,4 +1,4 @@
-"""Where the cost of steps comes from: measured once, kept, and nobody else's."""
+"""Calibration: measured once, saved, and used for the same model and machine only."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from engine.errors import WorkerLost
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult, WorkerReport
-from gateway.serve.calibration import Calibration, CostFile, calibrate, facts_about
+from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
 
 TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
 FACTS: dict[str, object] = {"model": "/models/demo", "cores": 2}
@@ -43,7 +43,7 @@ def calibrated(how: str, file: CostFile, executor: Counting) -> Calibration:
     return run_virtual(calibrate(how, file, executor, bounds))
 
 
-def test_what_was_measured_is_used_by_the_next_start(tmp_path: Path) -> None:
+def test_a_measured_cost_model_is_used_by_the_next_start(tmp_path: Path) -> None:
     file = CostFile.of(FACTS, tmp_path)
     first, second = Counting(), Counting()
     measured = calibrated("auto", file, first)
@@ -55,7 +55,7 @@ def test_what_was_measured_is_used_by_the_next_start(tmp_path: Path) -> None:
     assert str(file.path) in str(found)
 
 
-def test_measuring_anew_and_not_at_all_are_both_possible(tmp_path: Path) -> None:
+def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> None:
     file = CostFile.of(FACTS, tmp_path)
     file.save(UNMEASURED)
     again, never = Counting(), Counting()
@@ -77,7 +77,7 @@ def test_measuring_anew_and_not_at_all_are_both_possible(tmp_path: Path) -> None
         json.dumps({"facts": {"model": "another"}, "cost": {}}).encode(),
     ],
 )
-def test_a_file_that_is_corrupt_or_about_something_else_is_ignored_with_one_line(
+def test_a_cost_file_that_is_corrupt_or_for_another_model_is_ignored_with_one_line(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = CostFile.of(FACTS, tmp_path)
@@ -90,7 +90,7 @@ def test_a_file_that_is_corrupt_or_about_something_else_is_ignored_with_one_line
     assert file.load() is not None
 
 
-def test_a_cache_that_cannot_be_written_costs_one_line(
+def test_a_cache_that_cannot_be_written_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "costs").write_text("not a directory")
@@ -106,15 +106,15 @@ def test_a_worker_that_dies_while_measured_does_not_stop_the_start(tmp_path: Pat
     )
 
 
-def test_other_weights_another_config_or_another_machine_have_a_file_of_their_own(
+def test_other_weights_config_or_machine_have_another_cost_file(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    paths = [CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path]
+    paths = [CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path]
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 1, 1), tmp_path).path)
-    paths.append(CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path)
+    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path)
     assert len(set(paths)) == 4
-    assert CostFile.of(facts_about(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]
+    assert CostFile.of(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]

@@ -65,7 +65,7 @@ def connect(
     return connection, peer
 
 
-def test_a_peer_that_says_nothing_is_hung_up_on() -> None:
+def test_a_connection_that_sends_nothing_is_closed() -> None:
     async def main() -> None:
         _, peer = connect()
         await asyncio.sleep(HEAD_SECONDS - 1)
@@ -77,7 +77,7 @@ def test_a_peer_that_says_nothing_is_hung_up_on() -> None:
     run_virtual(main())
 
 
-def test_a_head_that_comes_byte_by_byte_is_a_408() -> None:
+def test_request_headers_that_arrive_too_slowly_are_a_408() -> None:
     async def main() -> None:
         connection, peer = connect()
         for byte in b"GET / HTTP/1.1\r\nx: yyyyyyyyyyyyyyyyyy":
@@ -90,7 +90,7 @@ def test_a_head_that_comes_byte_by_byte_is_a_408() -> None:
     run_virtual(main())
 
 
-def test_a_head_without_end_is_a_431() -> None:
+def test_request_headers_without_end_are_a_431() -> None:
     async def main() -> None:
         connection, peer = connect()
         connection.data_received(b"GET / HTTP/1.1\r\nx: ")
@@ -115,7 +115,7 @@ def test_a_request_in_time_is_answered_and_the_connection_stays() -> None:
     run_virtual(main())
 
 
-def test_a_body_that_trickles_in_is_hung_up_on() -> None:
+def test_a_body_that_arrives_too_slowly_closes_the_connection() -> None:
     async def main() -> None:
         connection, peer = connect(ConnectionBounds(body_seconds=10.0), app=reads_on)
         connection.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
@@ -145,7 +145,7 @@ def test_a_long_body_may_take_longer_if_it_keeps_coming() -> None:
     run_virtual(main())
 
 
-def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
+def test_a_response_that_is_not_read_closes_the_connection() -> None:
     async def main() -> None:
         connection, peer = connect(ConnectionBounds(stall_seconds=10.0))
         connection.pause_writing()

@@ -94,7 +94,7 @@ def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> Non
         client.models.retrieve("nobody/nothing")
 
 
-def test_the_official_client_hears_of_a_stream_that_fails(endless: Live) -> None:
+def test_the_official_client_raises_the_error_of_a_stream_that_fails(endless: Live) -> None:
     with openai.OpenAI(base_url=endless.url, api_key="any", max_retries=0) as client:
         stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         next(iter(stream))
@@ -103,7 +103,7 @@ def test_the_official_client_hears_of_a_stream_that_fails(endless: Live) -> None
             list(stream)
 
 
-def test_who_hangs_up_is_noticed_streaming_or_not(endless: Live) -> None:
+def test_a_client_that_disconnects_is_noticed_streaming_or_not(endless: Live) -> None:
     for stream in (True, False):
         with endless.connect() as peer:
             peer.sendall(a_request(stream=stream))
@@ -116,7 +116,7 @@ def test_who_hangs_up_is_noticed_streaming_or_not(endless: Live) -> None:
 
 
 def wait_for_end(live: Live) -> None:
-    """Until nobody lives: asked of the loop's own thread."""
+    """Wait until no request is live, asked in the loop's thread."""
     done = threading.Event()
 
     async def watch() -> None:
@@ -183,6 +183,6 @@ def test_a_drain_lets_running_answers_finish(live: Live) -> None:
     assert said == TEXT
 
 
-def test_a_port_in_use_is_refused_in_one_line(live: Live) -> None:
+def test_a_port_in_use_is_rejected_in_one_line(live: Live) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{live.port}"):
         bind("127.0.0.1", live.port)

@@ -1,4 +1,4 @@
-"""When iterations are planned ahead without being told to."""
+"""The default of `--lookahead` by device, step duration and cores."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from engine.cost.model import CostModel
 from engine.step import WorkerReport
 from gateway.serve import lookahead
-from gateway.serve.lookahead import SHORT_STEP, chosen_lookahead, most_lookahead
+from gateway.serve.lookahead import SHORT_STEP, choose_lookahead, max_lookahead
 from gateway.serve.settings import load
 from tests.gateway.serve.test_calibration import REPORT
 
@@ -23,12 +23,12 @@ def steps_of(seconds: float) -> CostModel:
 
 def chosen(report: WorkerReport, seconds: float, **flags: str) -> int:
     settings = load(flags)
-    found = chosen_lookahead(settings, report, steps_of(seconds))
-    assert found <= most_lookahead(settings)
+    found = choose_lookahead(settings, report, steps_of(seconds))
+    assert found <= max_lookahead(settings)
     return found
 
 
-def test_it_pays_where_steps_are_short_and_a_core_is_left() -> None:
+def test_lookahead_is_on_where_steps_are_short_and_a_core_is_idle() -> None:
     assert chosen(replace(REPORT, threads=3), SHORT_STEP / 2) == 1
     assert chosen(replace(REPORT, threads=4), SHORT_STEP / 2) == 0
     assert chosen(replace(REPORT, threads=3), SHORT_STEP * 2) == 0
@@ -40,17 +40,17 @@ def test_threads_of_all_ranks_count() -> None:
     assert chosen(report, SHORT_STEP / 2, tensor_ranks="2") == 0
 
 
-def test_a_pipeline_and_a_cluster_have_it_only_when_told_to() -> None:
+def test_a_pipeline_and_a_cluster_have_lookahead_only_if_it_is_set() -> None:
     assert chosen(REPORT, SHORT_STEP / 2, pipeline_stages="2") == 0
     assert chosen(REPORT, SHORT_STEP / 2, launcher="ray") == 0
     assert chosen(REPORT, SHORT_STEP / 2, pipeline_stages="2", lookahead="1") == 1
 
 
-def test_a_gpu_always_has_it() -> None:
+def test_a_gpu_always_has_lookahead() -> None:
     assert chosen(replace(REPORT, device="cuda:0", threads=64), 10.0) == 1
 
 
 @pytest.mark.parametrize("said", [0, 1])
-def test_who_says_is_obeyed(said: int) -> None:
+def test_an_explicit_lookahead_is_used(said: int) -> None:
     for device in ("cpu", "cuda:0"):
         assert chosen(replace(REPORT, device=device), 10.0, lookahead=str(said)) == said

@@ -33,7 +33,7 @@ def test_the_official_client_streams_over_tls(tmp_path: Path) -> None:
             assert not peer.recv(100).startswith(b"HTTP"), "no plain HTTP at the TLS port"
 
 
-def test_a_renewed_certificate_is_shown_to_those_who_come_later(tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "one")
     certificate = Certificate(*files)
     with listening(Setting(step=0.001), tls=certificate.context) as live:
@@ -46,7 +46,7 @@ def test_a_renewed_certificate_is_shown_to_those_who_come_later(tmp_path: Path) 
     assert after.strip() == (tmp_path / "two.pem").read_text().strip()
 
 
-def test_a_certificate_that_became_wrong_changes_nothing(
+def test_an_invalid_new_certificate_keeps_the_old_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = make_certificate(tmp_path, "one")
@@ -57,10 +57,10 @@ def test_a_certificate_that_became_wrong_changes_nothing(
         with caplog.at_level(logging.ERROR):
             certificate.reload()
         assert ssl.get_server_certificate(("127.0.0.1", live.port)) == before
-    assert ["the certificate stays as it was" in line for line in caplog.messages] == [True]
+    assert ["keeping the old certificate" in line for line in caplog.messages] == [True]
 
 
-def test_files_that_are_no_certificate_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_files_that_are_no_certificate_are_rejected_in_one_line(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path, "one")
     _, other = make_certificate(tmp_path, "two")
     (tmp_path / "text").write_text("hello")

@@ -1,4 +1,4 @@
-"""However an answer is cut, its events come to the message that is told as a whole."""
+"""However an output is cut into pieces, its events add up to the unstreamed response."""
 
 from collections.abc import Callable
 from functools import partial
@@ -100,7 +100,7 @@ def response_frames() -> ResponsesRenderer:
 
 
 @given(cut_answers())
-def test_events_of_a_response_come_to_the_whole(
+def test_the_events_of_a_response_add_up_to_the_response(
     case: tuple[list[Piece], list[list[Piece]], ChoiceEnd],
 ) -> None:
     pieces, groups, end = case
@@ -121,7 +121,7 @@ def test_events_of_a_response_come_to_the_whole(
 
 
 @given(cut_answers())
-def test_events_of_a_message_come_to_the_whole(
+def test_the_events_of_a_message_add_up_to_the_message(
     case: tuple[list[Piece], list[list[Piece]], ChoiceEnd],
 ) -> None:
     pieces, groups, end = case

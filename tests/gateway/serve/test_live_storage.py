@@ -1,4 +1,4 @@
-"""The official clients at the other doors: files, batches, responses."""
+"""The official client on files, batches and responses, over a real port."""
 
 import io
 import json

@@ -1,0 +1,204 @@
+"""Load a model: find the checkpoint, start its workers, and read tokenizer and chat template.
+
+    settings ─▶ checkpoint ─▶ workers (processes) ─▶ cost model ┐
+                    └──────▶ tokenizer, template, dialect ──────┴─▶ LoadedModel
+
+Adapters are imported here, by name.
+"""
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from platformdirs import user_cache_path
+
+from engine.cost.profiler import ProbeLimits
+from engine.errors import StartupError
+from engine.step import WorkerReport, WorkerSettings
+from engine.transport.launcher import Launcher
+from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.transport.trace import TraceFile
+from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
+from gateway.serve.engine_settings import BUILTIN_MODEL
+from gateway.serve.lookahead import choose_lookahead, max_lookahead
+from gateway.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.grammar import GrammarCompiler
+    from gateway.ports import ChatTemplate, Dialect, Tokenizer
+
+OnProgress = Callable[[str, int, int], None]  # label, done, total
+
+LAUNCHERS = {"ray": "adapters.cluster.ray:RayLauncher"}
+ADAPTERS = {
+    "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
+    "tokenizer": "adapters.tokenizers:load_tokenizer",
+    "template": "adapters.dialects:load_chat_template",
+    "dialect": "adapters.dialects:choose_dialect",
+    "token_table": "adapters.tokenizers:load_token_table",
+    "grammar": "adapters.grammar:open_compiler",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextAdapters:
+    """Between text and token ids: tokenizer, chat template, dialect of tool calls, grammars."""
+
+    tokenizer: "Tokenizer"
+    template: "ChatTemplate | None"
+    dialect: "Dialect"
+    grammars: "GrammarCompiler"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to serve. `lookahead` is 0 or 1."""
+
+    name: str
+    directory: Path
+    executor: MultiprocessExecutor
+    report: WorkerReport
+    texts: TextAdapters
+    calibration: Calibration
+    lookahead: int
+
+
+@asynccontextmanager
+async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[LoadedModel]:
+    """Start the workers and read the tokenizer at the same time; the workers end with the block.
+
+    Raises `StartupError`.
+    """
+    directory = await asyncio.to_thread(_directory, settings.model)
+    transport = MultiprocessSettings(
+        num_stages=settings.pipeline_stages,
+        num_ranks=settings.tensor_ranks,
+        depth=settings.pipeline_stages + max_lookahead(settings),
+        step_seconds=settings.step_seconds,
+        max_restarts=settings.max_restarts,
+    )
+    trace = None if settings.trace is None else TraceFile(settings.trace)
+    executor = MultiprocessExecutor(
+        _worker_settings(settings, directory),
+        transport,
+        launcher=await asyncio.to_thread(_launcher, settings, transport.worker),
+        trace=trace,
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(executor.start(progress))
+            reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
+        report = starting.result()
+        calibration = await _calibrate(settings, directory, executor, report)
+        yield LoadedModel(
+            name=settings.served_model_name or _name(settings.model),
+            directory=directory,
+            executor=executor,
+            report=report,
+            texts=reading.result(),
+            calibration=calibration,
+            lookahead=choose_lookahead(settings, report, calibration.model),
+        )
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    finally:
+        await executor.close()
+        if trace is not None:
+            trace.close()
+
+
+async def _calibrate(
+    settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
+) -> Calibration:
+    file = CostFile.of(
+        cost_facts(directory, report, settings.pipeline_stages, settings.tensor_ranks),
+        settings.cache_dir,
+    )
+    bounds = ProbeLimits(
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_model_len=report.max_model_len,
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
+    )
+    return await calibrate(settings.cost_model, file, executor, bounds)
+
+
+def _launcher(settings: Settings, worker: str) -> Launcher | None:
+    """The launcher of the workers; None if this process starts them itself."""
+    if settings.launcher == "local":
+        return None
+    try:
+        launcher = _by_name(LAUNCHERS[settings.launcher])
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"--launcher {settings.launcher} needs pip install podway[{settings.launcher}]: {error}"
+        ) from error
+    return cast("Launcher", launcher(worker, settings.ray_address, max(1, settings.threads)))
+
+
+def _directory(model: str) -> Path:
+    if model == BUILTIN_MODEL:
+        return Path(str(files("adapters").joinpath("builtin")))
+    return cast("Path", _adapter("checkpoint")(model))
+
+
+def _name(model: str) -> str:
+    """The model's name on the wire: a hub id as it is, a directory's last part, a file's stem."""
+    path = Path(model.rpartition(":")[2]).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() and model != BUILTIN_MODEL else model
+
+
+def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
+    template = _adapter("template")(directory, settings.chat_template)
+    source = "" if template is None else template.source
+    tokenizer = _adapter("tokenizer")(directory)
+    table = _adapter("token_table")(directory, tokenizer)
+    return TextAdapters(
+        tokenizer,
+        template,
+        _adapter("dialect")(source, settings.tool_dialect, settings.reasoning_dialect),
+        _adapter("grammar")(table, len(table.tokens)),
+    )
+
+
+def _adapter(role: str) -> Callable[..., Any]:
+    return _by_name(ADAPTERS[role])
+
+
+def _by_name(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+
+
+def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
+    return WorkerSettings(
+        model=str(directory),
+        dtype=settings.dtype,
+        weights=settings.weights,
+        activation_bits=settings.activation_bits,
+        kv_dtype=settings.kv_cache_dtype,
+        device=settings.device,
+        attention=settings.attention,
+        block_size=settings.block_size,
+        kv_slots=settings.kv_slots or 0,
+        kv_bytes=int(settings.kv_memory or 0),
+        host_kv_bytes=int(settings.host_kv_memory),
+        max_model_len=settings.max_model_len,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_size=settings.max_batch_size,
+        threads=settings.threads,
+        thread_wait=settings.thread_wait,
+        lookahead=max_lookahead(settings),
+        cache_dir=str(settings.cache_dir or user_cache_path("podway", appauthor=False)),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
+    )

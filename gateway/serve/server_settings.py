@@ -1,0 +1,113 @@
+"""Settings of the HTTP server: addresses, keys, limits, logs, and what is kept on disk."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ByteSize, Field
+from pydantic_settings import BaseSettings, NoDecode
+
+from gateway.serve.options import option as _option
+
+LOCAL_FILE = Path("podway.toml")
+IN_MEMORY = "memory"  # instead of the store's file
+
+
+def _split(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+class ServerSettings(BaseSettings):
+    """The fields under `server` and `access` of `podway serve --help`."""
+
+    host: str = _option("127.0.0.1", "server", "address to listen on", "HOST")
+    port: int = _option(
+        8000, "server", "port to listen on; 0: any free port", "PORT", ge=0, le=65535
+    )
+    max_body_bytes: ByteSize = _option(
+        ByteSize(16 << 20), "server", "maximum size of a request body", "SIZE", ge=1
+    )
+    max_connections: int = _option(
+        0,
+        "server",
+        "maximum open connections; 0: what the limit on open files allows",
+        "N",
+        ge=0,
+    )
+    body_seconds: float = _option(
+        60.0, "server", "timeout for receiving a request body", "SECONDS", gt=0
+    )
+    stall_seconds: float = _option(
+        600.0,
+        "server",
+        "timeout for a client that does not read its response",
+        "SECONDS",
+        gt=0,
+    )
+    store: str | None = _option(
+        None,
+        "server",
+        "SQLite file for files, batches and responses; memory: keep nothing after the end; "
+        "default: one file per model in the user's state directory",
+        "FILE",
+    )
+    max_file_bytes: ByteSize = _option(
+        ByteSize(200 << 20), "server", "maximum size of an uploaded file", "SIZE", ge=1
+    )
+    drain_seconds: float = _option(
+        30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
+    )
+    record: Path | None = _option(
+        None,
+        "server",
+        "record arrivals and iterations, without texts, for podway simulate --replay",
+        "FILE",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option(
+        "info", "server", "lowest level of the lines that are logged"
+    )
+    config: Path | None = _option(
+        None,
+        "server",
+        f"a TOML file with these settings; {LOCAL_FILE} in the current directory is always read",
+        "FILE",
+    )
+
+    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (),
+        repr=False,
+        description="API keys that clients must send, separated by commas, each KEY or NAME=KEY; "
+        "default: no key is required",
+        json_schema_extra={"group": "access", "metavar": "KEYS"},
+    )
+    api_key_file: Path | None = _option(
+        None, "access", "a TOML file of keys with limits per key; read again on SIGHUP", "FILE"
+    )
+    requests_per_minute: int = _option(
+        0, "access", "limit per key, unless the key file sets another; 0: no limit", "N", ge=0
+    )
+    tokens_per_minute: int = _option(
+        0,
+        "access",
+        "limit per key on prompt and output tokens, unless the key file sets another; 0: no limit",
+        "TOKENS",
+        ge=0,
+    )
+    max_concurrent: int = _option(
+        0,
+        "access",
+        "limit per key on requests at the same time, unless the key file sets another; 0: no limit",
+        "N",
+        ge=0,
+    )
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
+        (),
+        "access",
+        "origins whose web pages may call the server, separated by commas; *: all",
+        "ORIGINS",
+    )
+    tls_cert: Path | None = _option(
+        None, "access", "a PEM file with the certificate chain; read again on SIGHUP", "FILE"
+    )
+    tls_key: Path | None = _option(
+        None, "access", "a PEM file with the certificate's private key", "FILE"
+    )
