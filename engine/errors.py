@@ -1,28 +1,28 @@
-"""What can go wrong, as one tree. Everything that a caller can cause is an `EngineError`.
+"""The tree of errors. Every error that a caller can cause is an `EngineError`.
 
 EngineError
-├── InvalidRequest          the request can never be served as it stands
-│   └── ContextTooLong      prompt + output do not fit the context or the KV cache
-├── Overloaded              the queue is full; come back in `retry_after` seconds
-│   └── DeadlineUnmeetable  too much is queued to answer before the request's own deadline
-├── Unavailable             draining, or no worker is alive
-├── RequestFailed           accepted, and did not come to its end
-│   ├── RequestCancelled    its caller asked for its end
-│   ├── DeadlineExceeded    its own deadline came before the end of the answer
-│   ├── NoAllowedToken      what it demands of its answer leaves no token to draw
-│   ├── RowFailed           the model computed nothing usable for it, but did for others
-│   ├── StepFailed          the iteration that it was part of raised an error
-│   └── WorkerLost          a worker process died or left the connection
-└── StartupError          settings, checkpoint or machine cannot serve: one readable line
+├── InvalidRequest          the request can never be served as it is
+│   └── ContextTooLong      prompt + max_tokens exceed the context or the KV cache
+├── Overloaded              the queue is full; retry after `retry_after` seconds
+│   └── DeadlineUnmeetable  too many requests are queued to meet the request's deadline
+├── Unavailable             the server is shutting down, or no worker is alive
+├── RequestFailed           the request was accepted, but not finished
+│   ├── RequestCancelled    its caller cancelled it by label
+│   ├── DeadlineExceeded    its deadline passed before it finished
+│   ├── NoAllowedToken      its own bans or grammar allow no next token
+│   ├── RowFailed           the model's output for it is unusable, that of other requests is not
+│   ├── StepFailed          an iteration that it was part of raised an error
+│   └── WorkerLost          a worker process died or its connection was lost
+└── StartupError            settings, checkpoint or machine do not allow to start
 """
 
 
 class EngineError(Exception):
-    """Base of all errors that cross from the engine to its caller."""
+    """Base of all errors that the engine raises to its caller."""
 
 
 class InvalidRequest(EngineError):
-    """The request itself is wrong; `param` names the field as the caller spelled it."""
+    """The request itself is wrong; `param` is the name of the field in the caller's request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class InvalidRequest(EngineError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested output need more slots than there are."""
+    """Prompt and `max_tokens` need more slots than the context or the KV cache has."""
 
     def __init__(self, prompt_len: int, max_tokens: int, limit: int, what: str) -> None:
         super().__init__(
@@ -41,7 +41,7 @@ class ContextTooLong(InvalidRequest):
 
 
 class Overloaded(EngineError):
-    """The queue is full; `retry_after` is the forecast in seconds."""
+    """The queue is full; it is expected to have room in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -49,13 +49,13 @@ class Overloaded(EngineError):
 
 
 class DeadlineUnmeetable(Overloaded):
-    """The forecast says that the request would be late; in `retry_after` seconds it might not."""
+    """The request is expected to miss its deadline now, but not in `retry_after` seconds."""
 
 
 class Unavailable(EngineError):
-    """The server takes no requests now: it drains, or it has no worker.
+    """The server accepts no requests now: it is shutting down, or no worker is alive.
 
-    `retry_after` is the forecast in seconds; None where waiting here does not help.
+    `retry_after` is the expected time in seconds until it does; None if it will not.
     """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
@@ -64,32 +64,32 @@ class Unavailable(EngineError):
 
 
 class RequestFailed(EngineError):
-    """An accepted request did not come to its end: by default through our fault."""
+    """An accepted request was not finished: unless a subclass says otherwise, a server error."""
 
 
 class DeadlineExceeded(RequestFailed):
-    """The request's deadline passed; what it had produced by then was delivered."""
+    """The request's deadline passed; tokens produced before that were delivered."""
 
 
 class RequestCancelled(RequestFailed):
-    """Its caller cancelled it by name; what it had produced by then was delivered."""
+    """The caller cancelled the request by label; tokens produced before that were delivered."""
 
 
 class NoAllowedToken(RequestFailed):
-    """The request's own demands (bans, grammar) leave no token that could come next."""
+    """The request's own parameters (banned tokens, grammar) allow no next token."""
 
 
 class RowFailed(RequestFailed):
-    """The model's numbers for this request are no numbers; its batch mates have their tokens."""
+    """The model's logits for this request are NaN or infinite; other requests have their tokens."""
 
 
 class StepFailed(RequestFailed):
-    """The iteration raised in the worker; its batch is lost, the worker is not."""
+    """The iteration raised an error in the worker: its requests fail, the worker continues."""
 
 
 class WorkerLost(RequestFailed):
-    """A worker process is gone, and with it everything that was on its device."""
+    """A worker process died, and all data on its device is lost."""
 
 
 class StartupError(EngineError):
-    """A setting, the checkpoint or the machine does not allow a start."""
+    """A setting, the checkpoint or the machine does not allow to start; the message is one line."""

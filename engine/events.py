@@ -1,4 +1,4 @@
-"""What happened, told to whoever listens: metrics, recordings and traces are observers."""
+"""Scheduler events, reported to observers: metrics, recordings and traces are observers."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,58 +10,59 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Called synchronously by the scheduler, after the fact. Must not wait, raise or write."""
+    """Called synchronously by the scheduler, after the event. Must not wait, raise, or change what
+    it is passed."""
 
     def arrived(self, request: "Request", now: float) -> None: ...
 
     def planned(self, iteration: "Iteration", now: float) -> None: ...
 
     def idled(self, now: float) -> None:
-        """Requests are live, and a plan found none of them to run."""
+        """There are live requests, but none of them could be planned."""
         ...
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        """`seconds` is the worker's own time for the step."""
+        """The iteration's result was applied. `seconds`: the worker's own time for the step."""
         ...
 
     def failed(self, iteration: "Iteration", now: float) -> None:
-        """Its step raised; its requests end next."""
+        """The step raised an error; its requests end next."""
         ...
 
     def preempted(self, request: "Request", now: float) -> None:
-        """Its KV was given up, to be computed again."""
+        """The request's KV was dropped, to be recomputed."""
         ...
 
     def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
-        """Its KV goes to the host or comes back, as the next step orders; an awaited move is
-        made because blocks are short now, any other ahead of need."""
+        """The next step swaps the request's KV out or in. An awaited move is made because blocks
+        are short now, any other one ahead of need."""
         ...
 
     def cancelled(self, request: "Request", now: float) -> None:
-        """It is to end for the reason in its `abort`: now, or when its iteration returns."""
+        """The request ends for the reason in its `abort`: now, or when its iteration returns."""
         ...
 
     def ended(self, request: "Request", now: float) -> None:
-        """The request reached its terminal state; told exactly once."""
+        """The request reached its terminal state; reported exactly once per request."""
         ...
 
     def freed(self, request: "Request", iterations: int) -> None:
-        """A cancelled request's KV is free, so many iterations after the cancel."""
+        """A cancelled request's KV is free, `iterations` iterations after it was cancelled."""
         ...
 
     def worker_lost(self, now: float) -> None: ...
 
     def given_up(self, now: float) -> None:
-        """Nobody who is live will be served any more; all end next."""
+        """No live request can be served any more; all of them end next."""
         ...
 
     def switched(self, policy: "Policy", now: float) -> None:
-        """Another policy orders from now on."""
+        """`policy` replaced the policy that was in force."""
         ...
 
 
 class NullObserver:
-    """The observer that does nothing; base for those who want a few of the calls."""
+    """An observer that does nothing; a base class for observers of a few events."""
 
     def arrived(self, request: "Request", now: float) -> None:
         return None
@@ -104,7 +105,7 @@ class NullObserver:
 
 
 class ObserverGroup:
-    """Several observers behind one."""
+    """Reports each event to several observers, in their order."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

@@ -1,7 +1,7 @@
-"""What the engine asks of a library for constrained decoding; `adapters/grammar/` provides it.
+"""The port for a constrained decoding library; `adapters/grammar/` implements it.
 
-Standard library only: the gateway checks grammars with it before a request is accepted, the last
-stage's worker computes masks with it.
+Standard library only. The gateway uses it to check grammars before a request is accepted, the
+worker of the last stage to compute token masks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from engine.step import Grammar
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used, or an output that is not in it; says why on one line."""
+    """The grammar cannot be used, or an output does not match it. The message is one line."""
 
 
 class TokenTable(NamedTuple):
-    """A vocabulary as bytes: what each id adds to an answer, nothing for those not shown.
+    """A vocabulary as bytes: `tokens[id]` is what the id adds to the output, empty if not shown.
 
-    `special` are the control tokens by name, `encode` gives a text's ids without them.
+    `special` has the control tokens by name; `encode` returns a text's ids without control tokens.
     """
 
     tokens: Sequence[bytes]
@@ -26,9 +26,9 @@ class TokenTable(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What may come next: bit `id % 8` of byte `id // 8` is 1 for an id that may.
+    """Which ids are allowed next: bit `id % 8` of byte `id // 8` is 1 for an allowed id.
 
-    `accepts`: the output is complete as it is, so that an end token may come.
+    `accepts`: the output matches the grammar as it is, so that an end token is allowed.
     """
 
     bits: bytes
@@ -36,31 +36,31 @@ class Mask(NamedTuple):
 
 
 class Matcher(Protocol):
-    """One output's place in its grammar. Methods raise `GrammarError`; then it is of no use."""
+    """The state of one output in its grammar; unusable after a method raised `GrammarError`."""
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """The output goes on with these tokens (no end token)."""
+        """Append these tokens, none of them an end token, to the output."""
         ...
 
     def mask(self) -> Mask:
-        """What may come next; may run in any thread, and lets others run meanwhile."""
+        """The allowed next ids. May run in any thread and releases the GIL meanwhile."""
         ...
 
     def copy(self) -> "Matcher":
-        """Another output at the same place."""
+        """An independent copy with the same output."""
         ...
 
 
 class GrammarCompiler(Protocol):
-    """Grammars over one vocabulary; safe to call from several threads."""
+    """Compiles grammars over one vocabulary; safe to call from several threads."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """The place before the first token. May take seconds. Raises `GrammarError`."""
+        """A matcher with an empty output. May take seconds. Raises `GrammarError`."""
         ...
 
 
 class MakesGrammarCompiler(Protocol):
-    """A class in the table of `adapters.grammar`. `vocab_size` is the model's, which may have
-    more ids than the table."""
+    """The constructor of a class in the table of `adapters.grammar`. `vocab_size` is the model's,
+    which may have more ids than the token table."""
 
     def __call__(self, table: TokenTable, vocab_size: int) -> GrammarCompiler: ...

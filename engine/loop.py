@@ -1,12 +1,12 @@
-"""Engine: the only place that awaits iterations (Orca, algorithm 1).
+"""Engine: the only code that awaits iterations (Orca, algorithm 1).
 
-Plan and submit while fewer than `depth` iterations are in flight; settle the oldest
-when its future is done; sleep on one event that arrivals, futures and the death of a worker set.
-That death is survived: all live requests go back to waiting with what they have produced, and
-until the worker is back new ones are refused.
+Plan and submit while fewer than `depth` iterations are in flight; apply the result of the oldest
+when its future is done; otherwise wait for one event, which arrivals, futures and the loss of a
+worker set. When a worker is lost all live requests wait again with the tokens they have produced,
+and new requests are rejected until the worker has restarted.
 
-With lookahead one place in flight more is for an iteration planned before the tokens that it
-goes on from are known. All stages are busy before it is used, or nobody else is there to run.
+With lookahead, one more iteration in flight is allowed for one that is planned before its input
+tokens are known. It is used only if all stages are busy, or if no other request could run.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RESTART_SECONDS = 5.0  # what a restart is expected to take, until one has been seen
+RESTART_SECONDS = 5.0  # expected duration of a restart, until one has been measured
 LEAST_RETRY_SECONDS = 1.0
 
 
@@ -38,7 +38,7 @@ class _IterationInFlight(NamedTuple):
 
 
 class Engine:
-    """Lends token streams and runs the iterations behind them."""
+    """Serves requests as token streams, and runs the iterations that compute them."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class Engine:
         lookahead: int = 0,
         depth: int | None = None,
     ) -> None:
-        """At most `depth` iterations are in flight, all that the executor takes if it is None;
-        `lookahead` of these places are for iterations planned ahead."""
+        """At most `depth` iterations are in flight, `executor.depth` if it is None; `lookahead` of
+        them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
+        `ready_seconds`."""
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
@@ -59,32 +60,32 @@ class Engine:
         self._depth = executor.depth if depth is None else depth
         self._streams: dict[RequestId, TokenStream] = {}
         self._in_flight: deque[_IterationInFlight] = deque()
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._settled_at = clock()
+        self._returned_at = clock()
         self._is_draining = False
         self._lost_at: float | None = None  # while the worker restarts
         self._restart_seconds = RESTART_SECONDS
-        self._gone: str | None = None  # why there will be no worker any more
-        executor.watch(self._news.set)
+        self._lost_for_good: str | None = None  # why no worker can be restarted
+        executor.watch(self._wakeup.set)
 
     def __repr__(self) -> str:
         return f"Engine(in_flight={len(self._in_flight)}, {self.scheduler!r})"
 
     @property
     def is_ready(self) -> bool:
-        """Whether a new request would be served: iterations return, or nobody waits for one."""
+        """Whether a new request would be served: iterations return, or no request is live."""
         if self.rejection() is not None:
             return False
-        return self._idle.is_set() or self._clock() - self._settled_at < self._ready_seconds
+        return self._idle.is_set() or self._clock() - self._returned_at < self._ready_seconds
 
     def rejection(self) -> Unavailable | None:
-        """Why a new request is refused now, if it is."""
+        """The error with which a new request is rejected now; None if it is accepted."""
         if self._is_draining:
             return Unavailable("The server is shutting down.")
-        if self._gone is not None:
-            return Unavailable(self._gone)
+        if self._lost_for_good is not None:
+            return Unavailable(self._lost_for_good)
         if self._lost_at is None and self._executor.is_alive:
             return None
         now = self._clock()
@@ -93,39 +94,41 @@ class Engine:
         return Unavailable("The worker is restarting.", max(left, LEAST_RETRY_SECONDS))
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise `ContextTooLong` if so many tokens can never be served."""
+        """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
         self.scheduler.check_fits(prompt_len, max_tokens)
 
     def check_group(self, prompt_lens: "Sequence[int]") -> None:
-        """Raise `InvalidRequest` if requests with such prompts can never all wait at once."""
+        """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
+        at once."""
         self.scheduler.check_group(prompt_lens)
 
     def stream(self, spec: RequestSpec) -> TokenStream:
-        """A lease on the answer to `spec`; nothing happens before its `with` is entered."""
+        """The output of a new request, which is added when the stream's `with` is entered."""
         return TokenStream(spec, self)
 
-    def lend(self, stream: TokenStream) -> Request:
-        """Accept the stream's request (see `TokenStream.__enter__`)."""
-        refusal = self.rejection()
-        if refusal is not None:
-            raise refusal
+    def open_stream(self, stream: TokenStream) -> Request:
+        """Add the stream's request, or raise as `TokenStream.__enter__` does."""
+        rejection = self.rejection()
+        if rejection is not None:
+            raise rejection
         now = self._clock()
         request = self.scheduler.add(stream.spec, now)
         if self._idle.is_set():
-            self._settled_at = now
+            self._returned_at = now
             self._idle.clear()
         self._streams[request.request_id] = stream
-        self._news.set()
+        self._wakeup.set()
         return request
 
-    def take_back(self, stream: TokenStream, reason: Abort) -> None:
-        """End the stream's request if it still lives."""
+    def close_stream(self, stream: TokenStream, reason: Abort) -> None:
+        """End the stream's request if it is still live."""
         if self._streams.pop(stream.request.request_id, None) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
-            self._news.set()
+            self._wakeup.set()
 
     def cancel(self, label: str, tenant: str) -> int:
-        """End the live requests of that name and tenant, and tell who reads them. How many."""
+        """End the live requests with this label and tenant; their readers get `RequestCancelled`.
+        Returns their number."""
         named = [
             stream.request
             for stream in self._streams.values()
@@ -136,42 +139,42 @@ class Engine:
             request.error = RequestCancelled(f"The request {label} was cancelled by its caller.")
             self.scheduler.cancel(request, Abort.EXPLICIT, now)
         self._wake(named)
-        self._news.set()
+        self._wakeup.set()
         return len(named)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run iterations until cancelled."""
         while True:
-            self._news.clear()
+            self._wakeup.clear()
             self._submit()
             if not self.scheduler.pool:
                 self._idle.set()
             if self._in_flight and self._in_flight[0].future.done():
-                if not self._settle(self._in_flight.popleft()):
+                if not self._apply(self._in_flight.popleft()):
                     await self._recover()
             elif self._has_died_idle:
                 await self._recover()
             else:
-                await self._news.wait()
+                await self._wakeup.wait()
 
     async def drain(self, seconds: float) -> None:
-        """Take no new requests; wait for the live ones, at most so long, and end the rest."""
+        """Reject new requests, wait at most so long for the live ones, and end the rest."""
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            error = Unavailable("The server shut down before the answer was complete.")
+            error = Unavailable("The server shut down before the response was complete.")
             self._wake(self.scheduler.fail_all(error, self._clock()))
 
     def switch(self, policy: "Policy") -> None:
-        """Go on under another policy (see `IterationScheduler.switch`)."""
+        """Continue under another policy, which is empty; no request is lost or restarted."""
         self.scheduler.switch(policy, self._clock())
 
     @property
     def _has_died_idle(self) -> bool:
-        """Whether a worker is to be replaced whose death no step in flight will tell."""
-        return not self._in_flight and not self._executor.is_alive and self._gone is None
+        """Whether a worker was lost while no step was in flight, whose future would report it."""
+        return not self._in_flight and not self._executor.is_alive and self._lost_for_good is None
 
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))
@@ -180,11 +183,11 @@ class Engine:
             if iteration is None:
                 return
             future = self._executor.submit(iteration.step)
-            future.add_done_callback(lambda _: self._news.set())
+            future.add_done_callback(lambda _: self._wakeup.set())
             self._in_flight.append(_IterationInFlight(iteration, future))
 
     def _plan(self, now: float) -> "Iteration | None":
-        """The next iteration: of requests that are there, else of those in the oldest flight."""
+        """The next iteration: of requests in no iteration, else planned ahead of the oldest."""
         if not self._lookahead or not self._in_flight:
             return self.scheduler.plan(now)
         oldest = self._in_flight[0].iteration
@@ -192,9 +195,9 @@ class Engine:
             return self.scheduler.plan(now, oldest)
         return self.scheduler.plan(now) or self.scheduler.plan(now, oldest)
 
-    def _settle(self, oldest: _IterationInFlight) -> bool:
-        """Commit or fail an iteration that came back; False if the device is gone."""
-        self._settled_at = now = self._clock()
+    def _apply(self, oldest: _IterationInFlight) -> bool:
+        """Commit or fail an iteration that returned; False if the worker is lost."""
+        self._returned_at = now = self._clock()
         try:
             result = oldest.future.result()
         except StepFailed as error:
@@ -215,7 +218,7 @@ class Engine:
         return True
 
     async def _recover(self) -> None:
-        """Forget the device, restart the workers, and let everybody be computed again."""
+        """Reset the KV cache, restart the workers, and let all live requests be recomputed."""
         lost = [flight.iteration for flight in self._in_flight]
         self._in_flight.clear()
         self._lost_at = self._clock()
@@ -223,13 +226,13 @@ class Engine:
         try:
             await self._executor.restart()
         except EngineError as error:
-            logger.error("no worker any more: %s", error)
-            self._gone = f"The server has no worker: {error}"
-            self._wake(self.scheduler.fail_all(Unavailable(self._gone), self._clock()))
+            logger.error("no worker can be restarted: %s", error)
+            self._lost_for_good = f"The server has no worker: {error}"
+            self._wake(self.scheduler.fail_all(Unavailable(self._lost_for_good), self._clock()))
         else:
             self._restart_seconds = self._clock() - self._lost_at
         self._lost_at = None
-        self._settled_at = self._clock()
+        self._returned_at = self._clock()
 
     def _wake(self, ended: list[Request]) -> None:
         for request in ended:

@@ -1,4 +1,4 @@
-"""What the control plane asks of the outside: a clock, an executor, a policy."""
+"""The ports of the control plane: clock, executor, cost model, policy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class StepFuture(Protocol):
-    """The answer to come. `asyncio.Future[StepResult]` is one."""
+    """The result of a submitted step. `asyncio.Future[StepResult]` is one."""
 
     def done(self) -> bool: ...
 
@@ -25,15 +25,15 @@ class StepFuture(Protocol):
 
 
 class StepExecutor(Protocol):
-    """Where iterations run. `submit` hands the step over before it returns and never waits.
+    """Runs steps on the workers. `submit` sends the step before it returns, and never waits.
 
-    The future ends with a `StepResult`, with `StepFailed` (this batch is lost) or with
-    `WorkerLost` (the device and all KV on it are gone). Steps run and answer in order.
+    The future ends with a `StepResult`, with `StepFailed` (the requests of this step fail) or with
+    `WorkerLost` (all KV on the device is lost). Steps run and return in the order of submission.
     """
 
     @property
     def is_alive(self) -> bool:
-        """Whether steps can run: False from the loss of a worker, busy or idle, to `restart`."""
+        """Whether steps can run: False from the loss of a worker until `restart` returns."""
         ...
 
     def watch(self, on_lost: "Callable[[], object]") -> None:
@@ -42,57 +42,57 @@ class StepExecutor(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight at once (Orca: `n_workers`)."""
+        """How many steps may be in flight at the same time (Orca: `n_workers`)."""
         ...
 
     def submit(self, step: "Step") -> StepFuture: ...
 
     async def restart(self) -> None:
-        """Bring the workers back after `WorkerLost`; raises `Unavailable` past the bound."""
+        """Restart the workers after `WorkerLost`. Raises `Unavailable` after too many restarts."""
         ...
 
 
 class Cost(Protocol):
-    """Seconds of iterations that have not run; see `engine.cost.model`."""
+    """Predicts the duration of iterations, in seconds (`engine.cost.model`)."""
 
     def compute(self, num_tokens: int, start: int) -> float:
-        """One request alone: `num_tokens` tokens from position `start`."""
+        """An iteration of one request: `num_tokens` tokens from position `start`."""
         ...
 
     def step(self, step: "Step") -> float: ...
 
 
 class Policy(Protocol):
-    """Orders the live requests; holds no KV, reads no clock, drops nobody.
+    """Orders the live requests. It holds no KV, reads no clock and drops no request.
 
-    Every method is called by the scheduler: `vet` before a request is accepted, `arrive` once
-    per request (wherever in its life it is, when policies are switched), `ran` after each
-    iteration that the request was part of and before the token is counted, `leave` at its end.
+    The scheduler calls `validate` before a request is accepted; `arrive` once per request, in any
+    state of it when policies are switched; `ran` after each iteration that the request was part
+    of, before the sampled token is counted; `leave` when it ends.
     """
 
     @property
     def preempts(self) -> bool:
-        """Whether a waiting request may take the KV of less urgent ones that have started."""
+        """Whether started requests may be preempted so that a more urgent one can start."""
         ...
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        """Raise `DeadlineUnmeetable` or `InvalidRequest` if it had better not come; `num_tokens`
-        of its prompt have to be computed."""
+        """Raise `DeadlineUnmeetable` or `InvalidRequest` if the request cannot meet its deadline;
+        `num_tokens` tokens of its prompt have to be computed."""
         ...
 
     def arrive(self, request: "Request", now: float) -> None: ...
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        """It had `num_tokens` tokens computed in an iteration of `seconds`."""
+        """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
         ...
 
     def leave(self, request: "Request", now: float) -> None: ...
 
     def order(self, now: float) -> "Iterator[Request]":
-        """Live requests, most urgent first. The last is the first to give up its KV."""
+        """All live requests, most urgent first; the last one is the first to be preempted."""
         ...
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        """How soon each of these live requests is expected to run next (FastServe's ENST), on a
-        scale of the policy's own; only compared with each other."""
+        """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
+        is the policy's own; values are only compared with each other."""
         ...

@@ -1,7 +1,7 @@
-"""TokenStream: the lease of one request. Take it with a plain `with`; neither end waits.
+"""TokenStream: the output of one request, opened with a plain `with`, which never waits.
 
-Whoever holds the lease holds the request's KV. Leaving the block ends the request at once,
-however the block is left; a request that has finished by then is not touched.
+The request lives as long as the `with` block: leaving the block, in whichever way, cancels the
+request at once and frees its KV, unless it has finished by then.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class TokenChunk(NamedTuple):
-    """The tokens since the last chunk, merged; `finish` is set on the last chunk only.
+    """The tokens since the last chunk; `finish` is set on the last chunk only.
 
-    With `FinishReason.STOP` the last token is the end token. `logprobs` are one per token, if the
-    request asks; `prompt_logprobs`, of the prompt's second token and on, come with the first
-    chunk that has tokens.
+    With `FinishReason.STOP` the last token is the end token. `logprobs` has one item per token if
+    the request has `logprobs`. `prompt_logprobs`, from the prompt's second token on, are part of
+    the first chunk with tokens.
     """
 
     tokens: tuple[int, ...]
@@ -29,30 +29,33 @@ class TokenChunk(NamedTuple):
     prompt_logprobs: "tuple[TokenLogprobs, ...]" = ()
 
 
-class Lender(Protocol):
-    """The engine, as a lease sees it."""
+class StreamOwner(Protocol):
+    """The part of the engine that a stream uses."""
 
-    def lend(self, stream: "TokenStream") -> Request: ...
+    def open_stream(self, stream: "TokenStream") -> Request: ...
 
-    def take_back(self, stream: "TokenStream", reason: Abort) -> None: ...
+    def close_stream(self, stream: "TokenStream", reason: Abort) -> None: ...
 
 
 class TokenStream:
-    """Tokens as they come, then a finish reason; for one reader."""
+    """Tokens as they are produced, then a finish reason; for one reader."""
 
-    def __init__(self, spec: RequestSpec, lender: Lender) -> None:
+    def __init__(self, spec: RequestSpec, owner: StreamOwner) -> None:
         self.spec = spec
         self.request: Request  # from __enter__ on
-        self._lender = lender
+        self._owner = owner
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._tells_prompt = spec.prompt_logprobs is not None
-        self._has_news = False
-        self._reader: asyncio.Future[None] | None = None  # while it waits
+        self._owes_prompt_logprobs = spec.prompt_logprobs is not None
+        self._has_update = False
+        self._reader: asyncio.Future[None] | None = None  # while the reader waits
 
     def __enter__(self) -> Self:
-        """Join the queue; raises `ContextTooLong`, `Overloaded` or `Unavailable`."""
-        self.request = self._lender.lend(self)
+        """Add the request to the queue.
+
+        Raises `InvalidRequest`, `Overloaded` or `Unavailable`.
+        """
+        self.request = self._owner.open_stream(self)
         return self
 
     def __exit__(
@@ -64,44 +67,44 @@ class TokenStream:
         self.close(Abort.CLIENT_GONE)
 
     def close(self, reason: Abort) -> None:
-        """End the request if it still lives, and say why."""
-        self._lender.take_back(self, reason)
+        """End the request with this reason if it is still live."""
+        self._owner.close_stream(self, reason)
 
     async def next(self) -> TokenChunk:
-        """Wait for news; all tokens since the last call.
+        """Wait for an update, and return all tokens since the last call.
 
-        Raises the request's `RequestFailed` or `Unavailable` if it was lost. After the last
-        chunk, or after `close`, there is nothing to wait for and calling this is a bug.
+        Raises the request's error, a `RequestFailed` or `Unavailable`, after its last tokens.
+        Must not be called after the last chunk or after `close`: it would wait for ever.
         """
-        if not self._has_news:
+        if not self._has_update:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        self._has_news = False
+        self._has_update = False
         tokens, self._tokens = tuple(self._tokens), []
         if self.request.error is not None:
             if not tokens:
                 raise self.request.error
-            self._has_news = True
-        if self._logprobs or self._tells_prompt:
+            self._has_update = True
+        if self._logprobs or self._owes_prompt_logprobs:
             return self._with_logprobs(tokens)
         return TokenChunk(tokens, self.request.finish)
 
     def _with_logprobs(self, tokens: tuple[int, ...]) -> TokenChunk:
         logprobs, self._logprobs = tuple(self._logprobs), []
         prompt: tuple[TokenLogprobs, ...] = ()
-        if self._tells_prompt and tokens:
-            prompt, self._tells_prompt = tuple(self.request.prompt_logprobs), False
+        if self._owes_prompt_logprobs and tokens:
+            prompt, self._owes_prompt_logprobs = tuple(self.request.prompt_logprobs), False
         return TokenChunk(tokens, self.request.finish, logprobs, prompt)
 
     def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
-        """The engine delivers a token."""
+        """Append a token that the engine delivers."""
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         self.wake()
 
     def wake(self) -> None:
-        """The engine says that there is news: a token, or the end."""
-        self._has_news = True
+        """Wake the reader: there is a token, or the request has ended."""
+        self._has_update = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

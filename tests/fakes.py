@@ -1,4 +1,4 @@
-"""Stand-ins that a test plays by hand. They pass the contract suites of their ports."""
+"""Fakes that a test controls step by step. They pass the contract suites of their ports."""
 
 import asyncio
 from collections import deque
@@ -15,9 +15,9 @@ class _InFlight(NamedTuple):
 
 
 class ScriptedExecutor:
-    """A `StepExecutor` that does nothing by itself: the test resolves each future, oldest first.
+    """A `StepExecutor` that computes nothing: the test resolves each future, oldest first.
 
-    `submitted` holds every step ever handed over, answered or not.
+    `submitted` has every step ever submitted, resolved or not.
     """
 
     def __init__(self, depth: int = 1, max_restarts: int = 3) -> None:
@@ -43,7 +43,7 @@ class ScriptedExecutor:
 
     @property
     def in_flight(self) -> list[Step]:
-        """Steps that wait for an answer, oldest first."""
+        """Steps without a result, oldest first."""
         return [step for step, _ in self._in_flight]
 
     def submit(self, step: Step) -> asyncio.Future[StepResult]:
@@ -72,7 +72,7 @@ class ScriptedExecutor:
         return self._in_flight[0].step
 
     def answer(self, tokens: Sequence[int] | None = None, seconds: float = 0.01) -> Step:
-        """Answer the oldest step; without `tokens` each draw yields token 1."""
+        """Resolve the oldest step; without `tokens` each entry samples token 1."""
         step, answer = self._in_flight.popleft()
         if tokens is None:
             tokens = [1] * sum(entry.sample is not None for entry in step.entries)
@@ -81,7 +81,7 @@ class ScriptedExecutor:
         return step
 
     def fail(self, line: str = "as scripted") -> Step:
-        """Fail the oldest step; the worker lives on."""
+        """Fail the oldest step; the worker continues."""
         step, answer = self._in_flight.popleft()
         if not answer.done():
             answer.set_exception(StepFailed(line))
@@ -98,12 +98,12 @@ class ScriptedExecutor:
 
 
 def a_step(step_id: int, *tokens: int) -> Step:
-    """A step of one decode per token, each with a greedy draw."""
-    draw = SampleSpec(SamplingParams(temperature=0.0))
+    """A step of one decode per token, each sampled greedily."""
+    sample = SampleSpec(SamplingParams(temperature=0.0))
     return Step(
         StepId(step_id),
         tuple(
-            StepEntry(RequestId(index), start=3, tokens=(token,), blocks=bytes(4), sample=draw)
+            StepEntry(RequestId(index), start=3, tokens=(token,), blocks=bytes(4), sample=sample)
             for index, token in enumerate(tokens)
         ),
     )

@@ -1,20 +1,20 @@
-"""What a scheduler lived through, written down so that it can be played again.
+"""EventRecorder: writes the events of a scheduler as JSON lines, from which it can be replayed.
 
-JSON lines. The first (`header`) says on which terms requests were served; each other one is an
-event with the moment `at`, in seconds of the engine's clock, and one of these:
+The first line (`RecordingHeader`) has the settings. Every other line is an event with its time
+`at`, in seconds of the engine's clock, and one of these:
 
-    arrived    request: its `prompt` length, `max_tokens`, and of min_tokens, priority, tenant,
-               weight, ttft_deadline, deadline, is_background what is not the default; `blocks`
-               names the content of its prompt's full blocks: equal name, equal prefix
-    planned    step: `entries`, of request, first position and number of tokens each; `moves` of
-               KV, if there are any: direction, blocks, and whether the step awaits them
+    arrived    request: its `prompt` length, `max_tokens`, and those of min_tokens, priority,
+               tenant, weight, ttft_deadline, deadline, is_background that are not the default;
+               `blocks` names the content of its prompt's full blocks: equal name, equal prefix
+    planned    step: `entries`, each with request, first position and number of tokens; `moves` of
+               KV, if any: direction, number of blocks, and whether the step awaits them
     committed  step: the worker's `seconds`, and the requests that had `faults`
     failed     step
     ended      request: `outcome`, `reason`, tokens `produced`, `blocks` beyond the prompt's
     cancelled  request: `reason`        preempted  request        switched  name of a policy
     idled, lost (the worker), given_up (all requests): true
 
-There are no texts and no token ids in it, and names cannot be turned back into either.
+A recording has no texts and no token ids, and neither can be derived from the names in it.
 """
 
 import json
@@ -53,7 +53,7 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """The terms on which requests are served, before the first of them came."""
+    """The settings with which requests are served, before the first one arrives."""
 
     policy: str
     policies: PolicySettings
@@ -66,13 +66,13 @@ class RecordingHeader:
     num_host_blocks: int = 0
 
     def build(self, cost: LiveCost, observer: Observer) -> IterationScheduler:
-        """A scheduler on these terms, with nobody in it."""
+        """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
         ledger = KVLedger(self.num_blocks, self.block_size, self.num_host_blocks)
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost)
 
     def line(self) -> str:
-        """The first line of a recording; what is unbounded is left out."""
+        """The first line of a recording, without scheduler settings that are infinite."""
         row = asdict(self)
         bounds = row["scheduler"].items()
         row["scheduler"] = {
@@ -84,8 +84,8 @@ class RecordingHeader:
 
 
 class EventRecorder(NullObserver):
-    """Hands a row to `write` for each event. A row holds what was there at the moment, untouched:
-    `render` makes a line of it, in another thread if need be."""
+    """Calls `write` with a row for each event. A row refers to the event's objects and copies
+    little; `render` makes a line of it, which another thread may do."""
 
     def __init__(self, write: Callable[[Row], None], block_size: int) -> None:
         self._write = write
@@ -151,7 +151,7 @@ class EventRecorder(NullObserver):
 
 
 def render(row: Row, name: Name) -> str:
-    """A row as a line; `name` gives blocks and tenants the names that they have in this file."""
+    """The line of a row; `name` returns the name of a block or tenant in this recording."""
     shown = dict(row)
     if "entries" in row:
         entries = row["entries"]

@@ -1,8 +1,8 @@
-"""A cost model fitted to iterations that ran: least squares in which no part may be negative.
+"""Fits a cost model to measured iterations: least squares with non-negative coefficients.
 
-The curve over tokens is a sum of ramps, one from each knot to the next, so with no negative slope
-it rises by construction. Errors are weighed relative to what the model says of each iteration,
-so that short iterations count as much as long ones and outliers weigh on both sides.
+The curve over tokens is a sum of ramps, one from each knot to the next, so that non-negative slopes
+make it monotonic. Errors are relative to the duration that the model predicts, so that short
+iterations count as much as long ones, and too long as much as too short.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from engine.cost.model import CostModel
 if TYPE_CHECKING:
     from engine.step import Step
 
-MAX_SAMPLES = 20_000  # more are thinned out evenly
-_PASSES = 4  # each weighs the errors by the model before it
-_RIDGE = 1e-9  # keeps parts apart that the samples do not tell apart
-_NUM_PARTS = 3  # per_slot, per_pair, per_draw; after the curve's
+MAX_SAMPLES = 20_000  # of more samples an evenly spaced subset is used
+_PASSES = 4  # each weights the errors by the previous pass's model
+_RIDGE = 1e-9  # keeps the solution unique if the samples do not determine it
+_NUM_PARTS = 3  # per_slot, per_pair, per_draw, which follow the curve's coefficients
 
 
 class Sample(NamedTuple):
-    """An iteration: its size in the cost model's words, and the worker's seconds."""
+    """A measured iteration: the cost model's features, and the worker's seconds."""
 
     num_tokens: int
     slots: int
     pairs: float
-    draws: int
+    num_sampled: int
     seconds: float
 
     @classmethod
@@ -38,12 +38,12 @@ class Sample(NamedTuple):
             slots += entry.start + count
             if count > 1:
                 pairs += count * (entry.start + (count + 1) / 2)
-        draws = sum(entry.sample is not None for entry in step.entries)
-        return cls(step.num_tokens, slots, pairs, draws, seconds)
+        num_sampled = sum(entry.sample is not None for entry in step.entries)
+        return cls(step.num_tokens, slots, pairs, num_sampled, seconds)
 
 
 def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0.0) -> CostModel:
-    """The model closest to the samples. ValueError unless they have two sizes or more."""
+    """The model with the least squared error. ValueError if all samples are of one size."""
     stride = -(-len(samples) // MAX_SAMPLES)
     kept = [sample for sample in samples[::stride] if sample.seconds > 0.0]
     knots = _knots(sorted({sample.num_tokens for sample in kept}))
@@ -62,10 +62,12 @@ def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
-    """Where the curve may bend: the smallest and largest size, and between them every doubling
-    that some sample tells about."""
+    """Numbers of tokens where the curve may bend: the smallest, the largest, and between them each
+    sampled size that is at least double the knot before it."""
     if len(sizes) < 2:
-        raise ValueError("iterations of one size alone tell no curve")
+        raise ValueError(
+            "iterations of two different numbers of tokens are needed to fit a cost model"
+        )
     knots = [sizes[0]]
     for size in sizes[1:]:
         if size >= 2 * knots[-1]:
@@ -76,18 +78,19 @@ def _knots(sizes: Sequence[int]) -> list[int]:
 
 
 def _features(sample: Sample, knots: Sequence[int]) -> list[float]:
-    """One row: 1, the length walked on each ramp, and the parts of attention and drawing."""
+    """One row: 1, the length of each ramp up to the sample, attention, and sampling."""
     ramps = [
         float(min(max(sample.num_tokens - left, 0), right - left))
         for left, right in pairwise(knots)
     ]
-    return [1.0, *ramps, float(sample.slots), sample.pairs, float(sample.draws)]
+    return [1.0, *ramps, float(sample.slots), sample.pairs, float(sample.num_sampled)]
 
 
 def _least_squares(
     rows: Sequence[Sequence[float]], seconds: Sequence[float], expected: Sequence[float]
 ) -> list[float]:
-    """The parts, none negative, that make `rows` · parts nearest to `seconds`."""
+    """The non-negative coefficients that minimize the error of `rows` · coefficients relative to
+    `expected`, against `seconds`."""
     size = len(rows[0])
     gram = [[0.0] * size for _ in range(size)]
     moment = [0.0] * size
@@ -98,7 +101,7 @@ def _least_squares(
             moment[i] += value * took / scale
             for j, other in present:
                 line[j] += value * other
-    units = [gram[i][i] ** 0.5 or 1.0 for i in range(size)]  # all columns alike in length
+    units = [gram[i][i] ** 0.5 or 1.0 for i in range(size)]  # scales all columns to length 1
     scaled = [[gram[i][j] / (units[i] * units[j]) for j in range(size)] for i in range(size)]
     for i in range(size):
         scaled[i][i] += _RIDGE
@@ -129,8 +132,8 @@ def _settle(
     parts: list[float],
     free: list[int],
 ) -> list[float]:
-    """Solve for the free parts; whoever would turn negative on the way is set to 0 and kept
-    there. Changes `free`."""
+    """Solve for the free coefficients; one that would become negative is set to 0 and removed from
+    `free`, in place."""
     while free:
         solved = _solve([[gram[i][j] for j in free] for i in free], [moment[i] for i in free])
         wanted = dict(zip(free, solved, strict=True))
@@ -144,7 +147,7 @@ def _settle(
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Gauss elimination of a positive definite system."""
+    """Solve a positive definite system by Gaussian elimination."""
     size = len(vector)
     for i in range(size):
         for k in range(i + 1, size):

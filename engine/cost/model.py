@@ -1,9 +1,9 @@
-"""Seconds of an iteration: one model for skip-join, deadlines, forecasts and simulation.
+"""Predicts the seconds of an iteration, for skip-join, deadlines, forecasts and simulation.
 
-What all tokens of a step share (reading the weights, the GEMMs) is a curve over the number of
-tokens; attention is a part per slot read by decodes and a part per (query, key) pair of prefills;
-drawing a token has a part of its own. FastServe profiles the first iteration by prompt length;
-this is that, for whole batches (`engine.cost.profiler` measures, `engine.cost.fit` fits).
+Everything but attention and sampling (reading the weights, GEMMs) is a curve over the number of
+tokens. Attention is linear in the slots read and in the (query, key) pairs of prefills; sampling is
+linear in the tokens sampled. FastServe profiles the first iteration by prompt length; this is the
+same for whole batches (`engine.cost.profiler` measures, `engine.cost.fit` fits).
 """
 
 from bisect import bisect_left
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """`curve` holds (tokens, seconds) points, ascending in both; straight lines between them and
-    beyond the last two. All parts are seconds; `per_draw` is for logits and sampling of one token.
+    """Coefficients in seconds. `curve` has (tokens, seconds) points, ascending in both, with linear
+    interpolation between them and beyond the last two. `per_draw` is for the logits and the
+    sampling of one token.
 
-    Between two steps the worker waits for the loop: `idle_step` each time and `idle_entry` for
-    each request in it. That is no part of a step; a simulation adds it.
+    Between two steps the worker waits for the engine's loop: `idle_step` per step and `idle_entry`
+    per request in it. This time is not part of a step; a simulation adds it.
     """
 
     curve: tuple[tuple[int, float], ...]
@@ -34,16 +35,16 @@ class CostModel:
     idle_entry: float = 0.0
 
     def __post_init__(self) -> None:
-        assert len(self.curve) > 1, "a line needs two points"
+        assert len(self.curve) > 1, "a curve has at least two points"
         rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.curve))
-        assert rising, f"more tokens take longer: {self.curve}"
+        assert rising, f"the curve is not ascending: {self.curve}"
 
     @classmethod
     def parse(cls, values: "Mapping[str, object]") -> "CostModel":
-        """From the fields as JSON has them; raises ValueError for anything else."""
+        """From fields parsed from JSON; ValueError if one is unknown or has a wrong value."""
         known = {field.name for field in fields(cls)}
         if not values.keys() <= known:
-            raise ValueError(f"{sorted(values.keys() - known)[0]!r} is no part of a cost model")
+            raise ValueError(f"{sorted(values.keys() - known)[0]!r} is not a field of a cost model")
         rest = {name: _seconds(name, value) for name, value in values.items() if name != "curve"}
         try:
             return cls(_points(values.get("curve")), **rest)
@@ -52,25 +53,25 @@ class CostModel:
 
     @classmethod
     def linear(cls, per_step: float, per_token: float, per_slot: float) -> "CostModel":
-        """A fixed part per step, a part per token, a part per slot attended to."""
+        """A model with constant seconds per step, per token, and per slot read by attention."""
         curve = ((0, per_step), (1 << 20, per_step + per_token * (1 << 20)))
         return cls(curve, per_slot, per_pair=0.0)
 
     def tokens(self, num_tokens: int) -> float:
-        """Seconds of everything but attention."""
+        """Seconds of everything but attention and sampling."""
         at = min(max(1, bisect_left(self.curve, (num_tokens,))), len(self.curve) - 1)
         (x0, y0), (x1, y1) = self.curve[at - 1], self.curve[at]
         return max(0.0, y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0))
 
     def attention(self, num_tokens: int, start: int) -> float:
-        """Seconds of attention for one request's tokens from position `start`."""
+        """Seconds of attention for `num_tokens` tokens of one request from position `start`."""
         if num_tokens == 1:
             return self.per_slot * (start + 1)
         pairs = num_tokens * (start + (num_tokens + 1) / 2)
         return self.per_slot * (start + num_tokens) + self.per_pair * pairs
 
     def compute(self, num_tokens: int, start: int) -> float:
-        """Seconds of an iteration of one request alone, which ends with a token."""
+        """Seconds of an iteration of one request that samples a token."""
         return self.tokens(num_tokens) + self.attention(num_tokens, start) + self.per_draw
 
     def step(self, step: "Step") -> float:
@@ -87,12 +88,12 @@ class CostModel:
         return total
 
     def idle(self, num_entries: int) -> float:
-        """Seconds that the worker waits for the loop, around a step for so many requests."""
+        """Seconds that the worker waits for the loop before a step with `num_entries` requests."""
         return self.idle_step + self.idle_entry * num_entries
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
-        """How many of a request's next `num_tokens` tokens, from position `start`, an iteration
-        has time for that computes `beside` other tokens too."""
+        """How many of a request's next `num_tokens` tokens, from position `start`, fit into
+        `seconds` of an iteration that also computes `beside` other tokens."""
         low, high = 0, num_tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -105,21 +106,21 @@ class CostModel:
 
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e9:
-        raise ValueError(f"{name} is {value!r}, which is no number of seconds")
+        raise ValueError(f"{name} is {value!r}, but must be a number of seconds from 0 to 1e9")
     return float(value)
 
 
 def _points(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"curve is {value!r}, which is no list of points")
+        raise ValueError(f"curve is {value!r}, but must be a list of [tokens, seconds] pairs")
     try:
         return tuple((int(tokens), _seconds("curve", seconds)) for tokens, seconds in value)
     except TypeError as error:
-        raise ValueError(f"curve is no list of (tokens, seconds): {error}") from error
+        raise ValueError(f"curve must be a list of [tokens, seconds] pairs: {error}") from error
 
 
 class LiveCost:
-    """A cost model that follows the machine: each iteration moves the points around its size."""
+    """A cost model refined while serving: each iteration adjusts the curve near its token count."""
 
     def __init__(self, model: CostModel, weight: float = 0.05) -> None:
         self.model = model
@@ -133,26 +134,26 @@ class LiveCost:
         return self.model.step(step)
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
-        """See `CostModel.tokens_within`."""
+        """As `CostModel.tokens_within`."""
         return self.model.tokens_within(seconds, num_tokens, start, beside)
 
     def seconds_for(self, num_tokens: int) -> float:
-        """How long a backlog of so many tokens takes at the rate of late."""
+        """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
         return num_tokens / self.tokens_per_second
 
     def observe(self, step: "Step", seconds: float) -> None:
-        """An iteration took `seconds`."""
+        """Learn from an iteration that took `seconds`."""
         num_tokens = step.num_tokens
         if seconds <= 0.0 or not num_tokens:
             return
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         predicted = self.model.step(step)
-        if predicted > 0.0 and not step.moves:  # moving KV says nothing of computing
+        if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
             self._scale(num_tokens, 1.0 + self._weight * (seconds / predicted - 1.0))
 
     def _scale(self, num_tokens: int, factor: float) -> None:
-        """Scale the two points around `num_tokens`, and keep the curve rising."""
+        """Scale the two points around `num_tokens`, and keep the curve ascending."""
         curve = list(self.model.curve)
         at = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
         for index in (at - 1, at):

@@ -1,4 +1,4 @@
-"""Scheduling policies by name. A policy only orders; see `engine.ports.Policy`."""
+"""Scheduling policies by name. A policy only orders requests (`engine.ports.Policy`)."""
 
 from engine.policy.settings import PolicySettings
 from engine.policy.table import ORACLES, POLICIES, build, name_of

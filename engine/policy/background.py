@@ -1,9 +1,9 @@
-"""BackgroundLast: any policy for who waits for an answer, and behind them whoever does not.
+"""BackgroundLast: any policy for foreground requests, and all background requests behind them.
 
 A request with `RequestSpec.is_background` (a line of a batch) uses what is left of an iteration.
-It never goes before one of the others, whatever their policy, and is the first to give up its KV.
-Among themselves background requests go first come, first served, so under steady load they may
-starve: that is what their caller asked for.
+It is ordered behind every foreground request, under every policy, and is preempted first. Among
+themselves background requests are served in order of arrival. Under steady foreground load they
+may starve, which is what `is_background` means.
 """
 
 from itertools import chain
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundLast:
-    """Every policy of `engine.policy.build` comes in one of these; `inner` orders the others."""
+    """Wraps every policy made by `engine.policy.build`; `inner` orders the foreground requests."""
 
     def __init__(self, inner: "Policy") -> None:
         self.inner = inner
@@ -29,7 +29,7 @@ class BackgroundLast:
         return self.inner.preempts
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        """Forecasts are made for those who wait."""
+        """A background request is never rejected for its deadlines."""
         if not spec.is_background:
             self.inner.validate(spec, num_tokens, now)
 
@@ -54,6 +54,6 @@ class BackgroundLast:
         return chain(order, self._background) if self._background else order
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        others = [request for request in requests if not request.spec.is_background]
-        turns = iter(self.inner.next_scheduled_times(others, now))
-        return [inf if request.spec.is_background else next(turns) for request in requests]
+        foreground = [request for request in requests if not request.spec.is_background]
+        times = iter(self.inner.next_scheduled_times(foreground, now))
+        return [inf if request.spec.is_background else next(times) for request in requests]

@@ -1,7 +1,7 @@
-"""Earliest feasible deadline first: by the moment when a token is due, first or last.
+"""Earliest feasible deadline first: ordered by the time when the first or last token is due.
 
-What can no longer be in time goes behind what can. Such requests, and those that never had a
-deadline, are due `starvation_seconds` later, so they are passed by many but not for ever.
+A request that can no longer meet its deadline is moved behind those that can. It is then treated
+as due `starvation_seconds` later, like a request without a deadline, so that it does not starve.
 """
 
 from bisect import bisect_left, insort
@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
-from engine.policy.expected_order import by_place
 from engine.policy.forecast import Forecast
+from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ STARVATION_SECONDS = 60.0
 
 class _DeadlineKey(NamedTuple):
     due: float
-    request_id: "RequestId"  # decides between equals; the request itself is never compared
+    request_id: "RequestId"  # breaks ties; the request itself is never compared
     request: "Request"
 
 
 class EarliestFeasibleFirst:
-    """A sorted list by due moment. What the forecast says cannot be met is refused at once."""
+    """A list sorted by due time. A request that is forecast to miss its deadline is rejected."""
 
     preempts = True
 
@@ -38,18 +38,22 @@ class EarliestFeasibleFirst:
         settings = settings or PolicySettings()
         self._cost = cost
         self._forecast = Forecast(cost, settings.seats)
-        self._patience = settings.starvation_seconds or STARVATION_SECONDS
+        self._starvation_seconds = settings.starvation_seconds or STARVATION_SECONDS
         self._queue: list[_DeadlineKey] = []
-        self._places: dict[Request, _DeadlineKey] = {}
-        self._in_time: set[Request] = set()  # have a deadline that they may still meet
+        self._keys: dict[Request, _DeadlineKey] = {}
+        self._in_time: set[Request] = set()  # have a deadline that they can still meet
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        """Refuse what cannot be in time: for good if not even alone, else until later."""
+        """Reject a request that would miss a deadline.
+
+        Raises `InvalidRequest` if it would even without other requests, else
+        `DeadlineUnmeetable`.
+        """
         limits = [limit for limit in (spec.ttft_deadline, spec.deadline) if limit is not None]
         if not limits:
             return
-        end = bisect_left(self._queue, now + min(limits), key=lambda place: place.due)
-        wait = self._forecast.wait(place.request for place in self._queue[:end])
+        end = bisect_left(self._queue, now + min(limits), key=lambda key: key.due)
+        wait = self._forecast.wait(key.request for key in self._queue[:end])
         first = self._cost.compute(num_tokens, len(spec.prompt) - num_tokens)
         others = self._forecast.decodes_left(spec, produced=1)
         alone = first + others * self._forecast.pace_alone(spec)
@@ -59,45 +63,45 @@ class EarliestFeasibleFirst:
 
     def arrive(self, request: "Request", now: float) -> None:
         due = self._due(request, has_started=bool(request.output))
-        self._file(request, due, is_in_time=due is not None)
+        self._insert(request, due, is_in_time=due is not None)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        """Its first token moves what it is due for from that token to the end."""
+        """Learn the pace; after its first token a request is due at its end, not at that token."""
         self._forecast.observe(seconds, now)
         is_first = not request.output and not request.remaining
         if is_first and request in self._in_time and request.spec.ttft_deadline is not None:
             due = self._due(request, has_started=True)
-            self._withdraw(request)
-            self._file(request, due, is_in_time=due is not None)
+            self._remove(request)
+            self._insert(request, due, is_in_time=due is not None)
 
     def leave(self, request: "Request", now: float) -> None:
-        self._withdraw(request)
+        self._remove(request)
         self._forecast.ended(request)
         if not self._queue:
             self._forecast.rest()
 
     def order(self, now: float) -> "Iterator[Request]":
-        """By due moment; who is found late on the way takes its new place further back."""
+        """By due time. A request that is found to be late on the way moves further back."""
         late: list[_DeadlineKey] = []
-        for place in tuple(self._queue):
-            request = place.request
-            while late and late[0] < place:
+        for key in tuple(self._queue):
+            request = key.request
+            while late and late[0] < key:
                 yield heappop(late).request
             if not self._can_be_in_time(request, now):
-                self._withdraw(request)
-                self._file(request, now + self._patience, is_in_time=False)
-            if self._places[request] is place:
+                self._remove(request)
+                self._insert(request, now + self._starvation_seconds, is_in_time=False)
+            if self._keys[request] is key:
                 yield request
             else:
-                heappush(late, self._places[request])
+                heappush(late, self._keys[request])
         while late:
             yield heappop(late).request
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return by_place(self.order(now), requests)
+        return positions(self.order(now), requests)
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
-        """The earliest moment that the request is to meet; None if there is none."""
+        """The earliest time that the request has to meet; None if it has no deadline."""
         spec = request.spec
         limits = [spec.deadline, None if has_started else spec.ttft_deadline]
         return min(
@@ -105,7 +109,7 @@ class EarliestFeasibleFirst:
         )
 
     def _can_be_in_time(self, request: "Request", now: float) -> bool:
-        """False only for one that has a deadline to meet and can no longer meet it."""
+        """False only for a request that has a deadline and can no longer meet it."""
         if request not in self._in_time:
             return True
         spec = request.spec
@@ -117,31 +121,32 @@ class EarliestFeasibleFirst:
         others = self._forecast.decodes_left(spec, request.produced + 1)
         return age + others * self._forecast.pace(spec) <= spec.deadline
 
-    def _file(self, request: "Request", due: float | None, is_in_time: bool) -> None:
+    def _insert(self, request: "Request", due: float | None, is_in_time: bool) -> None:
         if due is None:
-            due = request.arrived_at + self._patience
-        place = self._places[request] = _DeadlineKey(due, request.request_id, request)
-        insort(self._queue, place)
+            due = request.arrived_at + self._starvation_seconds
+        key = self._keys[request] = _DeadlineKey(due, request.request_id, request)
+        insort(self._queue, key)
         if is_in_time:
             self._in_time.add(request)
 
-    def _withdraw(self, request: "Request") -> None:
-        del self._queue[bisect_left(self._queue, self._places.pop(request))]
+    def _remove(self, request: "Request") -> None:
+        del self._queue[bisect_left(self._queue, self._keys.pop(request))]
         self._in_time.discard(request)
 
 
 def _check(param: str, limit: float | None, alone: float, shared: float) -> None:
-    """Seconds that it takes with the server for itself, and with what is there now."""
+    """Raise unless `limit` can be met: in `alone` seconds without other requests, and in `shared`
+    seconds with those that are live now."""
     if limit is None or max(alone, shared) <= limit:
         return
     if alone > limit:
         raise InvalidRequest(
-            f"{param} is {limit:g} s, but the request takes about {alone:.3g} s of this "
-            "server even when it has it for itself.",
+            f"{param} is {limit:g} s, but the request takes about {alone:.3g} s on this server "
+            "even without other requests.",
             param,
         )
     raise DeadlineUnmeetable(
-        f"{param} is {limit:g} s, but with what is queued before it the request would take "
-        f"about {shared:.3g} s.",
+        f"{param} is {limit:g} s, but with the requests queued before it the request would "
+        f"take about {shared:.3g} s.",
         retry_after=shared - limit,
     )

@@ -1,15 +1,15 @@
 """Fair shares between tenants: the virtual token counter (VTC; Sheng et al., OSDI 2024).
 
-Each tenant has a counter of the tokens that were really computed for it; whoever has had least
-goes first. A tenant that comes back is lifted to the least of those who stayed, so that absence
-earns no credit. Within a tenant, first come, first served.
+Each tenant has a counter of the tokens computed for it; the tenant with the smallest counter goes
+first. The counter of a tenant that comes back is lifted to the smallest counter of the active
+tenants, so that absence earns no credit. Within a tenant, first come, first served.
 """
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
-from engine.policy.expected_order import by_place
+from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Tenant:
     name: str
-    index: int  # decides between equal counters
+    index: int  # breaks ties between equal counters
     counter: float
     requests: "dict[Request, None]" = field(default_factory=dict)
 
@@ -56,10 +56,10 @@ class VirtualTokenCounter:
         tenant.requests[request] = None
 
     def _lifted(self, name: str) -> float:
-        """The counter to come back with; counters that would be lifted anyway are forgotten."""
+        """The counter of a tenant that comes back. Forgets counters that would be lifted anyway."""
         floor = min((t.counter for t in self._active.values()), default=self._last_counter)
         counter = max(floor, self._absent.pop(name, floor))
-        self._absent = {who: ahead for who, ahead in self._absent.items() if ahead > floor}
+        self._absent = {other: ahead for other, ahead in self._absent.items() if ahead > floor}
         return counter
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
@@ -75,7 +75,7 @@ class VirtualTokenCounter:
             self._absent[tenant.name] = self._last_counter = tenant.counter
 
     def order(self, now: float) -> "Iterator[Request]":
-        """Always the next request of the tenant that would have had least by then."""
+        """Always the next request of the tenant whose counter would be smallest by then."""
         heap = [(t.counter, t.index, iter(t.requests)) for t in self._active.values()]
         heapify(heap)
         while len(heap) > 1:
@@ -92,10 +92,10 @@ class VirtualTokenCounter:
             yield from heap[0][2]
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return by_place(self.order(now), requests)
+        return positions(self.order(now), requests)
 
     def counter(self, tenant: str) -> float:
-        """Weighted tokens that count for a tenant with live requests."""
+        """Weighted tokens counted for a tenant with live requests."""
         return self._active[tenant].counter
 
     def _charge(self, request: "Request", num_tokens: int, is_decode: bool) -> float:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from engine.policy.expected_order import by_place
+from engine.policy.positions import positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class FirstComeFirstServed:
-    """The order of arrival, kept through preemption: who came first is never passed for good.
-
-    Costs and settings, given to every policy, are of no interest to it.
-    """
+    """The order of arrival, which preemption does not change. Uses neither cost nor settings."""
 
     preempts = False
 
@@ -41,4 +38,4 @@ class FirstComeFirstServed:
         return iter(self._live)
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return by_place(self.order(now), requests)
+        return positions(self.order(now), requests)

@@ -1,7 +1,8 @@
-"""Forecast: when a request's tokens would come, from the cost model and what is ahead of it.
+"""Forecast: when a request's tokens will be produced, from the cost model and the queue before it.
 
-Optimistic on purpose, since it is used to give requests up: iterations are shared without loss,
-and an answer will be as long as answers of late, or as the caller allows if that is less.
+It is optimistic on purpose, because requests are rejected or postponed by it: it assumes that
+requests share iterations without loss, and that outputs are as long as recent ones, or
+`max_tokens` if that is less.
 """
 
 from typing import TYPE_CHECKING
@@ -12,21 +13,21 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
-WEIGHT = 0.1  # of the latest iteration or answer in what is remembered
+WEIGHT = 0.1  # of the latest iteration or output in the moving averages
 
 
 class Forecast:
-    """Remembers the pace of iterations and the length of answers."""
+    """Keeps moving averages of iteration times and output lengths. `seats`: requests in a batch."""
 
     def __init__(self, cost: "Cost", seats: int) -> None:
         self._cost = cost
         self._seats = seats
-        self._pace: float | None = None  # seconds between the tokens of a request, of late
+        self._pace: float | None = None  # recent seconds between two tokens of a request
         self._paced_at: float | None = None
-        self._answer_len: float | None = None
+        self._output_len: float | None = None
 
     def observe(self, seconds: float, now: float) -> None:
-        """An iteration that took `seconds` came back; told once for each of its requests."""
+        """An iteration of `seconds` returned. Called once per request in it; counted once."""
         if now == self._paced_at:
             return
         self._paced_at = now
@@ -34,34 +35,34 @@ class Forecast:
         self._pace = before + WEIGHT * (seconds - before)
 
     def rest(self) -> None:
-        """Nobody is left: the pace under load says nothing about what comes."""
+        """No request is left: forget the pace, which was measured under load."""
         self._pace = None
 
     def ended(self, request: "Request") -> None:
-        """Learn from the length of an answer that the model ended."""
+        """Learn from the length of an output that was not cut by a cancel or an error."""
         if request.finish is not None:
-            before = self._answer_len or request.produced
-            self._answer_len = before + WEIGHT * (request.produced - before)
+            before = self._output_len or request.produced
+            self._output_len = before + WEIGHT * (request.produced - before)
 
     def first_token(self, request: "Request") -> float:
-        """Seconds to the request's next token if it goes first from now on."""
+        """Seconds to the request's next token if it is the most urgent from now on."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
     def decodes_left(self, spec: "RequestSpec", produced: int) -> float:
-        """Tokens to come after those `produced`."""
-        answer_len = max(min(spec.max_tokens, self._answer_len or 1.0), spec.min_tokens)
-        return max(0.0, answer_len - produced)
+        """Expected number of output tokens after those `produced`."""
+        output_len = max(min(spec.max_tokens, self._output_len or 1.0), spec.min_tokens)
+        return max(0.0, output_len - produced)
 
     def pace_alone(self, spec: "RequestSpec") -> float:
-        """Seconds between its tokens with nobody else in its iterations."""
+        """Seconds between two tokens if no other request is in its iterations."""
         return self._cost.compute(1, len(spec.prompt))
 
     def pace(self, spec: "RequestSpec") -> float:
-        """Seconds between its tokens, in such company as there was of late."""
+        """Seconds between two tokens in batches like recent ones."""
         return self.pace_alone(spec) if self._pace is None else self._pace
 
     def wait(self, ahead: "Iterable[Request]") -> float:
-        """Seconds until whoever comes after all of `ahead` has a seat and is computed."""
+        """Seconds until a request behind all of `ahead` is in a batch."""
         seconds, count, decodes = 0.0, 0, 0.0
         for request in ahead:
             count += 1

@@ -1,8 +1,9 @@
 """Skip-join multi-level feedback queue (FastServe, section 4.1, algorithm 1).
 
-Output lengths are unknown, so a request sinks as it runs: short answers finish in the high
-queues, long ones give way. The first iteration is known from the prompt length, so a request
-joins the highest queue whose quantum covers it and skips those it would only be demoted from.
+Output lengths are unknown, so a request is demoted as it runs: requests with short outputs finish
+in the high queues before those with long outputs run. The time of the first iteration is known
+from the prompt length, so a request joins the highest queue whose quantum covers it and skips the
+queues from which it would be demoted at once.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class _Job:
 class SkipJoinMLFQ:
     """Queues from short to long quanta; inside a queue, first in, first out.
 
-    Preemption needs no act of its own: every iteration is taken from the front of the order.
+    There is no explicit preemption: every iteration is planned from the front of the order.
     """
 
     preempts = True
@@ -41,7 +42,7 @@ class SkipJoinMLFQ:
         self._settings = settings or PolicySettings()
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
         self._jobs: dict[Request, _Job] = {}
-        self._patience = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
+        self._waiting = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
@@ -50,11 +51,11 @@ class SkipJoinMLFQ:
         level = self._covering(self._next_iteration(request)) if self._settings.skips else 0
         self._jobs[request] = _Job(level, self._quantum(level))
         self._levels[level][request] = None
-        self._patience.watch(request, now)
+        self._waiting.restart(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        """Charge the iteration; demote who has used up the quantum of its queue."""
-        self._patience.watch(request, now)
+        """Charge the iteration; demote the request if it has used up the quantum of its queue."""
+        self._waiting.restart(request, now)
         job = self._jobs[request]
         job.used += seconds
         if job.used >= job.quantum:
@@ -64,35 +65,36 @@ class SkipJoinMLFQ:
 
     def leave(self, request: "Request", now: float) -> None:
         del self._levels[self._jobs.pop(request).level][request]
-        self._patience.forget(request)
+        self._waiting.remove(request)
 
     def order(self, now: float) -> "Iterator[Request]":
-        for request in self._patience.starving(now):
+        for request in self._waiting.starving(now):
             job = self._join(request, 0)
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        """Seconds until each is promoted for starving, or those above it have sunk to its queue,
-        whichever is sooner (FastServe, section 4.3); in a queue, those before it use their quanta.
+        """Seconds until each request is promoted for starving, or until all requests in higher
+        queues are demoted to its queue, whichever is sooner (FastServe, section 4.3). In its queue
+        the requests before it use up their quanta first.
         """
-        turns: dict[Request, float] = dict.fromkeys(requests, 0.0)
-        num_above, above = 0, 0.0  # and the seconds that they take to sink to the level
+        times: dict[Request, float] = dict.fromkeys(requests, 0.0)
+        num_above, above = 0, 0.0  # requests in higher queues, and seconds until they are demoted
         for level, queue in enumerate(self._levels):
             share = self._quantum(level) / self._settings.seats
             for place, request in enumerate(queue):
-                if request in turns:
-                    turns[request] = above + place * share
+                if request in times:
+                    times[request] = above + place * share
             num_above += len(queue)
             above += num_above * share
-        return [min(self._patience.left(r, now), turn) for r, turn in turns.items()]
+        return [min(self._waiting.seconds_left(r, now), seconds) for r, seconds in times.items()]
 
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""
         return self._jobs[request].level
 
     def _join(self, request: "Request", level: int) -> _Job:
-        """Go to the end of a queue, with all of its quantum."""
+        """Move the request to the end of a queue, with the queue's whole quantum."""
         job = self._jobs[request]
         del self._levels[job.level][request]
         job.level, job.quantum, job.used = level, self._quantum(level), 0.0
@@ -100,7 +102,7 @@ class SkipJoinMLFQ:
         return job
 
     def _next_iteration(self, request: "Request") -> float:
-        """Seconds of all that the request has to have computed before its next token."""
+        """Seconds to compute all tokens of the request up to its next output token."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
     def _quantum(self, level: int) -> float:

@@ -1,10 +1,10 @@
-"""By the priority that the caller gave: lower first as in vLLM, then in order of arrival."""
+"""By `RequestSpec.priority`: lower values first as in vLLM, then in order of arrival."""
 
 from bisect import insort
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.policy.expected_order import by_place
+from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
@@ -18,15 +18,15 @@ STARVATION_SECONDS = 60.0
 
 
 class LowestPriorityFirst:
-    """Strict classes, with one way out of waiting for ever: whoever starves goes ahead of all
-    classes, behind those who starved before, and stays there until it ends."""
+    """Strict priority classes with a starvation limit: a request that starves is promoted before
+    all classes, behind those promoted earlier, until it ends."""
 
     preempts = True
 
     def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
         limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS
-        self._patience = WaitingTimes(limit)
-        self._rescued: dict[Request, None] = {}
+        self._waiting = WaitingTimes(limit)
+        self._promoted: dict[Request, None] = {}
         self._classes: dict[int, dict[Request, None]] = {}
         self._priorities: list[int] = []  # of the classes, ascending
 
@@ -39,29 +39,29 @@ class LowestPriorityFirst:
             self._classes[priority] = {}
             insort(self._priorities, priority)
         self._classes[priority][request] = None
-        self._patience.watch(request, now)
+        self._waiting.restart(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        if request not in self._rescued:
-            self._patience.watch(request, now)
+        if request not in self._promoted:
+            self._waiting.restart(request, now)
 
     def leave(self, request: "Request", now: float) -> None:
-        self._patience.forget(request)
-        if request in self._rescued:
-            del self._rescued[request]
+        self._waiting.remove(request)
+        if request in self._promoted:
+            del self._promoted[request]
         else:
             self._remove(request)
 
     def order(self, now: float) -> "Iterator[Request]":
-        for request in self._patience.starving(now):
-            self._patience.forget(request)
+        for request in self._waiting.starving(now):
+            self._waiting.remove(request)
             self._remove(request)
-            self._rescued[request] = None
+            self._promoted[request] = None
         classes = [self._classes[priority] for priority in self._priorities]
-        return chain(self._rescued, chain.from_iterable(classes))
+        return chain(self._promoted, chain.from_iterable(classes))
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return by_place(self.order(now), requests)
+        return positions(self.order(now), requests)
 
     def _remove(self, request: "Request") -> None:
         priority = request.spec.priority

@@ -1,4 +1,4 @@
-"""The knobs of all policies in one place; a policy reads what concerns it."""
+"""The settings of all policies; each policy reads those that concern it."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 class PolicySettings:
     """Seconds and weights; None leaves the choice to the policy.
 
-    `starvation_seconds`: how long a request may wait between two iterations before it is put
-    ahead. `seats`: requests that an iteration takes, for forecasts (`max_batch_size`).
-    mlfq: `base_quantum` is that of the highest queue (None: the shortest iteration), each next
-    one's is `ratio` times longer; without `skips` everybody joins the highest queue.
-    fair: a token of a prompt counts `input_weight`, a token of an answer `output_weight`.
+    `starvation_seconds`: how long a request may wait for its next iteration before it is promoted.
+    `seats`: requests in an iteration, for forecasts (`max_batch_size`).
+    mlfq: `base_quantum` is the quantum of the highest queue in seconds (None: the time of the
+    shortest iteration); each lower queue's is `ratio` times longer. Without `skips` every request
+    joins the highest queue.
+    fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
     starvation_seconds: float | None = None
@@ -25,8 +26,8 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         limit = self.starvation_seconds
-        assert limit is None or limit > 0.0, "nobody starves in no time"
-        assert self.ratio > 1.0, "quanta grow from queue to queue"
-        assert self.num_levels > 0, "there is at least one queue"
-        assert self.input_weight > 0.0, "a computed token counts"
-        assert self.output_weight > 0.0, "a computed token counts"
+        assert limit is None or limit > 0.0, "starvation_seconds is positive"
+        assert self.ratio > 1.0, "ratio is above 1"
+        assert self.num_levels > 0, "num_levels is positive"
+        assert self.input_weight > 0.0, "input_weight is positive"
+        assert self.output_weight > 0.0, "output_weight is positive"

@@ -1,14 +1,14 @@
-"""Shortest remaining processing time: an oracle that knows how long each answer will be.
+"""Shortest remaining processing time: an oracle that knows the length of each output.
 
-It takes `max_tokens` for the true length, which only a trace can promise; so it bounds from
-below what any policy could do in a simulation, and is not offered for serving.
+It takes `max_tokens` for the output's length, which is true only for requests of a trace. So its
+mean completion time in a simulation is a lower bound for all policies; it cannot be served with.
 """
 
 from bisect import bisect_left, insort
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.policy.expected_order import by_place
+from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
@@ -22,61 +22,61 @@ if TYPE_CHECKING:
 
 class _RemainingKey(NamedTuple):
     seconds: float  # of work that is left
-    request_id: "RequestId"  # decides between equals; the request itself is never compared
+    request_id: "RequestId"  # breaks ties; the request itself is never compared
     request: "Request"
 
 
 class ShortestRemainingFirst:
-    """A sorted list by seconds of work left. Nobody is rescued from starving unless asked for."""
+    """A list sorted by seconds of work left. Without `starvation_seconds` requests may starve."""
 
     preempts = True
 
     def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         self._cost = cost
-        self._patience = WaitingTimes((settings or PolicySettings()).starvation_seconds or inf)
-        self._rescued: set[Request] = set()
+        self._waiting = WaitingTimes((settings or PolicySettings()).starvation_seconds or inf)
+        self._promoted: set[Request] = set()
         self._queue: list[_RemainingKey] = []
-        self._places: dict[Request, _RemainingKey] = {}
+        self._keys: dict[Request, _RemainingKey] = {}
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        self._patience.watch(request, now)
-        self._file(request, self._left(request))
+        self._waiting.restart(request, now)
+        self._insert(request, self._left(request))
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        if request not in self._rescued:
-            self._patience.watch(request, now)
-            self._withdraw(request)
-            self._file(request, self._left(request))
+        if request not in self._promoted:
+            self._waiting.restart(request, now)
+            self._remove(request)
+            self._insert(request, self._left(request))
 
     def leave(self, request: "Request", now: float) -> None:
-        self._patience.forget(request)
-        self._rescued.discard(request)
-        self._withdraw(request)
+        self._waiting.remove(request)
+        self._promoted.discard(request)
+        self._remove(request)
 
     def order(self, now: float) -> "Iterator[Request]":
-        for request in self._patience.starving(now):
-            self._patience.forget(request)
-            self._rescued.add(request)
-            self._withdraw(request)
-            self._file(request, -inf)
-        return (place.request for place in self._queue)
+        for request in self._waiting.starving(now):
+            self._waiting.remove(request)
+            self._promoted.add(request)
+            self._remove(request)
+            self._insert(request, -inf)
+        return (key.request for key in self._queue)
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return by_place(self.order(now), requests)
+        return positions(self.order(now), requests)
 
     def _left(self, request: "Request") -> float:
-        """Seconds that it would take alone, up to the last token of its answer."""
+        """Seconds until the request's last token if it ran alone."""
         remaining, start = request.remaining, request.num_computed
         first = self._cost.compute(remaining, start) if remaining else 0.0
         others = request.spec.max_tokens - request.produced - 1
         return first + others * self._cost.compute(1, request.num_tokens)
 
-    def _file(self, request: "Request", seconds: float) -> None:
-        place = self._places[request] = _RemainingKey(seconds, request.request_id, request)
-        insort(self._queue, place)
+    def _insert(self, request: "Request", seconds: float) -> None:
+        key = self._keys[request] = _RemainingKey(seconds, request.request_id, request)
+        insort(self._queue, key)
 
-    def _withdraw(self, request: "Request") -> None:
-        del self._queue[bisect_left(self._queue, self._places.pop(request))]
+    def _remove(self, request: "Request") -> None:
+        del self._queue[bisect_left(self._queue, self._keys.pop(request))]

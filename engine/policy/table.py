@@ -1,4 +1,4 @@
-"""Policies by name. What knows more than a server can know is an oracle: simulation only."""
+"""Policies by name. An oracle knows more than a server can know: for simulation only."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -24,10 +24,9 @@ ORACLES: dict[str, str] = {
 def build(
     name: str, cost: "Cost", settings: PolicySettings | None = None, *, serves: bool = True
 ) -> "Policy":
-    """The policy of that name, with nobody in it; ValueError if there is none.
+    """An empty policy of that name, behind which background requests are ordered.
 
-    Whichever it is, background requests come after all that it orders. An oracle is built only
-    where `serves` is False.
+    ValueError if there is no such policy, or if it is an oracle and `serves` is True.
     """
     known = POLICIES if serves else POLICIES | ORACLES
     if name not in known:
@@ -39,7 +38,7 @@ def build(
 
 
 def name_of(policy: "Policy") -> str:
-    """The name that `build` knows the policy by; its class's own name if it does not."""
+    """The policy's name in the tables; its class name if it is in none."""
     kind = type(policy.inner if isinstance(policy, BackgroundLast) else policy)
     target = f"{kind.__module__}:{kind.__qualname__}"
     names = (name for name, known in (POLICIES | ORACLES).items() if known == target)

@@ -1,4 +1,4 @@
-"""Patience: since when each request waits for its next iteration, and who has waited too long."""
+"""WaitingTimes: since when each request waits for its next iteration, and which ones starve."""
 
 from typing import TYPE_CHECKING
 
@@ -11,34 +11,36 @@ IN_FLIGHT = frozenset({State.RUNNING, State.LEAVING})
 
 
 class WaitingTimes:
-    """Keeps requests by the length of their wait, the longest first, so that looking for the
-    starving costs no more than there are of them (and of requests in flight)."""
+    """Keeps requests by the length of their wait, the longest first, so that `starving` costs no
+    more than the number of requests that starve or are in flight."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, limit: float) -> None:
+        """A request starves after it has waited `limit` seconds."""
+        self._limit = limit
         self._since: dict[Request, float] = {}
 
-    def watch(self, request: "Request", now: float) -> None:
-        """It arrived, or was just in an iteration: its wait begins anew."""
+    def restart(self, request: "Request", now: float) -> None:
+        """The request arrived or was just in an iteration: its wait starts now."""
         self._since.pop(request, None)
         self._since[request] = now
 
-    def forget(self, request: "Request") -> None:
-        """It no longer waits, or its waiting is no longer of interest."""
+    def remove(self, request: "Request") -> None:
+        """The request has ended, or its wait is not watched any more."""
         self._since.pop(request, None)
 
-    def left(self, request: "Request", now: float) -> float:
-        """Seconds until a watched request has waited for the limit."""
-        return self._since[request] + self._seconds - now
+    def seconds_left(self, request: "Request", now: float) -> float:
+        """Seconds until the request starves."""
+        return self._since[request] + self._limit - now
 
     def starving(self, now: float) -> "list[Request]":
-        """Who has waited for the limit or longer; each is told once, then its wait begins anew."""
+        """Requests that have waited for the limit or longer. Their wait restarts, so that each is
+        reported once per limit."""
         found: list[Request] = []
         for request, since in self._since.items():
-            if now - since < self._seconds:
+            if now - since < self._limit:
                 break
             if request.state not in IN_FLIGHT:
                 found.append(request)
         for request in found:
-            self.watch(request, now)
+            self.restart(request, now)
         return found

@@ -1,4 +1,4 @@
-"""The contract of `Policy`: it loses none, doubles none, and starves none beyond its bound."""
+"""The contract of `Policy`: no request is lost, doubled, or starved beyond the bound."""
 
 from itertools import permutations
 from random import Random
@@ -10,14 +10,14 @@ from engine.policy import ORACLES, POLICIES, PolicySettings, build
 from engine.ports import Policy
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import RequestId
-from tests.turns import HAND, a_scheduler, an_ask, answer, play, turn
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play, run_iteration
 
 NAMES = [*POLICIES, *ORACLES]
 STARVATION_SECONDS = 20.0
 
 
 def make(name: str) -> Policy:
-    return build(name, HAND, PolicySettings(STARVATION_SECONDS), serves=False)
+    return build(name, HAND_COST, PolicySettings(STARVATION_SECONDS), serves=False)
 
 
 @pytest.fixture(params=NAMES)
@@ -27,7 +27,7 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 
 def any_ask(random: Random) -> RequestSpec:
     """Lengths, tenants, priorities and first-token deadlines of all kinds."""
-    return an_ask(
+    return a_spec(
         random.randint(1, 20),
         random.randint(1, 12),
         priority=random.randint(-1, 1),
@@ -38,7 +38,7 @@ def any_ask(random: Random) -> RequestSpec:
     )
 
 
-def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy) -> None:
+def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
     random = Random(1)
     live = {}
     now = 0.0
@@ -50,7 +50,7 @@ def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy)
         for other in random.sample(list(live.values()), min(len(live), 4)):
             done = random.randint(1, other.remaining)
             other.num_computed += done
-            policy.ran(other, done, HAND.compute(done, 0), now)
+            policy.ran(other, done, HAND_COST.compute(done, 0), now)
             if not other.remaining:
                 other.output.append(5)
         if random.random() < 0.8:
@@ -66,7 +66,7 @@ def test_the_order_holds_each_live_request_once_whatever_happens(policy: Policy)
     assert list(policy.order(now)) == []
 
 
-def test_the_order_is_the_same_when_asked_again_at_the_same_moment(policy: Policy) -> None:
+def test_the_order_is_the_same_when_computed_again_at_the_same_time(policy: Policy) -> None:
     random = Random(2)
     for number in range(40):
         policy.arrive(Request(RequestId(number), any_ask(random), arrived_at=0.0), 0.0)
@@ -79,7 +79,7 @@ def test_the_order_is_the_same_when_asked_again_at_the_same_moment(policy: Polic
 
 @pytest.mark.parametrize("admission", Admission)
 @pytest.mark.parametrize("name", NAMES)
-def test_everybody_is_served_in_full_and_the_same_way_twice(
+def test_every_request_is_served_in_full_and_the_schedule_is_deterministic(
     name: str, admission: Admission
 ) -> None:
     def run() -> list[tuple[float | None, int]]:
@@ -96,32 +96,32 @@ def test_everybody_is_served_in_full_and_the_same_way_twice(
 
 
 @pytest.mark.parametrize("swap", SwapMode)
-def test_nobody_starves_while_the_favoured_keep_coming(policy: Policy, swap: SwapMode) -> None:
-    """A flood fills every seat: it is shorter, more urgent, and due before. The one request of
-    another tenant has to come to its end all the same."""
+def test_no_request_starves_under_endless_favoured_arrivals(policy: Policy, swap: SwapMode) -> None:
+    """Endless arrivals fill every seat: shorter, more urgent, and due earlier. The one request of
+    another tenant is served to its end nevertheless."""
     scheduler = a_scheduler(policy, num_slots=40, num_host_slots=80, swap=swap)
-    wanted = an_ask(9, 6, priority=5, tenant="modest")
-    favoured = an_ask(1, 1, priority=0, tenant="greedy", ttft_deadline=15.0)
+    wanted = a_spec(9, 6, priority=5, tenant="modest")
+    favoured = a_spec(1, 1, priority=0, tenant="greedy", ttft_deadline=15.0)
     now, arrived = 0.0, 0
     disfavoured = scheduler.add(wanted, now)
     while not disfavoured.state.is_terminal:
         while arrived <= now:
             scheduler.add(favoured, now)
             arrived += 1
-        now = turn(scheduler, now)
+        now = run_iteration(scheduler, now)
         waited = now - (disfavoured.last_token_at or disfavoured.arrived_at)
         assert waited <= 2 * STARVATION_SECONDS + 10.0
     assert disfavoured.state is State.FINISHED
 
 
 @pytest.mark.parametrize(("before", "after"), list(permutations(NAMES, 2)))
-def test_policies_are_switched_without_losing_anybody(before: str, after: str) -> None:
+def test_switching_policies_loses_no_request(before: str, after: str) -> None:
     random = Random(4)
     scheduler = a_scheduler(make(before), num_slots=60, max_batch_size=3)
     requests = [scheduler.add(any_ask(random), 0.0) for _ in range(12)]
     now = 0.0
     for _ in range(6):
-        now = turn(scheduler, now)
+        now = run_iteration(scheduler, now)
     in_flight = scheduler.plan(now)
     assert in_flight is not None
     gone = in_flight.requests[0]
@@ -129,7 +129,7 @@ def test_policies_are_switched_without_losing_anybody(before: str, after: str) -
     live = set(scheduler.pool)
     scheduler.switch(make(after), now)
     assert set(scheduler.policy.order(now)) == live
-    now = answer(scheduler, in_flight, now)
+    now = commit_iteration(scheduler, in_flight, now)
     while scheduler.pool:
-        now = turn(scheduler, now)
+        now = run_iteration(scheduler, now)
     assert all(request.state is State.FINISHED for request in requests if request is not gone)

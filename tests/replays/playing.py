@@ -1,4 +1,4 @@
-"""A small load with everything in it, and its schedule in virtual time as lines of a recording.
+"""A small load with every kind of event, and its schedule in virtual time as a recording.
 
 python -m tests.replays.playing      writes the golden schedules beside this file again
 """
@@ -43,14 +43,14 @@ def header(policy: str, admission: Admission) -> RecordingHeader:
 
 
 def load() -> list[RecordedRequest]:
-    """Turns of chats, some with a deadline, a priority or a tenant of its own; some callers leave,
-    and some answers end before their limit."""
+    """Requests of chats, some with a deadline, a priority or a tenant; some are cancelled, and some
+    outputs end before `max_tokens`."""
     random = Random(11)
     arrivals, at = [], 0.0
     for number in range(NUM_REQUESTS):
         at += random.choice([0.0, 0.5, 1.25, 2.0]) if number else 0.0
         max_tokens = random.choice([2, 9, 16, 25])
-        chat = random.choice([0, 100, 200])  # what begins alike
+        chat = random.choice([0, 100, 200])  # shared prefix
         own = 1000 + 100 * number
         prompt_len = random.choice([3, 9, 22, 37])
         shared = random.choice([0, 2, 4])
@@ -82,7 +82,7 @@ def load() -> list[RecordedRequest]:
 
 
 def lines(header: RecordingHeader, arrivals: Sequence[RecordedRequest]) -> list[str]:
-    """The recording of these arrivals, served on these terms in virtual time."""
+    """The recording of these arrivals, served with these settings in virtual time."""
     names: dict[bytes | str, int] = {}
 
     def name(what: bytes | str) -> int:
@@ -115,7 +115,7 @@ def policy(header: RecordingHeader, cost: Cost) -> Policy:
 
 
 def headers() -> dict[str, RecordingHeader]:
-    """The terms of each golden schedule, by its name."""
+    """The settings of each golden schedule, by its name."""
     found = {
         f"{name}_{admission.value}": header(name, admission)
         for name in (*POLICIES, *ORACLES)

@@ -1,4 +1,4 @@
-"""The golden schedules come out line by line, played anew and followed event by event."""
+"""The golden schedules are reproduced line by line, simulated and followed event by event."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_there_is_a_golden_schedule_for_every_policy_and_admission() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_same_load_on_the_same_terms_gives_the_same_lines(path: Path) -> None:
+def test_the_same_load_with_the_same_settings_gives_the_same_lines(path: Path) -> None:
     golden = read_recording(path)
     assert lines(golden.header, golden.arrivals) == path.read_text().splitlines()
 
@@ -30,7 +30,7 @@ def test_the_same_events_lead_to_the_same_decisions(path: Path) -> None:
     assert followed.num_iterations == sum(row.planned is not None for row in golden.rows)
 
 
-def test_between_them_the_golden_schedules_hold_every_way_to_end() -> None:
+def test_together_the_golden_schedules_have_every_way_to_end() -> None:
     ends = {row.reason for path in FILES for row in read_recording(path).rows if row.reason}
     assert ends >= {"stop", "length", "client_gone", "deadline"}
     rows = [row for path in FILES for row in read_recording(path).rows]

@@ -1,4 +1,4 @@
-"""What observers are told, and that several hear the same."""
+"""Which events observers get, and that each observer of a group gets them all."""
 
 from itertools import count
 
@@ -9,33 +9,33 @@ from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort
 from engine.step import StepResult
-from tests.turns import an_ask
+from tests.scheduling import a_spec
 
 
 class Notes:
     """Writes down the name of every call."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.seen: list[str] = []
 
     def __getattr__(self, name: str) -> object:
-        return lambda *_: self.told.append(name)
+        return lambda *_: self.seen.append(name)
 
 
 CALLS = sorted(name for name in vars(Observer) if not name.startswith("_"))
 
 
-def test_silence_and_an_audience_take_every_call() -> None:
+def test_a_null_observer_and_an_observer_group_accept_every_event() -> None:
     assert sorted(name for name in vars(NullObserver) if not name.startswith("_")) == CALLS
     assert sorted(name for name in vars(ObserverGroup) if not name.startswith("_")) == CALLS
 
 
 def play(observer: Observer) -> None:
-    """A life with everything in it that an observer is told of."""
+    """A schedule that causes every event."""
     settings = SchedulerSettings(64, max_batch_size=2, max_batch_tokens=8)
     scheduler = IterationScheduler(settings, KVLedger(4, 4), FirstComeFirstServed(), observer)
     now = map(float, count())
-    requests = [scheduler.add(an_ask(4, 8), next(now)) for _ in range(4)]
+    requests = [scheduler.add(a_spec(4, 8), next(now)) for _ in range(4)]
     scheduler.cancel(requests[3], Abort.CLIENT_GONE, next(now))
     first = scheduler.plan(next(now))
     assert first is not None
@@ -55,11 +55,11 @@ def play(observer: Observer) -> None:
 
 
 def swap(observer: Observer) -> None:
-    """Two requests on a device that holds one, and a host that holds the other."""
+    """Two requests, on a device with blocks for one and a host tier with blocks for the other."""
     settings = SchedulerSettings(64, max_batch_size=2, max_batch_tokens=8)
     scheduler = IterationScheduler(settings, KVLedger(4, 4, 4), FirstComeFirstServed(), observer)
     for _ in range(2):
-        scheduler.add(an_ask(4, 8), 0.0)
+        scheduler.add(a_spec(4, 8), 0.0)
     while scheduler.pool:
         iteration = scheduler.plan(0.0)
         assert iteration is not None
@@ -67,10 +67,10 @@ def swap(observer: Observer) -> None:
         scheduler.commit(iteration, StepResult(iteration.step.step_id, tokens, 0.5), 0.0)
 
 
-def test_everybody_in_an_audience_hears_everything() -> None:
+def test_each_observer_of_a_group_gets_every_event() -> None:
     one, other = Notes(), Notes()
-    audience = ObserverGroup(one, other)  # type: ignore[arg-type]
-    play(audience)
-    swap(audience)
-    assert one.told == other.told
-    assert set(one.told) == set(CALLS)
+    group = ObserverGroup(one, other)  # type: ignore[arg-type]
+    play(group)
+    swap(group)
+    assert one.seen == other.seen
+    assert set(one.seen) == set(CALLS)

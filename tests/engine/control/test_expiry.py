@@ -1,4 +1,4 @@
-"""Deadlines that pass: wherever the request is, it ends once and its memory comes back."""
+"""Deadlines that pass: in every state the request ends once and its blocks are freed."""
 
 import asyncio
 
@@ -13,12 +13,12 @@ from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Abort, FinishReason, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from tests.turns import HAND, a_scheduler, an_ask, answer, turn
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, run_iteration
 
 
 def test_a_waiting_request_expires_at_once() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(2, 9, deadline=5.0), 1.0)
+    request = scheduler.add(a_spec(2, 9, deadline=5.0), 1.0)
     assert scheduler.expire(5.75) == []
     assert scheduler.expire(6.0) == [request]
     assert (request.state, request.outcome) == (State.EXPIRED, "expired")
@@ -29,28 +29,28 @@ def test_a_waiting_request_expires_at_once() -> None:
 
 def test_a_request_between_iterations_expires_at_once() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(2, 9, deadline=5.0), 0.0)
-    turn(scheduler, 0.0)
+    request = scheduler.add(a_spec(2, 9, deadline=5.0), 0.0)
+    run_iteration(scheduler, 0.0)
     assert scheduler.expire(5.0) == [request]
     assert (request.state, scheduler.ledger.num_held) == (State.EXPIRED, 0)
 
 
 def test_a_request_in_flight_expires_when_its_iteration_returns() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert scheduler.expire(1.0) == [request]
     assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 2)
-    answer(scheduler, iteration, 0.0)
+    commit_iteration(scheduler, iteration, 0.0)
     assert (request.state, scheduler.ledger.num_held) == (State.EXPIRED, 0)
     assert request.output == []
 
 
 @pytest.mark.parametrize("ending", ["failed", "lost"])
-def test_it_expires_also_when_its_iteration_does_not_return(ending: str) -> None:
+def test_a_request_in_flight_expires_even_if_its_iteration_does_not_return(ending: str) -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     scheduler.expire(1.0)
@@ -62,38 +62,40 @@ def test_it_expires_also_when_its_iteration_does_not_return(ending: str) -> None
     assert isinstance(request.error, DeadlineExceeded)
 
 
-def test_who_left_in_flight_before_its_deadline_is_cancelled_and_not_expired() -> None:
+def test_a_request_cancelled_in_flight_before_its_deadline_does_not_expire() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(2, 9, deadline=1.0), 0.0)
+    request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.5)
     assert scheduler.expire(1.0) == []
-    answer(scheduler, iteration, 0.0)
+    commit_iteration(scheduler, iteration, 0.0)
     assert (request.state, request.error) == (State.CANCELLED, None)
 
 
-def test_who_finished_in_time_does_not_expire() -> None:
+def test_a_request_that_finished_in_time_does_not_expire() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    request = scheduler.add(an_ask(1, 1, deadline=1.0), 0.0)
-    turn(scheduler, 0.0)
+    request = scheduler.add(a_spec(1, 1, deadline=1.0), 0.0)
+    run_iteration(scheduler, 0.0)
     assert scheduler.expire(2.0) == []
     assert request.state is State.FINISHED
 
 
-def test_a_reader_gets_what_was_produced_and_then_the_error_while_others_go_on() -> None:
+def test_a_reader_gets_the_produced_tokens_and_then_the_error_while_other_requests_continue() -> (
+    None
+):
     async def main() -> None:
         loop = asyncio.get_running_loop()
         settings = SchedulerSettings(max_model_len=50, max_batch_size=4, max_batch_tokens=8)
         scheduler = IterationScheduler(settings, KVLedger(50, 1), FirstComeFirstServed())
-        engine = Engine(scheduler, SimulatedExecutor(HAND), loop.time)
+        engine = Engine(scheduler, SimulatedExecutor(HAND_COST), loop.time)
         running = loop.create_task(engine.run())
         with (
-            engine.stream(an_ask(1, 9, deadline=4.0)) as late,
-            engine.stream(an_ask(1, 6)) as other,
+            engine.stream(a_spec(1, 9, deadline=4.0)) as late,
+            engine.stream(a_spec(1, 6)) as other,
         ):
             await asyncio.sleep(2.0)
-            engine.switch(SkipJoinMLFQ(HAND))
+            engine.switch(SkipJoinMLFQ(HAND_COST))
             await asyncio.sleep(3.0)
             # An iteration of two tokens takes a second and a half.
             assert len((await late.next()).tokens) == 2

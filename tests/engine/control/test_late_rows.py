@@ -1,4 +1,4 @@
-"""Who has a fault or is late, by hand: what a result without a token means for one of a batch."""
+"""Rows with a fault and late rows: a result without a token for one request of a batch."""
 
 from engine.control.scheduler import IterationScheduler
 from engine.errors import NoAllowedToken, RowFailed
@@ -6,7 +6,7 @@ from engine.iteration import Iteration
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec, State
 from engine.step import Fault, Grammar, GrammarKind, SamplingParams, StepResult, TokenLogprobs
-from tests.turns import a_scheduler, turn
+from tests.scheduling import a_scheduler, run_iteration
 
 GREEDY = SamplingParams(temperature=0.0)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
@@ -28,15 +28,15 @@ def planned(scheduler: IterationScheduler) -> Iteration:
 
 def commit(scheduler: IterationScheduler, iteration: Iteration, **fields: object) -> list[object]:
     """(request, token) of each delivery; all tokens are 7."""
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    result = StepResult(iteration.step.step_id, (7,) * draws, 0.1, **fields)  # type: ignore[arg-type]
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (7,) * samples, 0.1, **fields)  # type: ignore[arg-type]
     found = scheduler.commit(iteration, result, 1.0)
     scheduler.ledger.check()
     scheduler.pool.check()
     return [(delivery.request.request_id, delivery.token) for delivery in found]
 
 
-def test_a_fault_ends_its_request_and_no_other() -> None:
+def test_a_fault_ends_its_request_and_no_other_request() -> None:
     scheduler = a_pair()
     iteration = planned(scheduler)
     failed, other = iteration.requests
@@ -47,7 +47,7 @@ def test_a_fault_ends_its_request_and_no_other() -> None:
     assert (other.state, other.output) == (State.READY, [7])
 
 
-def test_a_fault_that_was_asked_for_says_so() -> None:
+def test_a_fault_caused_by_the_callers_parameters_has_its_own_error() -> None:
     scheduler = a_pair()
     iteration = planned(scheduler)
     commit(scheduler, iteration, faults=(Fault(1, "all banned", is_caller_error=True),))
@@ -55,7 +55,7 @@ def test_a_fault_that_was_asked_for_says_so() -> None:
     assert str(iteration.requests[1].error) == "all banned"
 
 
-def test_who_is_late_computes_its_last_token_again_and_holds_nobody_up() -> None:
+def test_a_late_request_computes_its_last_token_again_and_delays_no_other() -> None:
     scheduler = a_pair(grammar=DIGITS)
     iteration = planned(scheduler)
     late, other = iteration.requests
@@ -73,7 +73,7 @@ def test_who_is_late_computes_its_last_token_again_and_holds_nobody_up() -> None
     assert (entry.sample.output, entry.sample.may_be_late) == ((7,), False)
 
 
-def test_who_may_be_late_is_not_planned_ahead_of_its_token() -> None:
+def test_a_request_that_may_be_late_is_not_planned_ahead_of_its_token() -> None:
     scheduler = a_pair(grammar=DIGITS)
     first = planned(scheduler)
     ahead = scheduler.plan(0.0, first)
@@ -81,20 +81,20 @@ def test_who_may_be_late_is_not_planned_ahead_of_its_token() -> None:
     assert [request.request_id for request in ahead.requests] == [1]
 
 
-def test_prompt_logprobs_are_not_asked_for_again_by_who_is_late() -> None:
+def test_a_late_request_does_not_compute_prompt_logprobs_again() -> None:
     scheduler = a_pair(grammar=DIGITS, prompt_logprobs=2)
     iteration = planned(scheduler)
     order = iteration.step.entries[0].prompt_logprobs
     assert order is not None
     assert (order.top, order.offset, order.ids) == (2, 0, (2, 3))
-    told = (TokenLogprobs(-1.0, 1), TokenLogprobs(-2.0, 2))
-    commit(scheduler, iteration, late=(0,), prompt_logprobs=(told, ()))
+    scores = (TokenLogprobs(-1.0, 1), TokenLogprobs(-2.0, 2))
+    commit(scheduler, iteration, late=(0,), prompt_logprobs=(scores, ()))
     entries = planned(scheduler).step.entries
     assert [entry.prompt_logprobs for entry in entries] == [None, None]
-    assert tuple(iteration.requests[0].prompt_logprobs) == told
+    assert tuple(iteration.requests[0].prompt_logprobs) == scores
 
 
-def test_a_prompt_in_pieces_is_asked_for_piece_by_piece_and_once() -> None:
+def test_prompt_logprobs_of_a_chunked_prompt_are_computed_once_per_chunk() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_tokens=4)
     scheduler.add(RequestSpec(tuple(range(10)), 2, GREEDY, prompt_logprobs=0), 0.0)
     orders = []
@@ -103,8 +103,8 @@ def test_a_prompt_in_pieces_is_asked_for_piece_by_piece_and_once() -> None:
         (entry,) = iteration.step.entries
         assert entry.prompt_logprobs is not None
         orders.append(entry.prompt_logprobs.ids)
-        told = tuple(TokenLogprobs(float(-token), 1) for token in entry.prompt_logprobs.ids)
-        commit(scheduler, iteration, prompt_logprobs=(told,))
+        scores = tuple(TokenLogprobs(float(-token), 1) for token in entry.prompt_logprobs.ids)
+        commit(scheduler, iteration, prompt_logprobs=(scores,))
     assert orders == [(1, 2, 3, 4), (5, 6, 7, 8), (9,)]
-    turn(scheduler, 2.0)
+    run_iteration(scheduler, 2.0)
     assert not scheduler.pool

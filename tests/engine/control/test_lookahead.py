@@ -1,4 +1,4 @@
-"""Iterations planned before the tokens that they go on from are known, by hand and in time."""
+"""Iterations planned before their input tokens are known (lookahead)."""
 
 import asyncio
 from itertools import pairwise
@@ -16,19 +16,19 @@ from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import LAST_TOKEN, SamplingParams, StepResult
-from tests.turns import GREEDY, HAND, a_scheduler, an_ask
+from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec
 
 END = 9
 
 
 def commit(scheduler: IterationScheduler, iteration: Iteration, token: int = 5) -> list[int]:
-    """Settle an iteration of which every draw yields `token`; who got one."""
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    result = StepResult(iteration.step.step_id, (token,) * draws, 0.01)
-    told = [delivery.request.request_id for delivery in scheduler.commit(iteration, result, 0.0)]
+    """Commit an iteration in which every sampled token is `token`; ids of requests that got one."""
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (token,) * samples, 0.01)
+    found = [delivery.request.request_id for delivery in scheduler.commit(iteration, result, 0.0)]
     scheduler.ledger.check()
     scheduler.pool.check()
-    return list(told)
+    return list(found)
 
 
 def first(scheduler: IterationScheduler) -> Iteration:
@@ -44,17 +44,17 @@ def ahead(scheduler: IterationScheduler, oldest: Iteration) -> Iteration:
 
 
 def two_in_flight(
-    ask: RequestSpec, **bounds: object
+    spec: RequestSpec, **bounds: object
 ) -> tuple[IterationScheduler, Request, Iteration, Iteration]:
-    """A request with a first iteration in flight, and one that was planned on top of it."""
+    """A request with an iteration in flight, and a second one planned ahead."""
     scheduler = a_scheduler(FirstComeFirstServed(), **bounds)  # type: ignore[arg-type]
-    request = scheduler.add(ask, 0.0)
+    request = scheduler.add(spec, 0.0)
     oldest = first(scheduler)
     return scheduler, request, oldest, ahead(scheduler, oldest)
 
 
-def test_the_next_iteration_goes_on_from_the_token_that_the_worker_holds() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+def test_the_next_iteration_continues_from_the_last_token_on_the_worker() -> None:
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9))
     (entry,) = second.step.entries
     assert (entry.start, entry.tokens) == (3, (LAST_TOKEN,))
     assert entry.sample is not None
@@ -69,7 +69,7 @@ def test_the_next_iteration_goes_on_from_the_token_that_the_worker_holds() -> No
     assert first(scheduler).step.entries[0].tokens == (6,)
 
 
-def test_a_long_prompt_runs_on_in_pieces_whose_tokens_are_known() -> None:
+def test_a_long_prompt_is_planned_ahead_in_chunks_with_known_tokens() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     scheduler.add(RequestSpec(tuple(range(100, 120)), 2, GREEDY), 0.0)
     pieces = [first(scheduler)]
@@ -88,8 +88,8 @@ def test_a_long_prompt_runs_on_in_pieces_whose_tokens_are_known() -> None:
     assert [entry.sample is not None for entry in entries] == [False, False, True, True]
 
 
-def test_after_the_last_token_that_it_may_have_nothing_is_planned() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 2))
+def test_nothing_is_planned_after_the_last_allowed_token() -> None:
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 2))
     commit(scheduler, oldest)
     assert scheduler.plan(0.0, second) is None
     commit(scheduler, second)
@@ -98,7 +98,7 @@ def test_after_the_last_token_that_it_may_have_nothing_is_planned() -> None:
 
 
 def test_a_surplus_token_is_dropped_and_its_slot_returns_with_its_iteration() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9, end_ids=frozenset({END})))
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9, end_ids=frozenset({END})))
     assert commit(scheduler, oldest, END) == [0]
     assert (request.state, request.finish) == (State.LEAVING, FinishReason.STOP)
     assert scheduler.ledger.num_held == 4
@@ -110,7 +110,7 @@ def test_a_surplus_token_is_dropped_and_its_slot_returns_with_its_iteration() ->
 
 
 def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9))
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
     assert commit(scheduler, oldest) == []
     assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 4)
@@ -121,16 +121,16 @@ def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
 
 
 def test_an_expired_request_frees_when_the_second_iteration_returns() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9, deadline=1.0))
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9, deadline=1.0))
     assert scheduler.expire(1.0) == [request]
     commit(scheduler, oldest)
     commit(scheduler, second)
     assert (request.state, request.output) == (State.EXPIRED, [])
 
 
-def test_who_has_its_answer_does_not_expire() -> None:
+def test_a_finished_request_in_flight_does_not_expire() -> None:
     scheduler, request, oldest, second = two_in_flight(
-        an_ask(3, 9, deadline=1.0, end_ids=frozenset({END}))
+        a_spec(3, 9, deadline=1.0, end_ids=frozenset({END}))
     )
     commit(scheduler, oldest, END)
     assert scheduler.expire(1.0) == []
@@ -138,30 +138,30 @@ def test_who_has_its_answer_does_not_expire() -> None:
     assert (request.state, request.error) == (State.FINISHED, None)
 
 
-def test_a_failed_iteration_takes_the_one_planned_on_top_with_it() -> None:
-    scheduler, request, oldest, second = two_in_flight(an_ask(3, 9))
+def test_a_failed_iteration_also_fails_the_one_planned_ahead_of_it() -> None:
+    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9))
     assert scheduler.fail(oldest, StepFailed("boom"), 0.0) == [request]
     assert (request.state, str(request.error)) == (State.LEAVING, "boom")
     assert commit(scheduler, second) == []
     assert (request.state, scheduler.ledger.num_held) == (State.FAILED, 0)
 
 
-def test_a_batch_mate_of_the_second_iteration_outlives_the_failure_of_the_first() -> None:
+def test_another_request_of_the_second_iteration_survives_the_failure_of_the_first() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
-    scheduler.add(an_ask(3, 9), 0.0)
+    scheduler.add(a_spec(3, 9), 0.0)
     oldest = first(scheduler)
-    mate = scheduler.add(an_ask(3, 9), 0.0)
+    mate = scheduler.add(a_spec(3, 9), 0.0)
     second = ahead(scheduler, oldest)
     scheduler.fail(oldest, StepFailed("boom"), 0.0)
     assert commit(scheduler, second) == [mate.request_id]
     assert mate.state is State.READY
 
 
-def test_a_lost_device_blames_once_and_ends_who_has_its_answer() -> None:
+def test_a_lost_device_counts_one_crash_per_request_and_ends_finished_ones() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
-    done = scheduler.add(an_ask(3, 9, end_ids=frozenset({END})), 0.0)
+    done = scheduler.add(a_spec(3, 9, end_ids=frozenset({END})), 0.0)
     oldest = first(scheduler)
-    other = scheduler.add(an_ask(3, 9), 0.0)
+    other = scheduler.add(a_spec(3, 9), 0.0)
     second = ahead(scheduler, oldest)
     commit(scheduler, oldest, END)
     third = ahead(scheduler, second)
@@ -172,9 +172,9 @@ def test_a_lost_device_blames_once_and_ends_who_has_its_answer() -> None:
     assert scheduler.ledger.num_held == 0
 
 
-def test_suspects_stay_apart_also_in_two_iterations_in_flight() -> None:
+def test_suspects_run_apart_with_two_iterations_in_flight() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
-    suspects = [scheduler.add(an_ask(3, 9), 0.0) for _ in range(2)]
+    suspects = [scheduler.add(a_spec(3, 9), 0.0) for _ in range(2)]
     scheduler.lose_device([first(scheduler)], 0.0)
     oldest = first(scheduler)
     assert oldest.requests == (suspects[0],)
@@ -185,34 +185,34 @@ def test_suspects_stay_apart_also_in_two_iterations_in_flight() -> None:
 
 def test_end_tokens_are_banned_as_long_as_the_pending_token_does_not_suffice() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
-    scheduler.add(an_ask(3, 9, end_ids=frozenset({END}), min_tokens=2), 0.0)
+    scheduler.add(a_spec(3, 9, end_ids=frozenset({END}), min_tokens=2), 0.0)
     flights = [first(scheduler)]
     for _ in range(2):
         flights.append(ahead(scheduler, flights[-1]))
         commit(scheduler, flights[-2])
-    draws = [flight.step.entries[0].sample for flight in flights]
-    assert [draw.banned for draw in draws if draw is not None] == [(END,), (END,), ()]
+    samples = [flight.step.entries[0].sample for flight in flights]
+    assert [sample.banned for sample in samples if sample is not None] == [(END,), (END,), ()]
 
 
 def test_the_worker_completes_the_output_that_penalties_read() -> None:
-    ask = RequestSpec((1, 2), 9, SamplingParams(presence_penalty=1.0))
-    scheduler, _, oldest, second = two_in_flight(ask)
+    spec = RequestSpec((1, 2), 9, SamplingParams(presence_penalty=1.0))
+    scheduler, _, oldest, second = two_in_flight(spec)
     outputs = []
     for flight in (oldest, second):
-        draw = flight.step.entries[0].sample
-        assert draw is not None
-        assert draw.reads_output
-        outputs.append(draw.output)
+        sample = flight.step.entries[0].sample
+        assert sample is not None
+        assert sample.reads_output
+        outputs.append(sample.output)
     assert outputs == [(), ()]  # the second lacks the token that is being sampled
     commit(scheduler, oldest, 7)
-    draw = ahead(scheduler, second).step.entries[0].sample
-    assert draw is not None
-    assert draw.output == (7,)
+    sample = ahead(scheduler, second).step.entries[0].sample
+    assert sample is not None
+    assert sample.output == (7,)
 
 
-def test_where_slots_are_short_nobody_goes_ahead_of_who_needs_them() -> None:
+def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), num_slots=7, max_batch_size=2)
-    old, young = scheduler.add(an_ask(3, 5), 0.0), scheduler.add(an_ask(2, 6), 0.0)
+    old, young = scheduler.add(a_spec(3, 5), 0.0), scheduler.add(a_spec(2, 6), 0.0)
     oldest = first(scheduler)
     second = ahead(scheduler, oldest)
     assert second.requests == (old, young)  # four slots and three: all there are
@@ -223,11 +223,11 @@ def test_where_slots_are_short_nobody_goes_ahead_of_who_needs_them() -> None:
     assert (young.state, young.num_preemptions) == (State.WAITING, 1)
 
 
-def test_a_preemptive_policy_gets_its_victims_back_for_who_waits() -> None:
-    scheduler = a_scheduler(SkipJoinMLFQ(HAND), num_slots=10, max_batch_size=4)
-    long = scheduler.add(an_ask(8, 3), 0.0)
+def test_with_preemption_requests_in_flight_return_so_that_a_waiting_one_can_start() -> None:
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST), num_slots=10, max_batch_size=4)
+    long = scheduler.add(a_spec(8, 3), 0.0)
     oldest = first(scheduler)
-    short = scheduler.add(an_ask(2, 2), 0.0)
+    short = scheduler.add(a_spec(2, 2), 0.0)
     assert scheduler.plan(0.0, oldest) is None
     commit(scheduler, oldest)
     assert first(scheduler).requests == (short,)
@@ -235,45 +235,45 @@ def test_a_preemptive_policy_gets_its_victims_back_for_who_waits() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_without_surplus_lookahead_changes_no_instant_and_no_token(stages: int) -> None:
+def test_lookahead_changes_no_time_and_no_token_if_no_token_is_dropped(stages: int) -> None:
     def play(lookahead: int) -> list[tuple[float, list[int]]]:
         async def main() -> list[tuple[float, list[int]]]:
             clock = asyncio.get_running_loop().time
             settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
             scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
-            executor = SimulatedExecutor(HAND, depth=stages, lookahead=lookahead)
+            executor = SimulatedExecutor(HAND_COST, depth=stages, lookahead=lookahead)
             engine = Engine(scheduler, executor, clock, lookahead=lookahead)
             running = asyncio.create_task(engine.run())
 
             async def one(prompt_len: int) -> tuple[float, list[int]]:
                 tokens: list[int] = []
-                with engine.stream(an_ask(prompt_len, 6)) as stream:
+                with engine.stream(a_spec(prompt_len, 6)) as stream:
                     while stream.request.finish is None:
                         tokens += (await stream.next()).tokens
                 return clock(), tokens
 
-            told = await asyncio.gather(*(one(2) for _ in range(2 * stages)))
+            found = await asyncio.gather(*(one(2) for _ in range(2 * stages)))
             running.cancel()
             assert not scheduler.pool
             assert scheduler.ledger.num_held == 0
-            return told
+            return found
 
         return run_virtual(main())
 
     assert play(1) == play(0)
 
 
-def test_with_a_lone_request_every_place_but_one_is_left_empty() -> None:
-    """Of three places two stages have, a second iteration of the same request takes one."""
+def test_a_single_request_uses_only_one_iteration_ahead() -> None:
+    """With two stages and one iteration of lookahead, one request is in two iterations."""
 
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
         scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
-        engine = Engine(scheduler, SimulatedExecutor(HAND, 2, lookahead=1), clock, lookahead=1)
+        engine = Engine(scheduler, SimulatedExecutor(HAND_COST, 2, lookahead=1), clock, lookahead=1)
         running = asyncio.create_task(engine.run())
         instants = []
-        with engine.stream(an_ask(1, 5)) as stream:
+        with engine.stream(a_spec(1, 5)) as stream:
             while stream.request.finish is None:
                 await stream.next()
                 instants.append(clock())
@@ -284,15 +284,15 @@ def test_with_a_lone_request_every_place_but_one_is_left_empty() -> None:
     run_virtual(main())
 
 
-def test_an_engine_uses_no_more_of_an_executor_than_it_is_told() -> None:
+def test_an_engine_keeps_at_most_depth_iterations_in_flight() -> None:
     async def main() -> int:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(max_model_len=500, max_batch_size=1, max_batch_tokens=8)
         scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
-        engine = Engine(scheduler, SimulatedExecutor(HAND, 2), clock, depth=1)
+        engine = Engine(scheduler, SimulatedExecutor(HAND_COST, 2), clock, depth=1)
         running = asyncio.create_task(engine.run())
         most = 0
-        with engine.stream(an_ask(1, 5)) as one, engine.stream(an_ask(1, 5)) as other:
+        with engine.stream(a_spec(1, 5)) as one, engine.stream(a_spec(1, 5)) as other:
             while one.request.finish is None or other.request.finish is None:
                 await (one if one.request.finish is None else other).next()
                 most = max(most, one.request.num_in_flight + other.request.num_in_flight)

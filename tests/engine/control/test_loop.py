@@ -1,4 +1,4 @@
-"""The engine on virtual time: exact instants, every way to leave, a worker that dies."""
+"""The engine in virtual time: exact times, every way to cancel, worker crashes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -68,7 +68,7 @@ def serve(
     executor: SimulatedExecutor | None = None,
     num_blocks: int = 100,
 ) -> Engine:
-    """Run the client beside the engine; afterwards nothing may be held by anybody."""
+    """Run the client beside the engine; afterwards no request holds a block."""
 
     async def main() -> Engine:
         clock = asyncio.get_running_loop().time
@@ -101,7 +101,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_tokens_come_at_the_instants_at_which_iterations_return() -> None:
+def test_tokens_are_delivered_when_their_iterations_return() -> None:
     async def client(engine: Engine) -> None:
         with engine.stream(RequestSpec((1,) * 12, 3, GREEDY)) as stream:
             instants = []
@@ -146,7 +146,9 @@ def test_a_late_request_joins_the_running_batch() -> None:
 
 
 @pytest.mark.parametrize("leave_at", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
-def test_leaving_at_any_moment_frees_everything_and_disturbs_nobody(leave_at: float) -> None:
+def test_cancelling_at_any_time_frees_all_blocks_and_affects_no_other_request(
+    leave_at: float,
+) -> None:
     """At once, in the first and second chunk of a prefill, in a decode, between iterations."""
     texts: dict[bool, list[int]] = {}
 
@@ -169,7 +171,7 @@ def test_leaving_at_any_moment_frees_everything_and_disturbs_nobody(leave_at: fl
     assert texts[False] == texts[True]
 
 
-def test_a_cancelled_reader_gives_its_lease_back() -> None:
+def test_cancelling_the_reading_task_ends_its_request() -> None:
     async def client(engine: Engine) -> None:
         async def reader() -> None:
             with engine.stream(
@@ -188,7 +190,7 @@ def test_a_cancelled_reader_gives_its_lease_back() -> None:
     serve(client, num_blocks=500)
 
 
-def test_a_refused_request_holds_nothing() -> None:
+def test_a_rejected_request_holds_no_blocks() -> None:
     async def client(engine: Engine) -> None:
         with pytest.raises(EngineError), engine.stream(RequestSpec((1,) * 499, 2, GREEDY)):
             pytest.fail("it was accepted")
@@ -196,7 +198,7 @@ def test_a_refused_request_holds_nothing() -> None:
     serve(client)
 
 
-def test_a_failed_step_is_an_error_for_its_batch_and_the_server_lives_on() -> None:
+def test_a_failed_step_fails_its_batch_and_the_engine_continues() -> None:
     async def client(engine: Engine) -> None:
         with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
             first = await stream.next()
@@ -209,7 +211,7 @@ def test_a_failed_step_is_an_error_for_its_batch_and_the_server_lives_on() -> No
     serve(client, Mortal(fails=(1,)))
 
 
-def test_a_worker_death_is_a_pause_and_not_an_error() -> None:
+def test_requests_continue_after_a_worker_crash() -> None:
     answers: list[list[int]] = []
     for dies in ((), (2,)):
 
@@ -222,7 +224,9 @@ def test_a_worker_death_is_a_pause_and_not_an_error() -> None:
     assert len(answers[0]) == 5
 
 
-def test_while_the_worker_restarts_new_requests_are_refused_and_old_ones_may_leave() -> None:
+def test_while_the_worker_restarts_new_requests_are_rejected_and_live_ones_can_be_cancelled() -> (
+    None
+):
     async def client(engine: Engine) -> None:
         with engine.stream(RequestSpec((1,), 5, GREEDY)):
             await asyncio.sleep(4)
@@ -235,13 +239,13 @@ def test_while_the_worker_restarts_new_requests_are_refused_and_old_ones_may_lea
 
 
 def retry_after(engine: Engine) -> float | None:
-    """What a new request is told while the worker restarts."""
-    with pytest.raises(Unavailable, match="restarting") as refusal:
+    """The error of a new request while the worker restarts."""
+    with pytest.raises(Unavailable, match="restarting") as rejection:
         engine.stream(RequestSpec((1,), 5, GREEDY)).__enter__()
-    return refusal.value.retry_after
+    return rejection.value.retry_after
 
 
-def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks() -> None:
+def test_a_worker_that_dies_while_idle_is_restarted_at_once() -> None:
     executor = Mortal()
 
     async def client(engine: Engine) -> None:
@@ -252,7 +256,7 @@ def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks() -> None
         assert retry_after(engine) == 5.0
         await asyncio.sleep(9.5)
         assert not engine.is_ready
-        assert retry_after(engine) == 1.0  # late, and nobody knows for how long
+        assert retry_after(engine) == 1.0  # late, and the remaining time is not known
         await asyncio.sleep(1)
         assert engine.is_ready
         with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
@@ -264,7 +268,7 @@ def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks() -> None
     assert executor.restarts_left == 7
 
 
-def test_past_the_bound_an_idle_server_stays_down_and_says_so() -> None:
+def test_after_too_many_restarts_an_idle_engine_reports_why_it_is_unavailable() -> None:
     executor = Mortal()
     executor.restarts_left = 1
 
@@ -275,14 +279,14 @@ def test_past_the_bound_an_idle_server_stays_down_and_says_so() -> None:
         executor.on_lost()
         await asyncio.sleep(11)
         assert not engine.is_ready
-        with pytest.raises(Unavailable, match="no worker: restarted too often") as refusal:
+        with pytest.raises(Unavailable, match="no worker: restarted too often") as rejection:
             engine.stream(RequestSpec((1,), 5, GREEDY)).__enter__()
-        assert refusal.value.retry_after is None
+        assert rejection.value.retry_after is None
 
     serve(client, executor)
 
 
-def test_a_worker_that_dies_between_two_iterations_takes_nothing_with_it() -> None:
+def test_a_worker_that_dies_between_two_iterations_fails_no_request() -> None:
     executor = Mortal()
 
     async def client(engine: Engine) -> None:
@@ -296,10 +300,10 @@ def test_a_worker_that_dies_between_two_iterations_takes_nothing_with_it() -> No
     serve(client, executor)
 
 
-def test_without_a_worker_everybody_is_told() -> None:
+def test_every_reader_gets_the_error_if_no_worker_can_be_restarted() -> None:
     async def client(engine: Engine) -> None:
-        told = pytest.raises(Unavailable, match="no worker: restarted too often")
-        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream, told:
+        expected = pytest.raises(Unavailable, match="no worker: restarted too often")
+        with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream, expected:
             await read(stream)
         assert not engine.is_ready
 
@@ -308,7 +312,7 @@ def test_without_a_worker_everybody_is_told() -> None:
     serve(client, executor)
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+def test_draining_finishes_live_requests_and_rejects_new_ones() -> None:
     async def client(engine: Engine) -> None:
         with engine.stream(RequestSpec((1,), 5, GREEDY)) as stream:
             drained = asyncio.create_task(engine.drain(100))
@@ -324,11 +328,11 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     serve(client)
 
 
-def test_draining_is_bounded_and_tells_those_it_cuts_off() -> None:
+def test_draining_ends_requests_with_an_error_after_its_time_limit() -> None:
     async def client(engine: Engine) -> None:
         with engine.stream(RequestSpec((1,), 50, GREEDY)) as stream:
             drained = asyncio.create_task(engine.drain(3.5))
-            with pytest.raises(Unavailable, match="before the answer was complete"):
+            with pytest.raises(Unavailable, match="before the response was complete"):
                 await read(stream)
         await drained
         assert now() == 3.5
@@ -337,7 +341,7 @@ def test_draining_is_bounded_and_tells_those_it_cuts_off() -> None:
 
 
 def test_two_steps_are_in_flight_when_the_executor_is_two_deep() -> None:
-    """Four requests, two a batch: with two stages both batches advance every second."""
+    """Four requests, two per batch: with two stages both batches advance every second."""
 
     async def client(engine: Engine) -> None:
         async def one(prompt: int) -> float:
@@ -352,7 +356,7 @@ def test_two_steps_are_in_flight_when_the_executor_is_two_deep() -> None:
 
 
 def test_every_token_depends_on_its_request_and_position_only() -> None:
-    def draw(entry: StepEntry) -> int:
+    def sample(entry: StepEntry) -> int:
         return 10 * entry.request_id + entry.start + len(entry.tokens)
 
     async def client(engine: Engine) -> None:
@@ -365,4 +369,4 @@ def test_every_token_depends_on_its_request_and_position_only() -> None:
         assert first == [1, 2, 3, 4]
         assert second == [30, 31, 32, 33]
 
-    serve(client, SimulatedExecutor(ONE_SECOND, next_token=draw))
+    serve(client, SimulatedExecutor(ONE_SECOND, next_token=sample))

@@ -1,4 +1,4 @@
-"""The life of a request: legal moves only, and derived facts that agree with each other."""
+"""The states of a request: only legal moves, and consistent derived properties."""
 
 import pytest
 
@@ -16,11 +16,11 @@ from engine.step import RequestId, SamplingParams
 
 
 def make(prompt_len: int = 3, max_tokens: int = 4) -> Request:
-    ask = RequestSpec(tuple(range(prompt_len)), max_tokens, SamplingParams())
-    return Request(RequestId(7), ask, arrived_at=0.0)
+    spec = RequestSpec(tuple(range(prompt_len)), max_tokens, SamplingParams())
+    return Request(RequestId(7), spec, arrived_at=0.0)
 
 
-def test_an_illegal_move_is_refused_and_changes_nothing() -> None:
+def test_an_illegal_move_raises_and_changes_nothing() -> None:
     request = make()
     with pytest.raises(AssertionError, match="commit while waiting"):
         request.move(Move.COMMIT)
@@ -35,14 +35,14 @@ def test_every_state_but_the_first_can_be_reached() -> None:
     assert set(TRANSITIONS.values()) == set(State)
 
 
-def test_every_living_state_can_reach_an_end() -> None:
+def test_every_live_state_can_reach_a_terminal_state() -> None:
     ends = {state for state in State if state.is_terminal}
     for _ in State:
         ends |= {state for (state, _), to in TRANSITIONS.items() if to in ends}
     assert ends == set(State)
 
 
-def test_a_prompt_is_prefilled_and_its_answer_decoded() -> None:
+def test_a_prompt_is_prefilled_and_its_output_decoded() -> None:
     request = make()
     assert (request.phase, request.remaining) == (Phase.PREFILL, 3)
     request.num_computed = 2
@@ -66,7 +66,7 @@ def test_tokens_run_from_the_prompt_into_the_output(start: int, stop: int) -> No
     assert request.tokens(start, stop) == (0, 1, 2, 90, 91)[start:stop]
 
 
-def test_the_last_token_of_an_answer_needs_no_slot() -> None:
+def test_the_last_output_token_needs_no_slot() -> None:
     assert make(prompt_len=3, max_tokens=4).max_slots == 6
 
 

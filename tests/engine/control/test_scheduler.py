@@ -1,4 +1,4 @@
-"""The scheduler by hand: who runs next, and what a result means."""
+"""The scheduler, one iteration at a time: which requests run next, and what a result changes."""
 
 from collections.abc import Callable
 from math import inf
@@ -13,8 +13,8 @@ from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
-from tests.turns import a_scheduler, an_ask
-from tests.turns import turn as hand_turn
+from tests.scheduling import a_scheduler, a_spec
+from tests.scheduling import run_iteration as run_iteration_by_hand
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -30,32 +30,38 @@ def make(num_blocks: int = 100, block_size: int = 1, **bounds: object) -> Iterat
     return IterationScheduler(settings, KVLedger(num_blocks, block_size), FirstComeFirstServed())
 
 
-def ask(prompt_len: int, max_tokens: int, *ends: int) -> RequestSpec:
+def spec(prompt_len: int, max_tokens: int, *ends: int) -> RequestSpec:
     return RequestSpec(tuple(range(100, 100 + prompt_len)), max_tokens, GREEDY, frozenset(ends))
 
 
-def answer(
+def commit_iteration(
     scheduler: IterationScheduler, iteration: Iteration, token: int = 5, now: float = 0.0
 ) -> None:
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    result = StepResult(iteration.step.step_id, (token,) * draws, 0.01)
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (token,) * samples, 0.01)
     scheduler.commit(iteration, result, now)
     scheduler.ledger.check()
     scheduler.pool.check()
 
 
-def turn(scheduler: IterationScheduler, token: int = 5) -> list[tuple[int, int]]:
+def run_iteration(scheduler: IterationScheduler, token: int = 5) -> list[tuple[int, int]]:
     """One iteration: (request, tokens computed) for each entry."""
     iteration = scheduler.plan(0.0)
     assert iteration is not None
-    answer(scheduler, iteration, token)
+    commit_iteration(scheduler, iteration, token)
     return [(entry.request_id, len(entry.tokens)) for entry in iteration.step.entries]
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     scheduler = make()
-    request = scheduler.add(ask(19, 3), 0.0)
-    assert [turn(scheduler) for _ in range(5)] == [[(0, 8)], [(0, 8)], [(0, 3)], [(0, 1)], [(0, 1)]]
+    request = scheduler.add(spec(19, 3), 0.0)
+    assert [run_iteration(scheduler) for _ in range(5)] == [
+        [(0, 8)],
+        [(0, 8)],
+        [(0, 3)],
+        [(0, 1)],
+        [(0, 1)],
+    ]
     assert request.output == [5, 5, 5]
     assert request.finish is FinishReason.LENGTH
     assert scheduler.plan(0.0) is None
@@ -64,26 +70,26 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
 
 def test_decodes_come_before_the_chunks_of_a_prompt() -> None:
     scheduler = make()
-    scheduler.add(ask(2, 9), 0.0)
-    scheduler.add(ask(2, 9), 0.0)
-    turn(scheduler)
-    scheduler.add(ask(30, 1), 0.0)
-    assert turn(scheduler) == [(0, 1), (1, 1), (2, 6)]
+    scheduler.add(spec(2, 9), 0.0)
+    scheduler.add(spec(2, 9), 0.0)
+    run_iteration(scheduler)
+    scheduler.add(spec(30, 1), 0.0)
+    assert run_iteration(scheduler) == [(0, 1), (1, 1), (2, 6)]
 
 
 def test_an_older_prompt_leaves_a_token_for_every_younger_decode() -> None:
     scheduler = make(max_batch_tokens=4)
-    scheduler.add(ask(2, 9), 0.0)
-    scheduler.add(ask(20, 1), 0.0)
-    scheduler.add(ask(1, 9), 0.0)
-    assert turn(scheduler) == [(0, 2), (1, 2)]
-    assert turn(scheduler) == [(0, 1), (1, 3)]
+    scheduler.add(spec(2, 9), 0.0)
+    scheduler.add(spec(20, 1), 0.0)
+    scheduler.add(spec(1, 9), 0.0)
+    assert run_iteration(scheduler) == [(0, 2), (1, 2)]
+    assert run_iteration(scheduler) == [(0, 1), (1, 3)]
 
 
 def test_an_end_token_finishes_and_frees_at_once() -> None:
     scheduler = make()
-    request = scheduler.add(ask(2, 9, 5), 0.0)
-    turn(scheduler, token=5)
+    request = scheduler.add(spec(2, 9, 5), 0.0)
+    run_iteration(scheduler, token=5)
     assert request.finish is FinishReason.STOP
     assert request.output == [5]
     assert scheduler.ledger.num_held == 0
@@ -96,76 +102,76 @@ def test_end_tokens_are_banned_before_min_tokens() -> None:
     assert first is not None
     assert first.step.entries[0].sample is not None
     assert first.step.entries[0].sample.banned == (5, 8)
-    answer(scheduler, first, token=7)
+    commit_iteration(scheduler, first, token=7)
     second = scheduler.plan(0.0)
     assert second is not None
     assert second.step.entries[0].sample is not None
     assert second.step.entries[0].sample.banned == ()
 
 
-def test_penalties_are_sent_what_they_read() -> None:
+def test_a_step_carries_the_tokens_that_penalties_read() -> None:
     scheduler = make()
     scheduler.add(RequestSpec((1, 2), 9, SamplingParams(repetition_penalty=1.5)), 0.0)
-    turn(scheduler)
+    run_iteration(scheduler)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
-    draw = iteration.step.entries[0].sample
-    assert draw is not None
-    assert (draw.prompt, draw.output) == ((1, 2), (5,))
+    sample = iteration.step.entries[0].sample
+    assert sample is not None
+    assert (sample.prompt, sample.output) == ((1, 2), (5,))
 
 
 def test_a_request_in_flight_is_not_planned_again() -> None:
     scheduler = make()
-    scheduler.add(ask(2, 9), 0.0)
+    scheduler.add(spec(2, 9), 0.0)
     assert scheduler.plan(0.0) is not None
     assert scheduler.plan(0.0) is None
 
 
-def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_a_request_that_can_never_fit_is_rejected_with_both_limits() -> None:
     with pytest.raises(ContextTooLong, match=r"requested 1001 tokens \(1 in the prompt, 1000"):
-        make().add(ask(1, 1000), 0.0)
+        make().add(spec(1, 1000), 0.0)
     with pytest.raises(ContextTooLong, match="KV cache size is 100 tokens"):
-        make().add(ask(90, 12), 0.0)
-    make().add(ask(90, 11), 0.0)
+        make().add(spec(90, 12), 0.0)
+    make().add(spec(90, 11), 0.0)
 
 
-def test_a_full_queue_refuses_and_forecasts() -> None:
+def test_a_full_queue_rejects_and_estimates_retry_after() -> None:
     scheduler = make(max_queue_requests=2)
-    scheduler.add(ask(10, 1), 0.0)
-    scheduler.add(ask(10, 1), 0.0)
-    with pytest.raises(Overloaded) as refusal:
-        scheduler.add(ask(10, 1), 0.0)
-    assert refusal.value.retry_after == pytest.approx(20 / scheduler.cost.tokens_per_second)
+    scheduler.add(spec(10, 1), 0.0)
+    scheduler.add(spec(10, 1), 0.0)
+    with pytest.raises(Overloaded) as rejection:
+        scheduler.add(spec(10, 1), 0.0)
+    assert rejection.value.retry_after == pytest.approx(20 / scheduler.cost.tokens_per_second)
     assert len(scheduler.pool) == 2
 
 
-def test_a_queue_is_bounded_by_tokens_but_takes_one_of_any_size() -> None:
+def test_a_queue_is_bounded_by_tokens_but_accepts_one_request_of_any_size() -> None:
     scheduler = make(max_queue_tokens=10)
-    scheduler.add(ask(50, 1), 0.0)
+    scheduler.add(spec(50, 1), 0.0)
     with pytest.raises(Overloaded):
-        scheduler.add(ask(1, 1), 0.0)
+        scheduler.add(spec(1, 1), 0.0)
 
 
-def test_leaving_while_queued_frees_at_once() -> None:
+def test_cancelling_a_waiting_request_ends_it_at_once() -> None:
     scheduler = make()
-    request = scheduler.add(ask(2, 9), 0.0)
+    request = scheduler.add(spec(2, 9), 0.0)
     scheduler.cancel(request, Abort.CLIENT_GONE, 1.0)
     assert request.state is State.CANCELLED
     assert scheduler.plan(0.0) is None
 
 
-def test_leaving_between_iterations_frees_at_once() -> None:
+def test_cancelling_between_iterations_frees_blocks_at_once() -> None:
     scheduler = make()
-    request = scheduler.add(ask(2, 9), 0.0)
-    turn(scheduler)
+    request = scheduler.add(spec(2, 9), 0.0)
+    run_iteration(scheduler)
     assert scheduler.ledger.num_held == 2
     scheduler.cancel(request, Abort.CLIENT_GONE, 1.0)
     assert scheduler.ledger.num_held == 0
 
 
-def test_leaving_in_flight_frees_at_the_commit_and_delivers_nothing() -> None:
+def test_cancelling_in_flight_frees_blocks_at_the_commit_and_delivers_no_token() -> None:
     scheduler = make()
-    request = scheduler.add(ask(2, 9), 0.0)
+    request = scheduler.add(spec(2, 9), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     scheduler.cancel(request, Abort.CLIENT_GONE, 1.0)
@@ -178,105 +184,107 @@ def test_leaving_in_flight_frees_at_the_commit_and_delivers_nothing() -> None:
     assert request.output == []
 
 
-def test_a_failed_iteration_fails_its_batch_and_nobody_else() -> None:
+def test_a_failed_iteration_fails_its_batch_and_no_other_request() -> None:
     scheduler = make(max_batch_size=1)
-    lost, kept = scheduler.add(ask(2, 2), 0.0), scheduler.add(ask(2, 2), 0.0)
+    lost, kept = scheduler.add(spec(2, 2), 0.0), scheduler.add(spec(2, 2), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert scheduler.fail(iteration, StepFailed("boom"), 0.0) == [lost]
     assert (lost.state, str(lost.error)) == (State.FAILED, "boom")
-    turn(scheduler)
-    turn(scheduler)
+    run_iteration(scheduler)
+    run_iteration(scheduler)
     assert kept.state is State.FINISHED
 
 
-def test_reserving_admission_never_takes_kv_back() -> None:
+def test_reserving_admission_never_preempts() -> None:
     scheduler = make(num_blocks=10, admission=Admission.RESERVE)
-    scheduler.add(ask(2, 5), 0.0)  # six slots
-    scheduler.add(ask(2, 5), 0.0)
-    assert turn(scheduler) == [(0, 2)]
+    scheduler.add(spec(2, 5), 0.0)  # six slots
+    scheduler.add(spec(2, 5), 0.0)
+    assert run_iteration(scheduler) == [(0, 2)]
     assert scheduler.ledger.num_held == 6
 
 
 def test_growing_admission_preempts_the_youngest_when_short() -> None:
     scheduler = make(num_blocks=7)
-    old, young = scheduler.add(ask(2, 6), 0.0), scheduler.add(ask(2, 6), 0.0)
+    old, young = scheduler.add(spec(2, 6), 0.0), scheduler.add(spec(2, 6), 0.0)
     for _ in range(2):
-        assert len(turn(scheduler)) == 2
-    assert turn(scheduler) == [(0, 1)]  # four slots and three: the younger cannot grow
-    assert turn(scheduler) == [(0, 1)]  # the fifth slot of the older is taken from the younger
+        assert len(run_iteration(scheduler)) == 2
+    assert run_iteration(scheduler) == [(0, 1)]  # four slots and three: the younger cannot grow
+    assert run_iteration(scheduler) == [
+        (0, 1)
+    ]  # the fifth slot of the older is taken from the younger
     assert (young.state, young.num_preemptions, young.produced) == (State.WAITING, 1, 2)
     while old.state is not State.FINISHED:
-        turn(scheduler)
-    assert turn(scheduler) == [(1, 4)]  # prompt and output, at one go
+        run_iteration(scheduler)
+    assert run_iteration(scheduler) == [(1, 4)]  # prompt and output, at one go
     assert young.produced == 3
 
 
-def test_who_was_preempted_too_often_comes_back_with_all_its_slots() -> None:
+def test_a_request_preempted_too_often_restarts_with_all_its_slots() -> None:
     scheduler = make(num_blocks=7, max_preemptions=1)
-    old, young = scheduler.add(ask(2, 6), 0.0), scheduler.add(ask(2, 6), 0.0)
+    old, young = scheduler.add(spec(2, 6), 0.0), scheduler.add(spec(2, 6), 0.0)
     while old.state is not State.FINISHED:
-        turn(scheduler)
-    turn(scheduler)
+        run_iteration(scheduler)
+    run_iteration(scheduler)
     assert scheduler.ledger.num_held == young.max_slots
-    third = scheduler.add(ask(1, 1), 0.0)
+    third = scheduler.add(spec(1, 1), 0.0)
     assert third.state is State.WAITING
 
 
 def steps_until(scheduler: IterationScheduler, done: Callable[[], bool]) -> int:
     count = 0
     while not done():
-        turn(scheduler)
+        run_iteration(scheduler)
         count += 1
     return count
 
 
-def test_a_large_request_is_stepped_over_but_not_for_ever() -> None:
+def test_a_large_request_is_stepped_over_a_bounded_number_of_times() -> None:
     scheduler = make(num_blocks=10, max_step_overs=3, admission=Admission.RESERVE)
-    old = scheduler.add(ask(2, 7), 0.0)
-    large = scheduler.add(ask(8, 3), 0.0)
-    small = [scheduler.add(ask(1, 1), 0.0) for _ in range(9)]
+    old = scheduler.add(spec(2, 7), 0.0)
+    large = scheduler.add(spec(8, 3), 0.0)
+    small = [scheduler.add(spec(1, 1), 0.0) for _ in range(9)]
     steps_until(scheduler, lambda: old.state is State.FINISHED)
     assert large.num_step_overs == 3
     assert [request.state is State.WAITING for request in small] == [False] * 3 + [True] * 6
     steps_until(scheduler, lambda: not scheduler.pool)
 
 
-def test_request_level_batching_lets_nobody_join() -> None:
+def test_request_level_batching_admits_no_request_into_a_running_batch() -> None:
     scheduler = make(admission=Admission.REQUEST)
-    first: list[Request] = [scheduler.add(ask(1, n), 0.0) for n in (2, 4)]
-    turn(scheduler)
-    late = scheduler.add(ask(1, 1), 0.0)
+    first: list[Request] = [scheduler.add(spec(1, n), 0.0) for n in (2, 4)]
+    run_iteration(scheduler)
+    late = scheduler.add(spec(1, 1), 0.0)
     assert steps_until(scheduler, lambda: first[1].state is State.FINISHED) == 3
     assert late.state is State.WAITING
-    assert turn(scheduler) == [(2, 1)]
+    assert run_iteration(scheduler) == [(2, 1)]
 
 
 def test_request_level_batching_admits_a_whole_batch_beyond_the_token_budget() -> None:
     scheduler = make(admission=Admission.REQUEST, max_batch_size=3)
-    requests = [scheduler.add(ask(7, 2), 0.0) for _ in range(4)]
-    turn(scheduler)
+    requests = [scheduler.add(spec(7, 2), 0.0) for _ in range(4)]
+    run_iteration(scheduler)
     assert [request.state is State.WAITING for request in requests] == [False] * 3 + [True]
 
 
-def test_a_lost_device_sends_everybody_back_with_what_they_have() -> None:
+def test_after_a_lost_device_requests_wait_with_the_tokens_they_have() -> None:
     scheduler = make()
-    request = scheduler.add(ask(2, 9), 0.0)
-    turn(scheduler)
+    request = scheduler.add(spec(2, 9), 0.0)
+    run_iteration(scheduler)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert scheduler.lose_device([iteration], 0.0) == []
     assert (request.state, request.num_computed, request.output) == (State.WAITING, 0, [5])
     assert scheduler.ledger.num_held == 0
-    assert turn(scheduler) == [(0, 3)]
+    assert run_iteration(scheduler) == [(0, 3)]
     assert request.output == [5, 5]
     assert not request.is_suspect
 
 
-def test_suspects_run_apart_and_the_one_that_kills_is_quarantined() -> None:
+def test_suspects_run_apart_and_the_one_that_crashes_workers_fails() -> None:
     scheduler = make(max_crashes=3)
-    poison = scheduler.add(ask(1, 3), 0.0)
-    others = [scheduler.add(ask(1, 3), 0.0) for _ in range(3)]
+    poison = scheduler.add(spec(1, 3), 0.0)
+    others = [scheduler.add(spec(1, 3), 0.0) for _ in range(3)]
     crashes = 0
     while scheduler.pool:
         iteration = scheduler.plan(0.0)
@@ -286,15 +294,15 @@ def test_suspects_run_apart_and_the_one_that_kills_is_quarantined() -> None:
             crashes += 1
             scheduler.lose_device([iteration], 0.0)
         else:
-            answer(scheduler, iteration)
+            commit_iteration(scheduler, iteration)
     assert crashes == 3
     assert poison.state is State.FAILED
     assert [request.state for request in others] == [State.FINISHED] * 3
 
 
-def test_a_suspect_that_saw_more_deaths_lets_the_others_go_first() -> None:
+def test_a_suspect_with_more_crashes_runs_after_those_with_fewer() -> None:
     scheduler = make(max_crashes=9)
-    early, late = scheduler.add(ask(1, 3), 0.0), scheduler.add(ask(1, 3), 0.0)
+    early, late = scheduler.add(spec(1, 3), 0.0), scheduler.add(spec(1, 3), 0.0)
     blamed = []
     for _ in range(5):
         iteration = scheduler.plan(0.0)
@@ -304,32 +312,32 @@ def test_a_suspect_that_saw_more_deaths_lets_the_others_go_first() -> None:
     assert blamed == [(early, late), (early,), (late,), (early,), (late,)]
 
 
-def test_the_next_turn_of_a_chat_computes_only_what_is_new() -> None:
+def test_a_chat_that_continues_computes_only_its_new_tokens() -> None:
     scheduler = make(block_size=2, reuses_prefixes=True)
-    first = scheduler.add(ask(4, 5), 0.0)
+    first = scheduler.add(spec(4, 5), 0.0)
     while first.state is not State.FINISHED:
-        turn(scheduler)
+        run_iteration(scheduler)
     history = first.tokens(0, first.num_tokens)
     second = scheduler.add(RequestSpec((*history, 7, 7), 2, GREEDY), 0.0)
-    assert turn(scheduler) == [(1, 3)]  # the last token of the answer was never computed
+    assert run_iteration(scheduler) == [(1, 3)]  # the last token of the answer was never computed
     assert second.num_cached == 8
 
 
 def test_a_prompt_that_is_cached_to_its_end_computes_one_token_again() -> None:
     scheduler = make(block_size=2, reuses_prefixes=True)
     for _ in range(2):
-        scheduler.add(ask(6, 1), 0.0)
+        scheduler.add(spec(6, 1), 0.0)
         while scheduler.pool:
-            computed = turn(scheduler)
+            computed = run_iteration(scheduler)
     assert computed == [(1, 2)]
 
 
-def test_nothing_is_shared_across_salts() -> None:
+def test_requests_with_different_salts_share_no_block() -> None:
     scheduler = make(block_size=2, reuses_prefixes=True)
     for salt in ("a", "b", "a"):
         request = scheduler.add(RequestSpec((1,) * 6, 1, GREEDY, salt=salt), 0.0)
         while scheduler.pool:
-            turn(scheduler)
+            run_iteration(scheduler)
     assert request.num_cached == 4
     assert scheduler.ledger.num_cached == 6
 
@@ -340,32 +348,34 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     young = scheduler.add(RequestSpec((3, 4), 6, GREEDY), 0.0)
     computed = 0
     while scheduler.pool:
-        computed += sum(tokens for _, tokens in turn(scheduler))
+        computed += sum(tokens for _, tokens in run_iteration(scheduler))
     assert young.num_preemptions == 1
     recomputed = computed - old.max_slots - young.max_slots
     assert 0 < recomputed < young.max_slots // 2
 
 
 @pytest.mark.parametrize(("seconds", "piece"), [(inf, 63), (30.0, 58), (12.0, 22), (1.0, 16)])
-def test_a_prompt_keeps_a_running_answer_waiting_only_so_long(seconds: float, piece: int) -> None:
+def test_a_prompts_chunk_is_bounded_by_max_step_seconds_beside_decodes(
+    seconds: float, piece: int
+) -> None:
     """An iteration of n tokens takes (n + 1) / 2 seconds."""
     scheduler = a_scheduler(
         FirstComeFirstServed(), max_batch_size=4, max_batch_tokens=64, max_step_seconds=seconds
     )
-    scheduler.add(an_ask(1, 50), 0.0)
-    now = hand_turn(scheduler, 0.0)
+    scheduler.add(a_spec(1, 50), 0.0)
+    now = run_iteration_by_hand(scheduler, 0.0)
     for _ in range(2):
-        scheduler.add(an_ask(200, 2), now)
+        scheduler.add(a_spec(200, 2), now)
     iteration = scheduler.plan(now)
     assert iteration is not None
     assert [len(entry.tokens) for entry in iteration.step.entries] == [1, piece]
 
 
-def test_a_prompt_that_nobody_waits_for_runs_in_large_pieces() -> None:
+def test_a_prompt_without_decodes_beside_it_runs_in_large_chunks() -> None:
     scheduler = a_scheduler(
         FirstComeFirstServed(), max_batch_size=4, max_batch_tokens=64, max_step_seconds=1.0
     )
-    scheduler.add(an_ask(200, 2), 0.0)
+    scheduler.add(a_spec(200, 2), 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert iteration.step.num_tokens == 64

@@ -1,8 +1,8 @@
 """The scheduler under any mix of policies, tiers, arrivals, cancels, failures and worker deaths.
 
 Whatever happens: no slot is lost or owned twice in either tier, what is attended to is the KV of
-the tokens before, every request ends exactly once, nobody who is in flight is touched, preemptions
-and swaps are bounded, and when arrivals stop everybody gets served. PODWAY_EXAMPLES=10000 runs as
+the tokens before, every request ends exactly once, no request in flight is touched, preemptions
+and swaps are bounded, and when arrivals stop every request is served. PODWAY_EXAMPLES=10000 runs as
 many cases. (`test_scheduler_under_pressure` plays fewer kinds of events, and many more swaps.)
 """
 
@@ -25,7 +25,7 @@ from engine.ports import Policy
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.turns import HAND
+from tests.scheduling import HAND_COST
 
 NUM_SLOTS = 24
 END = 3
@@ -34,7 +34,7 @@ NAMES = st.sampled_from([*POLICIES, *ORACLES])
 
 
 class Ends(NullObserver):
-    """Counts how often each request is told to have ended."""
+    """Counts how often each request is reported ended."""
 
     def __init__(self) -> None:
         self.count: Counter[int] = Counter()
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
         self.name = name
-        self.cost = LiveCost(HAND)
+        self.cost = LiveCost(HAND_COST)
         policy = self.make_policy()
         self.scheduler = IterationScheduler(bounds, ledger, policy, self.ends, self.cost)
         self.now = 0.0
@@ -123,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline: float | None,
         is_background: bool,
     ) -> None:
-        ask = RequestSpec(
+        spec = RequestSpec(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             sampling=SamplingParams(),
@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         before = repr(self.scheduler)
         try:
-            self.requests.append(self.scheduler.add(ask, self.now))
+            self.requests.append(self.scheduler.add(spec, self.now))
         except (DeadlineUnmeetable, InvalidRequest):
             assert self.name == "deadline"
             assert repr(self.scheduler) == before
@@ -179,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.num_planned <= request.max_slots
 
     def run(self, iteration: Iteration) -> None:
-        """Do what the workers do, for which all that is held must still be there."""
+        """Do what the workers do: all blocks that the step names must still be held."""
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             table = self.scheduler.ledger.table(request.request_id)
             assert table.startswith(entry.blocks)
@@ -190,10 +190,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, tokens: list[int]) -> None:
         iteration = self.in_flight.popleft()
         self.run(iteration)
-        draws = sum(entry.sample is not None for entry in iteration.step.entries)
-        seconds = HAND.step(iteration.step)
+        samples = sum(entry.sample is not None for entry in iteration.step.entries)
+        seconds = HAND_COST.step(iteration.step)
         self.now += seconds
-        result = StepResult(iteration.step.step_id, tuple(tokens[:draws]), seconds)
+        result = StepResult(iteration.step.step_id, tuple(tokens[:samples]), seconds)
         for delivery in self.scheduler.commit(iteration, result, self.now):
             assert delivery.request.abort is None
 
@@ -235,13 +235,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert max(self.ends.freed_after, default=0) <= self.depth
 
     def teardown(self) -> None:
-        """Arrivals stop: whoever is left is served, in a bounded number of iterations."""
+        """Arrivals stop: every live request is served in a bounded number of iterations."""
         if not hasattr(self, "scheduler"):
             return
         work = sum(r.prompt_len + r.spec.max_tokens for r in self.scheduler.pool)
-        turns = 8 * work + 8
-        while self.scheduler.pool and turns:
-            turns -= 1
+        iterations_left = 8 * work + 8
+        while self.scheduler.pool and iterations_left:
+            iterations_left -= 1
             self.plan()
             assert self.in_flight, f"stuck: {self.scheduler!r}"
             self.commit([5] * 4)

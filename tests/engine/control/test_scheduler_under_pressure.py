@@ -1,4 +1,4 @@
-"""The scheduler with far more work than memory: every policy, admission and kind of swap.
+"""The scheduler with far more work than KV blocks: every policy, admission and kind of swap.
 
 A case is a load on a small device, played to its end with cancels, failed steps, dead workers and
 switched policies on the way. PODWAY_EXAMPLES=10000 plays as many cases.
@@ -20,7 +20,7 @@ from engine.ports import Policy
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.turns import HAND
+from tests.scheduling import HAND_COST
 
 NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
 NUM_SLOTS = 24
@@ -28,8 +28,8 @@ NAMES = [*POLICIES, *ORACLES]
 MODES = [Admission.GROW] * 4 + [Admission.RESERVE, Admission.REQUEST]
 
 
-class Told(NullObserver):
-    """How often each request ended, and what was preempted and moved."""
+class SeenEvents(NullObserver):
+    """Counts ends per request, preemptions and swaps."""
 
     def __init__(self) -> None:
         self.ends: Counter[int] = Counter()
@@ -50,11 +50,11 @@ class Told(NullObserver):
 
 
 class Case:
-    """One engine under one load; everything is drawn from the seed."""
+    """One scheduler under one load; all choices are made from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
-        self.told = Told()
+        self.seen = SeenEvents()
         self.depth = random.randint(1, 3)
         self.looks_ahead = random.random() < 0.5
         size = random.choice([1, 2, 4])
@@ -72,9 +72,9 @@ class Case:
             reuses_prefixes=random.random() < 0.5,
         )
         ledger = KVLedger(NUM_SLOTS // size, size, random.choice([0, 8, 64]) // size)
-        self.cost = LiveCost(HAND)
+        self.cost = LiveCost(HAND_COST)
         self.scheduler = IterationScheduler(
-            self.settings, ledger, self.policy(), self.told, self.cost
+            self.settings, ledger, self.policy(), self.seen, self.cost
         )
         self.device = RememberingDevice(size)
         self.in_flight: deque[Iteration] = deque()
@@ -88,17 +88,17 @@ class Case:
         return build(self.random.choice(NAMES), self.cost, settings, serves=False)
 
     def play(self) -> None:
-        """Serve everybody to the end, in a bounded number of turns."""
-        turns = 4000
-        while turns and (self.to_come or self.scheduler.pool):
-            turns -= 1
+        """Serve every request to its end, in a bounded number of iterations."""
+        iterations_left = 4000
+        while iterations_left and (self.to_come or self.scheduler.pool):
+            iterations_left -= 1
             if self.to_come and self.random.random() < 0.5:
                 self.arrive()
             if self.has_trouble:
                 self.trouble()
-            self.turn()
+            self.run_iteration()
             self.check()
-        assert turns, f"never served: {self.scheduler!r}"
+        assert iterations_left, f"never served: {self.scheduler!r}"
         ledger = self.scheduler.ledger
         assert ledger.num_held == ledger.num_moving == 0
         assert ledger.host.num_free == ledger.host.num_blocks
@@ -107,7 +107,7 @@ class Case:
     def arrive(self) -> None:
         random = self.random
         self.to_come -= 1
-        ask = RequestSpec(
+        spec = RequestSpec(
             prompt=tuple(random.choices((0, 1), k=random.randint(1, 12))),
             max_tokens=random.randint(1, 12),
             sampling=SamplingParams(),
@@ -118,12 +118,12 @@ class Case:
             is_background=random.random() < 0.15,
         )
         try:
-            self.requests.append(self.scheduler.add(ask, self.now))
+            self.requests.append(self.scheduler.add(spec, self.now))
         except (DeadlineUnmeetable, InvalidRequest):
-            assert ask.deadline or ask.ttft_deadline
+            assert spec.deadline or spec.ttft_deadline
 
     def trouble(self) -> None:
-        """Sometimes somebody leaves, a step fails, the worker dies, the policy changes."""
+        """Sometimes cancel a request, fail a step, lose the worker or switch the policy."""
         random = self.random
         for request in list(self.scheduler.pool):
             if random.random() < 0.01:
@@ -137,7 +137,7 @@ class Case:
         if random.random() < 0.02:
             self.scheduler.switch(self.policy(), self.now)
 
-    def turn(self) -> None:
+    def run_iteration(self) -> None:
         """As the engine: plan while fewer than `depth` are in flight, then commit the oldest."""
         self.scheduler.expire(self.now)
         while len(self.in_flight) < self.depth:
@@ -156,11 +156,11 @@ class Case:
             self.commit(self.in_flight.popleft())
 
     def commit(self, iteration: Iteration) -> None:
-        draws = sum(entry.sample is not None for entry in iteration.step.entries)
+        samples = sum(entry.sample is not None for entry in iteration.step.entries)
         self.device.run(iteration)
-        seconds = HAND.step(iteration.step)
+        seconds = HAND_COST.step(iteration.step)
         self.now += seconds
-        result = StepResult(iteration.step.step_id, (5,) * draws, seconds)
+        result = StepResult(iteration.step.step_id, (5,) * samples, seconds)
         self.scheduler.commit(iteration, result, self.now)
 
     def check(self) -> None:
@@ -168,9 +168,9 @@ class Case:
         scheduler.ledger.check()
         scheduler.pool.check()
         assert scheduler.ledger.num_leaked(scheduler.pool) == 0
-        assert self.told.late <= self.depth
+        assert self.seen.late <= self.depth
         for request in self.requests:
-            assert self.told.ends[request.request_id] == int(request.state.is_terminal)
+            assert self.seen.ends[request.request_id] == int(request.state.is_terminal)
             if not request.spec.is_background:
                 assert request.num_preemptions <= self.settings.max_preemptions
                 assert request.num_swaps <= self.settings.max_swaps
@@ -178,7 +178,7 @@ class Case:
                 assert request.produced == request.spec.max_tokens
 
 
-def test_whatever_the_load_everybody_is_served_and_nothing_is_lost() -> None:
+def test_under_any_load_every_request_is_served_and_no_block_is_lost() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(NUM_CASES):
         case = Case(seed)
@@ -187,6 +187,6 @@ def test_whatever_the_load_everybody_is_served_and_nothing_is_lost() -> None:
         except Exception as error:
             error.add_note(f"the case of seed {seed}: {case.settings}")
             raise
-        kinds += case.told.kinds
+        kinds += case.seen.kinds
     assert min(kinds[kind] for kind in ("recompute", "out awaited", "in awaited")) > NUM_CASES // 20
     assert min(kinds[kind] for kind in ("out ahead", "in ahead")) > 0

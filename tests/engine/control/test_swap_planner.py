@@ -1,4 +1,4 @@
-"""Proactive swapping by hand: out ahead of need, in ahead of use, and not for nothing."""
+"""Proactive swapping: out ahead of need, in ahead of use, and only with a benefit."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from engine.kv.ledger import KVLedger
 from engine.policy import PolicySettings, build
 from engine.request import State
 from engine.step import Direction, StepResult
-from tests.turns import HAND, an_ask
+from tests.scheduling import HAND_COST, a_spec
 
 
 def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> IterationScheduler:
@@ -22,34 +22,34 @@ def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> Iterat
         "swap": SwapMode.PROACTIVE,
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    chosen = build(policy, HAND, PolicySettings(1000.0, seats=1))
+    chosen = build(policy, HAND_COST, PolicySettings(1000.0, seats=1))
     return IterationScheduler(settings, KVLedger(num_blocks, 1, 50), chosen)
 
 
-def turn(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:
+def run_iteration(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:
     iteration = scheduler.plan(now)
     assert iteration is not None
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    seconds = HAND.step(iteration.step)
-    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, seconds), now)
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    seconds = HAND_COST.step(iteration.step)
+    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * samples, seconds), now)
     scheduler.ledger.check()
     return iteration
 
 
 def crowd(scheduler: IterationScheduler) -> tuple[int, int]:
-    """A long request that has sunk, and one that arrives; who they are."""
-    long = scheduler.add(an_ask(20, 30), 0.0)
+    """A long request that was demoted, and a new one; their ids."""
+    long = scheduler.add(a_spec(20, 30), 0.0)
     for _ in range(8):
-        turn(scheduler)
-    short = scheduler.add(an_ask(12, 3), 0.0)
+        run_iteration(scheduler)
+    short = scheduler.add(a_spec(12, 3), 0.0)
     return long.request_id, short.request_id
 
 
-def test_who_runs_last_goes_before_its_room_is_needed() -> None:
+def test_the_request_that_runs_last_is_swapped_out_before_its_blocks_are_needed() -> None:
     scheduler = make()
     long, short = crowd(scheduler)
     assert scheduler.ledger.num_free == 50 - 27
-    step = turn(scheduler).step
+    step = run_iteration(scheduler).step
     assert [entry.request_id for entry in step.entries] == [short]
     (move,) = step.moves
     assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, False, 27)
@@ -58,18 +58,18 @@ def test_who_runs_last_goes_before_its_room_is_needed() -> None:
     assert scheduler.ledger.num_free == 50 - 12
 
 
-def test_who_runs_soon_comes_back_before_its_turn() -> None:
+def test_a_request_that_runs_soon_is_swapped_in_before_it_is_scheduled() -> None:
     scheduler = make()
     long, _ = crowd(scheduler)
     while len(scheduler.pool) > 1:
-        step = turn(scheduler).step
+        step = run_iteration(scheduler).step
         assert all(entry.request_id != long for entry in step.entries)
-    scheduler.add(an_ask(1, 1), 0.0)
-    step = turn(scheduler).step
+    scheduler.add(a_spec(1, 1), 0.0)
+    step = run_iteration(scheduler).step
     assert [entry.request_id for entry in step.entries] != [long]
     (move,) = step.moves
     assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.IN, False, 27)
-    step = turn(scheduler).step
+    step = run_iteration(scheduler).step
     assert [entry.request_id for entry in step.entries] == [long]
     assert step.moves == ()
 
@@ -78,16 +78,16 @@ def test_who_runs_soon_comes_back_before_its_turn() -> None:
     ("policy", "bounds"),
     [("fcfs", {}), ("mlfq", {"swap": SwapMode.REACTIVE}), ("mlfq", {"max_swaps": 0})],
 )
-def test_nothing_moves_early_unless_the_policy_the_setting_and_the_bound_allow_it(
+def test_kv_is_swapped_early_only_if_policy_setting_and_bound_allow_it(
     policy: str, bounds: dict[str, object]
 ) -> None:
     scheduler = make(policy, 50, **bounds)
     crowd(scheduler)
     while scheduler.pool:
-        assert turn(scheduler).step.moves == ()
+        assert run_iteration(scheduler).step.moves == ()
 
 
-def test_blocks_that_are_coming_are_not_asked_for_again() -> None:
+def test_blocks_that_are_about_to_be_freed_are_not_swapped_out_twice() -> None:
     scheduler = make()
     crowd(scheduler)
     first = scheduler.plan(0.0)
@@ -100,11 +100,11 @@ def test_blocks_that_are_coming_are_not_asked_for_again() -> None:
     assert scheduler.kv.num_to_be_freed == 0
 
 
-def test_whose_turn_it_is_waits_for_its_kv_while_others_fill_the_iteration() -> None:
+def test_a_swapped_request_waits_for_its_kv_while_others_fill_the_iteration() -> None:
     scheduler = make("priority", 50)
     for priority, prompt_len in ((1, 20), (2, 12)):
-        scheduler.add(an_ask(prompt_len, 9, priority=priority), 0.0)
-        turn(scheduler)
+        scheduler.add(a_spec(prompt_len, 9, priority=priority), 0.0)
+        run_iteration(scheduler)
     first, second = scheduler.pool
     assert first.produced == 2
     assert scheduler.kv.swap_out(first, 0.0, is_awaited=False)
@@ -119,4 +119,4 @@ def test_whose_turn_it_is_waits_for_its_kv_while_others_fill_the_iteration() -> 
         (Direction.IN, False)
     ]
     scheduler.commit(back, StepResult(back.step.step_id, (5,), 1.0), 0.0)
-    assert turn(scheduler).requests == (first,)
+    assert run_iteration(scheduler).requests == (first,)

@@ -1,4 +1,4 @@
-"""What steps cost, found again from steps: exactly without noise, on the mean with it."""
+"""A cost model recovered from steps: exactly without noise, on average with noise."""
 
 from random import Random
 
@@ -14,14 +14,14 @@ TRUE = CostModel(
 
 
 def a_step(random: Random) -> Step:
-    """Decodes, and in one of three a piece of a prompt."""
-    draw = SampleSpec(SamplingParams())
+    """Decodes, and in one step of three a chunk of a prompt."""
+    sample = SampleSpec(SamplingParams())
     entries = [
-        StepEntry(RequestId(number), random.randint(1, 4000), (1,), b"", draw)
+        StepEntry(RequestId(number), random.randint(1, 4000), (1,), b"", sample)
         for number in range(random.choice([1, 2, 4, 8, 16, 64]))
     ]
     if random.random() < 0.33:
-        last = random.choice([draw, None])
+        last = random.choice([sample, None])
         start, size = random.choice([0, 512, 1024]), random.choice([64, 200, 448])
         entries.append(StepEntry(RequestId(99), start, (1,) * size, b"", last))
     return Step(StepId(0), tuple(entries))
@@ -37,26 +37,26 @@ def samples(count: int, spread: float) -> list[Sample]:
 
 
 @pytest.mark.parametrize(("spread", "tolerance"), [(0.0, 0.02), (0.4, 0.06)])
-def test_a_model_is_found_again_from_its_steps(spread: float, tolerance: float) -> None:
+def test_a_model_is_recovered_from_its_steps(spread: float, tolerance: float) -> None:
     found = fit(samples(1500, spread))
     random = Random(8)
     for step in (a_step(random) for _ in range(50)):
         assert found.step(step) == pytest.approx(TRUE.step(step), rel=tolerance)
 
 
-def test_nothing_that_costs_time_is_ever_negative() -> None:
-    """Longer contexts were faster by chance: that is no reason to expect time back."""
+def test_no_coefficient_is_negative() -> None:
+    """Longer contexts were faster by chance: the coefficient is 0, not negative."""
     odd = [Sample(1, 1000, 0.0, 1, 0.001), Sample(1, 1, 0.0, 1, 0.002), Sample(9, 9, 45, 1, 0.001)]
     found = fit(odd * 5)
     assert min(found.per_slot, found.per_pair, found.per_draw) >= 0.0
     assert [seconds for _, seconds in found.curve] == sorted(s for _, s in found.curve)
 
 
-def test_steps_of_one_size_alone_tell_no_curve() -> None:
-    with pytest.raises(ValueError, match="one size"):
+def test_steps_of_one_size_cannot_be_fitted() -> None:
+    with pytest.raises(ValueError, match="two different numbers of tokens"):
         fit([Sample(1, 5, 0.0, 1, 0.01)] * 10)
 
 
-def test_many_samples_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_an_evenly_spaced_subset_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cost.fit.MAX_SAMPLES", 100)
     assert fit(samples(1500, 0.0)).tokens(64) == pytest.approx(TRUE.tokens(64), rel=0.1)

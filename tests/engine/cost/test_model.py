@@ -1,4 +1,4 @@
-"""The cost model as a message and as a bound; a live one follows the machine."""
+"""The cost model as JSON and as a bound on chunks, and how a live one adapts."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,7 @@ from engine.cost.model import CostModel, LiveCost
 MODEL = CostModel(((1, 0.5), (11, 1.5)), per_slot=0.0, per_pair=0.0)
 
 
-def test_a_model_survives_being_written_down() -> None:
+def test_a_model_is_parsed_back_from_json() -> None:
     model = CostModel(((1, 0.1), (9, 0.5)), 1e-7, 1e-9, 1e-4, 0.001, 1e-5)
     assert CostModel.parse(asdict(model)) == model
     assert CostModel.parse({"curve": [[0, 1], [5, 2]], "per_slot": 0, "per_pair": 0}).per_draw == 0
@@ -28,7 +28,7 @@ def test_a_model_survives_being_written_down() -> None:
         {"curve": [[0, 1], [5, 2]], "per_slot": 0, "per_pair": 0, "per_moon": 1},
     ],
 )
-def test_what_is_no_cost_model_is_refused(values: dict[str, object]) -> None:
+def test_invalid_cost_models_are_rejected(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
         CostModel.parse(values)
 
@@ -36,7 +36,9 @@ def test_what_is_no_cost_model_is_refused(values: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("seconds", "beside", "fits"), [(0.4, 0, 0), (0.5, 0, 1), (1.0, 0, 6), (1.0, 3, 3), (9.0, 0, 8)]
 )
-def test_as_many_tokens_fit_as_there_is_time_for(seconds: float, beside: int, fits: int) -> None:
+def test_tokens_within_is_the_most_tokens_that_fit_into_the_time(
+    seconds: float, beside: int, fits: int
+) -> None:
     assert LiveCost(MODEL).tokens_within(seconds + 1e-9, 8, 0, beside) == fits
 
 

@@ -76,5 +76,5 @@ def test_a_probe_knows_its_own_size_in_the_cost_models_words() -> None:
     for probe in (Probe(3, 1, 16), Probe(1, 64, 0), Probe(1, 32, 32)):
         step: Step = probe.step(0, BOUNDS)
         size = probe.sample(1.0)
-        expected = size.slots * 0.5 + size.pairs * 0.25 + size.draws * 8.0
+        expected = size.slots * 0.5 + size.pairs * 0.25 + size.num_sampled * 8.0
         assert parts.step(step) - 1.0 == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""The KV ledger: blocks are never lost, doubled or handed out in part."""
+"""The KV ledger: blocks are never lost or allocated twice, and allocations are complete."""
 
 from array import array
 
@@ -39,14 +39,14 @@ def test_growing_keeps_the_blocks_that_are_held() -> None:
     assert len(array("i", ledger.table(A))) == 3
 
 
-def test_reserving_less_than_is_held_takes_nothing_away() -> None:
+def test_reserving_fewer_slots_than_are_held_frees_none() -> None:
     ledger = KVLedger(num_blocks=4, block_size=2)
     ledger.reserve(A, 8)
     assert ledger.reserve(A, 1)
     assert ledger.num_held == 4
 
 
-def test_a_leak_is_counted_as_orphans() -> None:
+def test_blocks_of_ended_requests_count_as_leaked() -> None:
     ledger = KVLedger(num_blocks=4, block_size=2)
     ledger.reserve(A, 4)
     ledger.reserve(B, 2)
@@ -89,7 +89,7 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     ledger.check()
 
 
-def test_content_that_two_computed_at_once_is_published_once() -> None:
+def test_content_computed_by_two_requests_is_published_once() -> None:
     ledger = KVLedger(num_blocks=4, block_size=1)
     for owner in (A, B):
         ledger.reserve(owner, 1)

@@ -1,4 +1,4 @@
-"""Swapping by hand: what moves when, and that every end in every state frees both tiers."""
+"""Swapping: which KV moves when, and that every end in every state frees both tiers."""
 
 from array import array
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from engine.policy import build
 from engine.ports import Policy
 from engine.request import Abort, Request, State
 from engine.step import BlockMove, Direction, StepResult
-from tests.turns import HAND, an_ask, turn
+from tests.scheduling import HAND_COST, a_spec, run_iteration
 
 
 def make(num_blocks: int = 8, num_host_blocks: int = 8, **bounds: object) -> IterationScheduler:
-    """Two seats, blocks of one slot; whoever came last gives way."""
+    """Two seats, blocks of one slot; the request that arrived last is preempted."""
     values: dict[str, object] = {
         "max_model_len": 100,
         "max_batch_size": 2,
@@ -32,7 +32,7 @@ def make(num_blocks: int = 8, num_host_blocks: int = 8, **bounds: object) -> Ite
 
 
 def fcfs() -> Policy:
-    return build("fcfs", HAND)
+    return build("fcfs", HAND_COST)
 
 
 def planned(scheduler: IterationScheduler) -> Iteration:
@@ -43,8 +43,8 @@ def planned(scheduler: IterationScheduler) -> Iteration:
 
 
 def commit(scheduler: IterationScheduler, iteration: Iteration) -> None:
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * draws, 0.1), 0.0)
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * samples, 0.1), 0.0)
     scheduler.ledger.check()
     scheduler.pool.check()
 
@@ -62,7 +62,7 @@ def blocks(move: BlockMove) -> tuple[list[int], list[int]]:
 
 def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fits() -> None:
     scheduler = make()
-    old, young = scheduler.add(an_ask(2, 6), 0.0), scheduler.add(an_ask(2, 6), 0.0)
+    old, young = scheduler.add(a_spec(2, 6), 0.0), scheduler.add(a_spec(2, 6), 0.0)
     out = until(scheduler, lambda iteration: bool(iteration.step.moves))
     (move,) = out.step.moves
     assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, True, 4)
@@ -86,28 +86,28 @@ def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fi
     assert (young.num_swaps, young.num_preemptions, old.num_swaps) == (1, 0, 0)
 
 
-def test_without_room_on_the_host_the_victim_is_computed_again() -> None:
+def test_if_the_host_tier_is_full_the_victim_is_recomputed() -> None:
     scheduler = make(num_host_blocks=3)
-    scheduler.add(an_ask(2, 6), 0.0)
-    young = scheduler.add(an_ask(2, 6), 0.0)
+    scheduler.add(a_spec(2, 6), 0.0)
+    young = scheduler.add(a_spec(2, 6), 0.0)
     while scheduler.pool:
-        turn(scheduler, 0.0)
+        run_iteration(scheduler, 0.0)
     assert (young.num_swaps, young.num_preemptions) == (0, 1)
 
 
-def test_who_was_swapped_too_often_comes_back_with_all_its_slots() -> None:
+def test_a_request_swapped_too_often_restarts_with_all_its_slots() -> None:
     scheduler = make(max_swaps=1)
-    scheduler.add(an_ask(2, 6), 0.0)
-    young = scheduler.add(an_ask(2, 6), 0.0)
+    scheduler.add(a_spec(2, 6), 0.0)
+    young = scheduler.add(a_spec(2, 6), 0.0)
     back = until(scheduler, lambda it: any(m.direction is Direction.IN for m in it.step.moves))
     assert scheduler.ledger.num_held == young.max_slots
     commit(scheduler, back)
 
 
-def test_published_blocks_stay_on_the_device_and_are_not_moved_in() -> None:
+def test_published_blocks_stay_cached_on_the_device_and_are_not_swapped_in() -> None:
     scheduler = make(num_blocks=9, reuses_prefixes=True)
-    scheduler.add(an_ask(2, 6, salt="old"), 0.0)
-    scheduler.add(an_ask(2, 6, salt="young"), 0.0)
+    scheduler.add(a_spec(2, 6, salt="old"), 0.0)
+    scheduler.add(a_spec(2, 6, salt="young"), 0.0)
     out = until(scheduler, lambda iteration: bool(iteration.step.moves))
     commit(scheduler, out)
     back = until(scheduler, lambda iteration: bool(iteration.step.moves))
@@ -120,8 +120,8 @@ def test_published_blocks_stay_on_the_device_and_are_not_moved_in() -> None:
 
 def swapping_out() -> tuple[IterationScheduler, Request, Iteration | None]:
     scheduler = make()
-    scheduler.add(an_ask(2, 6), 0.0)
-    young = scheduler.add(an_ask(2, 6, deadline=5.0), 0.0)
+    scheduler.add(a_spec(2, 6), 0.0)
+    young = scheduler.add(a_spec(2, 6, deadline=5.0), 0.0)
     return scheduler, young, until(scheduler, lambda iteration: bool(iteration.step.moves))
 
 
@@ -136,13 +136,13 @@ def swapping_in() -> tuple[IterationScheduler, Request, Iteration | None]:
     scheduler, young, _ = swapped()
     while scheduler.admission.num_missing(young) > 0:
         commit(scheduler, planned(scheduler))
-    scheduler.add(an_ask(1, 3), 0.0)
+    scheduler.add(a_spec(1, 3), 0.0)
     scheduler.admission.start(young, 0.0, is_awaited=False)
     return scheduler, young, planned(scheduler)
 
 
 def fetched() -> tuple[IterationScheduler, Request, Iteration | None]:
-    """Moved in by the very iteration that computes it."""
+    """Swapped in by the iteration that computes it."""
     scheduler, young, _ = swapped()
     return scheduler, young, until(scheduler, lambda iteration: bool(iteration.step.moves))
 
@@ -157,7 +157,7 @@ in_every_place = pytest.mark.parametrize("place", PLACES)
 
 
 def settled(scheduler: IterationScheduler, in_flight: Iteration | None) -> None:
-    """The iteration returns, everybody else is served; nothing is left in any tier."""
+    """The iteration returns and all requests are served; then both tiers are free."""
     if in_flight is not None:
         commit(scheduler, in_flight)
     while scheduler.pool:
@@ -168,7 +168,7 @@ def settled(scheduler: IterationScheduler, in_flight: Iteration | None) -> None:
 
 
 @in_every_place
-def test_who_leaves_is_gone_from_both_tiers_at_the_commit(place: State) -> None:
+def test_a_cancelled_request_is_freed_from_both_tiers_at_the_commit(place: State) -> None:
     scheduler, young, in_flight = PLACES[place]()
     assert young.state is place
     scheduler.cancel(young, Abort.CLIENT_GONE, 1.0)
@@ -183,7 +183,7 @@ def test_who_leaves_is_gone_from_both_tiers_at_the_commit(place: State) -> None:
 
 
 @in_every_place
-def test_who_is_too_late_expires_wherever_its_kv_is(place: State) -> None:
+def test_a_request_expires_in_whichever_tier_its_kv_is(place: State) -> None:
     scheduler, young, in_flight = PLACES[place]()
     assert scheduler.expire(5.0) == [young]
     settled(scheduler, in_flight)
@@ -191,7 +191,7 @@ def test_who_is_too_late_expires_wherever_its_kv_is(place: State) -> None:
 
 
 @in_every_place
-def test_a_dead_worker_takes_both_tiers_with_it(place: State) -> None:
+def test_a_worker_crash_clears_both_tiers(place: State) -> None:
     scheduler, young, in_flight = PLACES[place]()
     scheduler.lose_device([in_flight] if in_flight else [], 1.0)
     scheduler.ledger.check()
@@ -211,7 +211,7 @@ def test_a_worker_that_dies_under_a_cancelled_request_ends_it(place: State) -> N
 
 
 @pytest.mark.parametrize("place", [State.SWAPPING_OUT, State.SWAPPING_IN])
-def test_a_move_that_failed_with_its_step_is_made_up_for_by_computing_again(place: State) -> None:
+def test_a_request_whose_move_failed_with_its_step_is_recomputed(place: State) -> None:
     scheduler, young, in_flight = PLACES[place]()
     assert in_flight is not None
     failed = scheduler.fail(in_flight, StepFailed("boom"), 1.0)
@@ -222,7 +222,7 @@ def test_a_move_that_failed_with_its_step_is_made_up_for_by_computing_again(plac
     assert young.produced == 6
 
 
-def test_a_fetched_request_fails_with_the_step_that_fetched_it() -> None:
+def test_a_request_swapped_in_by_its_own_step_fails_with_that_step() -> None:
     scheduler, young, in_flight = fetched()
     assert in_flight is not None
     assert young in scheduler.fail(in_flight, StepFailed("boom"), 1.0)
@@ -230,7 +230,7 @@ def test_a_fetched_request_fails_with_the_step_that_fetched_it() -> None:
 
 
 @in_every_place
-def test_when_nobody_is_served_any_more_nothing_stays_behind(place: State) -> None:
+def test_failing_all_requests_frees_all_blocks(place: State) -> None:
     scheduler, young, in_flight = PLACES[place]()
     scheduler.fail_all(Unavailable("over"), 1.0)
     settled(scheduler, in_flight)
@@ -239,8 +239,8 @@ def test_when_nobody_is_served_any_more_nothing_stays_behind(place: State) -> No
 
 @in_every_place
 @pytest.mark.parametrize("name", ["mlfq", "fair", "deadline"])
-def test_policies_are_switched_while_kv_is_anywhere(place: State, name: str) -> None:
+def test_policies_are_switched_in_every_state_of_a_swap(place: State, name: str) -> None:
     scheduler, young, in_flight = PLACES[place]()
-    scheduler.switch(build(name, HAND), 1.0)
+    scheduler.switch(build(name, HAND_COST), 1.0)
     settled(scheduler, in_flight)
     assert young.state is State.FINISHED

@@ -1,4 +1,4 @@
-"""Deadlines: earliest first, the late last, the hopeless refused, with exact forecasts."""
+"""Deadlines: earliest first, late ones last, unmeetable ones rejected, with exact forecasts."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy import PolicySettings
 from engine.policy.deadline import EarliestFeasibleFirst
 from engine.request import FinishReason, Request, State
-from tests.turns import HAND, a_request, a_scheduler, an_ask, ends, play, turn
+from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
 
 
 def numbers(policy: EarliestFeasibleFirst, now: float) -> list[int]:
@@ -18,8 +18,8 @@ def arrive(policy: EarliestFeasibleFirst, *requests: Request) -> None:
         policy.arrive(request, request.arrived_at)
 
 
-def test_who_is_due_first_goes_first() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_the_request_due_first_is_ordered_first() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     arrive(
         policy,
         a_request(0, 1, 9),
@@ -31,8 +31,8 @@ def test_who_is_due_first_goes_first() -> None:
     assert numbers(policy, 0.0) == [3, 2, 1, 0, 4]  # without a deadline: due after a minute
 
 
-def test_the_first_token_moves_a_request_to_when_its_last_is_due() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_after_its_first_token_a_request_is_due_at_its_end() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     first = a_request(0, 2, 9, ttft_deadline=5.0, deadline=30.0)
     arrive(policy, first, a_request(1, 2, 9, ttft_deadline=10.0))
     assert numbers(policy, 0.0) == [0, 1]
@@ -41,8 +41,8 @@ def test_the_first_token_moves_a_request_to_when_its_last_is_due() -> None:
     assert numbers(policy, 1.5) == [1, 0]
 
 
-def test_what_can_no_longer_be_in_time_goes_last_but_not_for_ever() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_a_request_that_misses_its_deadline_is_ordered_last_but_does_not_starve() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     late = a_request(0, 7, 9, ttft_deadline=10.0)  # its prompt takes four seconds
     arrive(policy, late, a_request(1, 1, 9, ttft_deadline=20.0), a_request(2, 1, 9))
     assert numbers(policy, 6.0) == [0, 1, 2]
@@ -52,8 +52,8 @@ def test_what_can_no_longer_be_in_time_goes_last_but_not_for_ever() -> None:
     assert numbers(policy, 7.0) == [1, 2, 3, 0, 4]
 
 
-def test_the_last_token_is_feasible_as_long_as_answers_of_usual_length_are() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_a_deadline_is_feasible_if_an_output_of_usual_length_meets_it() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     usual = a_request(0, 1, 9)
     arrive(policy, usual)
     usual.output, usual.finish = [5] * 5, FinishReason.STOP
@@ -63,69 +63,71 @@ def test_the_last_token_is_feasible_as_long_as_answers_of_usual_length_are() -> 
     assert numbers(policy, 15.5) == [2, 1]
 
 
-def test_what_takes_too_long_even_alone_is_refused_for_good() -> None:
-    policy = EarliestFeasibleFirst(HAND)
-    ask = an_ask(9, 9, ttft_deadline=4.5)
-    with pytest.raises(InvalidRequest, match=r"ttft_deadline is 4.5 s.*takes about 5 s") as refusal:
-        policy.validate(ask, 9, 0.0)
-    assert refusal.value.param == "ttft_deadline"
-    policy.validate(ask, 8, 0.0)  # one token is cached
-    policy.validate(an_ask(400, 9), 400, 0.0)
+def test_a_deadline_missed_even_alone_is_an_invalid_request() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
+    spec = a_spec(9, 9, ttft_deadline=4.5)
+    with pytest.raises(
+        InvalidRequest, match=r"ttft_deadline is 4.5 s.*takes about 5 s"
+    ) as rejection:
+        policy.validate(spec, 9, 0.0)
+    assert rejection.value.param == "ttft_deadline"
+    policy.validate(spec, 8, 0.0)  # one token is cached
+    policy.validate(a_spec(400, 9), 400, 0.0)
 
 
-def test_what_the_queue_makes_late_is_refused_until_later() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_a_deadline_missed_because_of_the_queue_is_rejected_with_retry_after() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     arrive(policy, a_request(0, 9, 9, deadline=10.0), a_request(1, 99, 9, deadline=60.0))
     # Four seconds for the eight tokens that the first takes more than one would, two for its own.
-    with pytest.raises(DeadlineUnmeetable, match="about 6 s") as refusal:
-        policy.validate(an_ask(3, 9, deadline=12.0, ttft_deadline=5.5), 3, 5.0)
-    assert refusal.value.retry_after == 0.5
-    policy.validate(an_ask(3, 9, deadline=12.0, ttft_deadline=6.0), 3, 5.0)
-    policy.validate(an_ask(3, 9, ttft_deadline=4.5), 3, 5.0)  # due before the others
+    with pytest.raises(DeadlineUnmeetable, match="about 6 s") as rejection:
+        policy.validate(a_spec(3, 9, deadline=12.0, ttft_deadline=5.5), 3, 5.0)
+    assert rejection.value.retry_after == 0.5
+    policy.validate(a_spec(3, 9, deadline=12.0, ttft_deadline=6.0), 3, 5.0)
+    policy.validate(a_spec(3, 9, ttft_deadline=4.5), 3, 5.0)  # due before the others
 
 
-def test_a_queue_for_seats_counts() -> None:
-    policy = EarliestFeasibleFirst(HAND, PolicySettings(seats=2))
+def test_the_forecast_counts_the_queue_for_seats() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST, PolicySettings(seats=2))
     for number in range(4):
         arrive(policy, a_request(number, 1, 9, min_tokens=6, deadline=9.0))
     # Three answers of six seconds leave two seats before it has one.
     with pytest.raises(DeadlineUnmeetable, match="about 10 s"):
-        policy.validate(an_ask(1, 9, ttft_deadline=9.5), 1, 0.5)
-    policy.validate(an_ask(1, 9, ttft_deadline=10.0), 1, 0.5)
+        policy.validate(a_spec(1, 9, ttft_deadline=9.5), 1, 0.5)
+    policy.validate(a_spec(1, 9, ttft_deadline=10.0), 1, 0.5)
 
 
-def test_the_pace_under_load_is_forgotten_when_nobody_is_left() -> None:
-    policy = EarliestFeasibleFirst(HAND)
+def test_the_pace_under_load_is_forgotten_when_no_request_is_left() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
     slow = a_request(0, 1, 9)
     arrive(policy, slow)
     policy.ran(slow, 1, 50.0, 50.0)
-    ask = an_ask(1, 9, min_tokens=3, deadline=10.0)
+    spec = a_spec(1, 9, min_tokens=3, deadline=10.0)
     with pytest.raises(DeadlineUnmeetable, match="about 101 s"):
-        policy.validate(ask, 1, 50.0)
+        policy.validate(spec, 1, 50.0)
     policy.leave(slow, 50.0)
-    policy.validate(ask, 1, 50.0)
+    policy.validate(spec, 1, 50.0)
 
 
-def test_a_refused_request_was_never_there() -> None:
-    scheduler = a_scheduler(EarliestFeasibleFirst(HAND))
-    scheduler.add(an_ask(9, 9, deadline=30.0), 0.0)
+def test_a_rejected_request_leaves_no_trace() -> None:
+    scheduler = a_scheduler(EarliestFeasibleFirst(HAND_COST))
+    scheduler.add(a_spec(9, 9, deadline=30.0), 0.0)
     with pytest.raises(DeadlineUnmeetable):
-        scheduler.add(an_ask(3, 9, ttft_deadline=3.0, deadline=40.0), 28.0)
+        scheduler.add(a_spec(3, 9, ttft_deadline=3.0, deadline=40.0), 28.0)
     assert len(scheduler.pool) == 1
     assert len(list(scheduler.policy.order(0.0))) == 1
 
 
-def test_the_urgent_meet_their_deadlines_where_first_come_first_served_would_not() -> None:
-    arrivals = [(0.0, an_ask(1, 6)), (0.5, an_ask(1, 3, deadline=9.0)), (0.75, an_ask(1, 1))]
-    patient, urgent, last = play(a_scheduler(EarliestFeasibleFirst(HAND)), arrivals)
+def test_urgent_requests_meet_deadlines_that_fcfs_misses() -> None:
+    arrivals = [(0.0, a_spec(1, 6)), (0.5, a_spec(1, 3, deadline=9.0)), (0.75, a_spec(1, 1))]
+    patient, urgent, last = play(a_scheduler(EarliestFeasibleFirst(HAND_COST)), arrivals)
     assert ends([urgent, patient, last]) == [4.0, 9.0, 10.0]
 
 
-def test_a_deadline_that_passes_ends_the_request_and_frees_its_memory() -> None:
-    scheduler = a_scheduler(EarliestFeasibleFirst(HAND))
-    request = scheduler.add(an_ask(1, 9, deadline=3.5), 0.0)
+def test_a_deadline_that_passes_ends_the_request_and_frees_its_blocks() -> None:
+    scheduler = a_scheduler(EarliestFeasibleFirst(HAND_COST))
+    request = scheduler.add(a_spec(1, 9, deadline=3.5), 0.0)
     now = 0.0
     while scheduler.pool:
-        now = turn(scheduler, now)
+        now = run_iteration(scheduler, now)
     assert (request.state, request.produced, now) == (State.EXPIRED, 4, 4.0)
     assert scheduler.ledger.num_held == 0

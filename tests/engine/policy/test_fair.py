@@ -5,20 +5,20 @@ import pytest
 from engine.policy import PolicySettings
 from engine.policy.fair import VirtualTokenCounter
 from engine.request import Request
-from tests.turns import a_request, a_scheduler, an_ask, ends, play, turn
+from tests.scheduling import a_request, a_scheduler, a_spec, ends, play, run_iteration
 
 
 def names(policy: VirtualTokenCounter) -> list[str]:
     return [request.spec.tenant for request in policy.order(0.0)]
 
 
-def test_prompts_count_once_and_answers_twice_and_each_token_when_it_is_computed() -> None:
+def test_prompt_tokens_count_once_and_output_tokens_twice_when_computed() -> None:
     policy = VirtualTokenCounter()
     scheduler = a_scheduler(policy)
-    scheduler.add(an_ask(10, 9, tenant="a"), 0.0)
+    scheduler.add(a_spec(10, 9, tenant="a"), 0.0)
     counters = []
     for _ in range(4):
-        turn(scheduler, 0.0)
+        run_iteration(scheduler, 0.0)
         counters.append(policy.counter("a"))
     assert counters == [8.0, 10.0, 12.0, 14.0]
 
@@ -27,13 +27,13 @@ def test_tokens_found_in_the_cache_cost_nothing() -> None:
     policy = VirtualTokenCounter()
     scheduler = a_scheduler(policy, reuses_prefixes=True)
     for tenant in ("a", "b"):
-        scheduler.add(an_ask(8, 2, tenant=tenant), 0.0)
-    turn(scheduler, 0.0)
-    turn(scheduler, 0.0)
+        scheduler.add(a_spec(8, 2, tenant=tenant), 0.0)
+    run_iteration(scheduler, 0.0)
+    run_iteration(scheduler, 0.0)
     assert (policy.counter("a"), policy.counter("b")) == (8.0, 1.0)
 
 
-def test_the_next_is_always_of_the_tenant_that_would_have_had_least() -> None:
+def test_the_next_request_is_of_the_tenant_with_the_smallest_counter() -> None:
     policy = VirtualTokenCounter()
     for number, (tenant, prompt_len) in enumerate([("a", 4), ("a", 4), ("a", 4), ("b", 2)]):
         policy.arrive(a_request(number, prompt_len, 9, tenant=tenant), 0.0)
@@ -42,7 +42,7 @@ def test_the_next_is_always_of_the_tenant_that_would_have_had_least() -> None:
     assert names(policy) == ["a", "b", "b", "a", "b", "b", "a"]
 
 
-def test_a_newcomer_starts_from_the_least_of_those_who_are_there() -> None:
+def test_a_new_tenant_starts_from_the_smallest_active_counter() -> None:
     policy = VirtualTokenCounter()
     requests = [a_request(number, 200, 9, tenant="ab"[number]) for number in range(2)]
     for request in requests:
@@ -54,7 +54,7 @@ def test_a_newcomer_starts_from_the_least_of_those_who_are_there() -> None:
     assert policy.counter("c") == 70.0
 
 
-def test_leaving_and_coming_back_wipes_nothing_out() -> None:
+def test_a_tenant_that_leaves_and_returns_keeps_its_counter() -> None:
     policy = VirtualTokenCounter()
     greedy, modest = a_request(0, 200, 9, tenant="greedy"), a_request(1, 200, 9, tenant="modest")
     policy.arrive(greedy, 0.0)
@@ -68,7 +68,7 @@ def test_leaving_and_coming_back_wipes_nothing_out() -> None:
     assert policy.counter("modest") == 100.0
 
 
-def test_after_an_empty_spell_everybody_starts_from_who_left_last() -> None:
+def test_after_an_idle_time_tenants_start_from_the_last_counter() -> None:
     policy = VirtualTokenCounter()
     request = a_request(0, 50, 9, tenant="a")
     policy.arrive(request, 0.0)
@@ -82,10 +82,10 @@ def test_after_an_empty_spell_everybody_starts_from_who_left_last() -> None:
 def test_two_busy_tenants_get_tokens_in_proportion_to_their_weights(weight: float) -> None:
     policy = VirtualTokenCounter()
     scheduler = a_scheduler(policy)
-    light = [scheduler.add(an_ask(5, 20, tenant="light"), 0.0) for _ in range(9)]
-    heavy = [scheduler.add(an_ask(5, 20, tenant="heavy", weight=weight), 0.0) for _ in range(9)]
+    light = [scheduler.add(a_spec(5, 20, tenant="light"), 0.0) for _ in range(9)]
+    heavy = [scheduler.add(a_spec(5, 20, tenant="heavy", weight=weight), 0.0) for _ in range(9)]
     for _ in range(120):
-        turn(scheduler, 0.0)
+        run_iteration(scheduler, 0.0)
         apart = abs(policy.counter("light") - policy.counter("heavy"))
         assert apart <= 5.0  # a prompt; twice the largest charge is the bound of the paper
 
@@ -96,8 +96,8 @@ def test_two_busy_tenants_get_tokens_in_proportion_to_their_weights(weight: floa
 
 
 def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
-    greedy = [(0.0, an_ask(1, 4, tenant="greedy"))] * 10
-    modest = (0.5, an_ask(1, 2, tenant="modest"))
+    greedy = [(0.0, a_spec(1, 4, tenant="greedy"))] * 10
+    modest = (0.5, a_spec(1, 2, tenant="modest"))
     requests = play(a_scheduler(VirtualTokenCounter()), [*greedy, modest])
     assert ends(requests[-1:]) == [4.0]
 

@@ -1,4 +1,4 @@
-"""Skip-join MLFQ on costs made by hand: levels, instants, starvation, preemption."""
+"""Skip-join MLFQ with exact costs: levels, times, starvation, preemption."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from engine.policy import PolicySettings
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Request, State
-from tests.turns import HAND, a_request, a_scheduler, an_ask, ends, play, turn
+from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
 
 
 def compute(policy: SkipJoinMLFQ, request: Request, num_tokens: int, now: float = 0.0) -> int:
-    """The policy is told of an iteration with nobody else in it; the level afterwards."""
-    seconds = HAND.compute(num_tokens, request.num_computed)
+    """Report an iteration of this request alone to the policy; the request's level afterwards."""
+    seconds = HAND_COST.compute(num_tokens, request.num_computed)
     request.num_computed += num_tokens
     policy.ran(request, num_tokens, seconds, now)
     if not request.remaining:
@@ -24,22 +24,22 @@ def compute(policy: SkipJoinMLFQ, request: Request, num_tokens: int, now: float 
 def test_a_request_joins_the_highest_queue_whose_quantum_covers_its_first_iteration(
     prompt_len: int, level: int
 ) -> None:
-    policy = SkipJoinMLFQ(HAND)
+    policy = SkipJoinMLFQ(HAND_COST)
     request = a_request(0, prompt_len, 9)
     policy.arrive(request, 0.0)
     assert policy.level(request) == level
 
 
-def test_what_no_quantum_covers_joins_the_lowest_queue() -> None:
-    policy = SkipJoinMLFQ(HAND, PolicySettings(num_levels=3))
+def test_a_request_that_no_quantum_covers_joins_the_lowest_queue() -> None:
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(num_levels=3))
     request = a_request(0, 400, 9)
     policy.arrive(request, 0.0)
     assert policy.level(request) == 2
     assert compute(policy, request, 400) == 2
 
 
-def test_without_skips_everybody_joins_the_highest_queue() -> None:
-    policy = SkipJoinMLFQ(HAND, PolicySettings(skips=False))
+def test_without_skips_every_request_joins_the_highest_queue() -> None:
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(skips=False))
     request = a_request(0, 15, 9)
     policy.arrive(request, 0.0)
     assert policy.level(request) == 0
@@ -48,7 +48,7 @@ def test_without_skips_everybody_joins_the_highest_queue() -> None:
 
 
 def test_a_quantum_lasts_twice_as_long_in_each_next_queue() -> None:
-    policy = SkipJoinMLFQ(HAND)
+    policy = SkipJoinMLFQ(HAND_COST)
     request = a_request(0, 1, 99)
     policy.arrive(request, 0.0)
     levels = [compute(policy, request, 1) for _ in range(15)]
@@ -63,21 +63,21 @@ def test_the_base_quantum_is_the_shortest_iteration_unless_given() -> None:
     assert policy.level(request) == 0
 
 
-def test_short_answers_overtake_a_long_one_that_came_first() -> None:
-    arrivals = [(0.0, an_ask(1, 10)), (2.5, an_ask(1, 2))]
-    long, short = play(a_scheduler(SkipJoinMLFQ(HAND)), arrivals)
+def test_short_outputs_overtake_a_long_one_that_arrived_first() -> None:
+    arrivals = [(0.0, a_spec(1, 10)), (2.5, a_spec(1, 2))]
+    long, short = play(a_scheduler(SkipJoinMLFQ(HAND_COST)), arrivals)
     assert ends([long, short]) == [12.0, 5.0]
     assert long.num_preemptions == 0  # it kept its KV while the other ran
     assert ends(play(a_scheduler(FirstComeFirstServed()), arrivals)) == [10.0, 12.0]
 
 
-def test_a_long_prompt_lets_pass_whoever_comes_before_it_starts() -> None:
-    arrivals = [(0.0, an_ask(1, 1)), (0.25, an_ask(7, 1)), (0.5, an_ask(1, 3))]
-    assert ends(play(a_scheduler(SkipJoinMLFQ(HAND)), arrivals)) == [1.0, 8.0, 4.0]
+def test_requests_that_arrive_before_a_long_prompt_starts_overtake_it() -> None:
+    arrivals = [(0.0, a_spec(1, 1)), (0.25, a_spec(7, 1)), (0.5, a_spec(1, 3))]
+    assert ends(play(a_scheduler(SkipJoinMLFQ(HAND_COST)), arrivals)) == [1.0, 8.0, 4.0]
 
 
-def test_the_starving_are_promoted_with_enough_quantum_for_their_next_iteration() -> None:
-    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=3.0))
+def test_starving_requests_are_promoted_with_enough_quantum_for_their_next_iteration() -> None:
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=3.0))
     request, young = a_request(0, 7, 9), a_request(1, 1, 9)
     policy.arrive(request, 0.0)
     policy.arrive(young, 0.0)
@@ -89,17 +89,17 @@ def test_the_starving_are_promoted_with_enough_quantum_for_their_next_iteration(
     assert [compute(policy, request, 1, now=3.0) for _ in range(4)] == [0, 0, 0, 1]
 
 
-def test_a_starving_request_runs_at_the_limit_though_newcomers_never_end() -> None:
-    flood = [(float(second), an_ask(1, 1)) for second in range(40)]
-    arrivals = sorted([*flood, (0.0, an_ask(7, 1))], key=lambda arrival: arrival[0])
-    scheduler = a_scheduler(SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=10.0)))
+def test_a_starving_request_runs_at_the_limit_under_endless_arrivals() -> None:
+    flood = [(float(second), a_spec(1, 1)) for second in range(40)]
+    arrivals = sorted([*flood, (0.0, a_spec(7, 1))], key=lambda arrival: arrival[0])
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=10.0)))
     (starved,) = (r for r in play(scheduler, arrivals) if r.prompt_len == 7)
     # Promoted at 10, behind the one that arrived at that moment; then four seconds of prompt.
     assert starved.last_token_at == 15.0
 
 
 def test_a_request_in_flight_does_not_starve() -> None:
-    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=3.0))
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=3.0))
     request = a_request(0, 7, 9)
     policy.arrive(request, 0.0)
     request.state = State.RUNNING
@@ -107,19 +107,19 @@ def test_a_request_in_flight_does_not_starve() -> None:
     assert policy.level(request) == 2
 
 
-def test_a_newcomer_takes_the_memory_of_who_has_sunk() -> None:
-    scheduler = a_scheduler(SkipJoinMLFQ(HAND), num_slots=12)
-    long = scheduler.add(an_ask(4, 8), 0.0)
+def test_a_new_request_preempts_a_demoted_one() -> None:
+    scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST), num_slots=12)
+    long = scheduler.add(a_spec(4, 8), 0.0)
     now = 0.0
     while long.produced < 4:
-        now = turn(scheduler, now)
-    short = scheduler.add(an_ask(6, 1), now)  # in a higher queue, and wants six slots
-    turn(scheduler, now)
+        now = run_iteration(scheduler, now)
+    short = scheduler.add(a_spec(6, 1), now)  # in a higher queue, and wants six slots
+    run_iteration(scheduler, now)
     assert (short.state, long.state) == (State.FINISHED, State.WAITING)
     assert (long.num_preemptions, long.num_computed) == (1, 0)
 
 
-def test_to_order_and_take_a_batch_asks_no_cost_however_many_live() -> None:
+def test_ordering_a_batch_predicts_no_cost_for_any_number_of_requests() -> None:
     asked: list[int] = []
 
     class Counting(CostModel):
@@ -127,7 +127,7 @@ def test_to_order_and_take_a_batch_asks_no_cost_however_many_live() -> None:
             asked.append(num_tokens)
             return super().compute(num_tokens, start)
 
-    policy = SkipJoinMLFQ(Counting(HAND.curve, 0.0, 0.0))
+    policy = SkipJoinMLFQ(Counting(HAND_COST.curve, 0.0, 0.0))
     for number in range(2000):
         policy.arrive(a_request(number, 1 + number % 50, 9), 0.0)
     asked.clear()
@@ -136,8 +136,8 @@ def test_to_order_and_take_a_batch_asks_no_cost_however_many_live() -> None:
     assert not asked
 
 
-def test_turns_come_when_those_above_have_sunk_or_at_the_promotion() -> None:
-    policy = SkipJoinMLFQ(HAND, PolicySettings(starvation_seconds=30.0, seats=2))
+def test_the_next_scheduled_time_is_that_of_the_demotions_above_or_of_the_promotion() -> None:
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=30.0, seats=2))
     lengths = (1, 1, 4, 15, 31)  # levels 0, 0, 2, 3, 4
     requests = [a_request(number, length, 9) for number, length in enumerate(lengths)]
     for request in requests:

@@ -1,4 +1,4 @@
-"""A scheduler played turn by turn on costs that can be added up by hand."""
+"""Helpers that run a scheduler one iteration at a time, with costs that can be added up by hand."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,24 +11,24 @@ from engine.request import Request, RequestSpec
 from engine.step import RequestId, SamplingParams, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
-HAND = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
+HAND_COST = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def an_ask(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:
-    """An ask for exactly so many tokens."""
+def a_spec(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:
+    """A request for exactly `max_tokens` output tokens."""
     return RequestSpec((1,) * prompt_len, max_tokens, GREEDY, **fields)  # type: ignore[arg-type]
 
 
 def a_request(number: int, prompt_len: int, max_tokens: int, **fields: object) -> Request:
-    """A request that only a policy will see."""
-    return Request(RequestId(number), an_ask(prompt_len, max_tokens, **fields), arrived_at=0.0)
+    """A request for tests of a policy alone."""
+    return Request(RequestId(number), a_spec(prompt_len, max_tokens, **fields), arrived_at=0.0)
 
 
 def a_scheduler(
     policy: Policy, num_slots: int = 1000, num_host_slots: int = 0, **bounds: object
 ) -> IterationScheduler:
-    """One seat and eight tokens an iteration, unless `bounds` says otherwise."""
+    """A scheduler with one seat and eight tokens per iteration, unless `bounds` says otherwise."""
     values: dict[str, object] = {
         "max_model_len": 500,
         "max_batch_size": 1,
@@ -37,24 +37,24 @@ def a_scheduler(
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
     return IterationScheduler(
-        settings, KVLedger(num_slots, 1, num_host_slots), policy, cost=LiveCost(HAND)
+        settings, KVLedger(num_slots, 1, num_host_slots), policy, cost=LiveCost(HAND_COST)
     )
 
 
-def turn(scheduler: IterationScheduler, now: float) -> float:
-    """One iteration; the moment when it returns, or `now` if there is nothing to do."""
+def run_iteration(scheduler: IterationScheduler, now: float) -> float:
+    """Run one iteration. Returns the time when it returned, or `now` if none was planned."""
     scheduler.expire(now)
     iteration = scheduler.plan(now)
     if iteration is None:
         return now
-    return answer(scheduler, iteration, now)
+    return commit_iteration(scheduler, iteration, now)
 
 
-def answer(scheduler: IterationScheduler, iteration: Iteration, now: float) -> float:
-    """Commit an iteration that began at `now`; the moment when it returns."""
-    seconds = HAND.step(iteration.step)
-    draws = sum(entry.sample is not None for entry in iteration.step.entries)
-    result = StepResult(iteration.step.step_id, (5,) * draws, seconds)
+def commit_iteration(scheduler: IterationScheduler, iteration: Iteration, now: float) -> float:
+    """Commit an iteration that began at `now`. Returns the time when it returned."""
+    seconds = HAND_COST.step(iteration.step)
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (5,) * samples, seconds)
     scheduler.commit(iteration, result, now + seconds)
     scheduler.ledger.check()
     scheduler.pool.check()
@@ -64,23 +64,23 @@ def answer(scheduler: IterationScheduler, iteration: Iteration, now: float) -> f
 def play(
     scheduler: IterationScheduler,
     arrivals: Sequence[tuple[float, RequestSpec]],
-    each_turn: Callable[[float], None] = lambda now: None,
+    after_each: Callable[[float], None] = lambda now: None,
 ) -> list[Request]:
-    """All arrivals (moment, ask), earliest first, to their end."""
+    """Serve all arrivals (time, spec), earliest first, to their end."""
     now = 0.0
     requests: list[Request] = []
     while scheduler.pool or len(requests) < len(arrivals):
         if not scheduler.pool:
             now = max(now, arrivals[len(requests)][0])
-        for at, ask in arrivals[len(requests) :]:
+        for at, spec in arrivals[len(requests) :]:
             if at > now:
                 break
-            requests.append(scheduler.add(ask, at))
-        now = turn(scheduler, now)
-        each_turn(now)
+            requests.append(scheduler.add(spec, at))
+        now = run_iteration(scheduler, now)
+        after_each(now)
     return requests
 
 
 def ends(requests: Sequence[Request]) -> list[float | None]:
-    """When each request had its last token."""
+    """The time of each request's last token."""
     return [request.last_token_at for request in requests]
