@@ -1,8 +1,8 @@
-"""An ASGI peer in this process: it sends a request and takes the answer piece by piece.
+"""An in-process ASGI client that sends a request and receives the response piece by piece.
 
-Unlike httpx's transport it yields chunks as they come, can leave at any moment, and can stop
-reading: then the app's `send` waits, as it does behind a full socket. Every answer is held to
-OpenAI's own description of it (`tests.witness`).
+Unlike httpx's transport it yields chunks as they arrive, can disconnect at any moment, and can
+stop reading: then the app's `send` waits, as behind a full socket. Every response is checked
+against OpenAI's own schema (`tests.witness`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """One request and its response. Use as `async with`: leaving the block hangs up."""
+    """One request and its response. Use with `async with`: leaving the block disconnects."""
 
     def __init__(self, app: "ASGIApp", scope: dict[str, Any], body: list[bytes]) -> None:
         self.status: int = 0  # from `start` on
@@ -46,15 +46,15 @@ class Exchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.leave()
+        self.disconnect()
         self.resume()
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             raise error
         assert self._witness.complaints == []
 
-    def leave(self) -> None:
-        """Hang up now."""
+    def disconnect(self) -> None:
+        """Disconnect now."""
         self._requests.put_nowait({"type": "http.disconnect"})
 
     def pause(self) -> None:
@@ -62,7 +62,7 @@ class Exchange:
         self._reads.clear()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         self._reads.set()
 
     @property
@@ -102,7 +102,7 @@ class Exchange:
         return orjson.loads(await self.read())
 
     async def events(self) -> AsyncIterator[Any]:
-        """The data of each server-sent event, parsed; `[DONE]` as the word DONE."""
+        """The data of each server-sent event, parsed; `[DONE]` as the string DONE."""
         rest = b""
         async for chunk in self.chunks():
             rest += chunk

@@ -1,8 +1,8 @@
-"""Grammars are checked before their request is accepted: limits, then compiled, off the loop.
+"""Grammars are checked before their request is accepted: size limits, then compilation in a thread.
 
-Whatever is wrong with one is an `InvalidRequest` that names the field. The verdict on a grammar is
-remembered, so that a schema sent with every request is compiled once here. (The worker compiles
-for itself.) The library's own limits bound the work of a thread that was given up on.
+An invalid grammar is an `InvalidRequest` that names the field. Results are cached, so a schema
+that is sent with every request is compiled once here. (The worker compiles it again for itself.)
+A compilation that takes too long is not waited for; the library's own limits bound its work.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ OffLoop = Callable[[Callable[[], str | None]], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """How much a caller's grammar may ask of this server."""
+    """Limits on the grammar of one request, and on cached results."""
 
     max_bytes: int = 128 << 10
     max_depth: int = 64
@@ -34,10 +34,10 @@ class GrammarLimits:
 
 
 class GrammarCheck:
-    """Says of a grammar whether this server can serve it.
+    """Checks whether outputs can be constrained to a grammar.
 
-    `compiler` is over the vocabulary of the model. `off_loop` runs a function where it does not
-    hold the loop up; None: in a few threads of its own.
+    `compiler` compiles for the model's vocabulary. `off_loop` runs a function off the event loop;
+    None: in `THREADS` threads of its own.
     """
 
     def __init__(
@@ -50,32 +50,32 @@ class GrammarCheck:
         self._limits = limits or GrammarLimits()
         self._off_loop = off_loop or _in_threads()
         self._seats = asyncio.Semaphore(THREADS)
-        self._verdicts: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
+        self._results: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Return if outputs can be held to `grammar`; else `InvalidRequest` for the field `param`.
+        """Return if outputs can be constrained to `grammar`; else raise `InvalidRequest`.
 
-        `param` is the field as the caller spelled it, for example
+        `param` is the request field that the error names, for example
         `response_format.json_schema.schema`.
         """
-        complaint = _beyond(grammar, self._limits)
-        if complaint is None:
-            complaint = await asyncio.shield(self._verdict(grammar))
-        if complaint is not None:
-            raise InvalidRequest(f"Invalid '{param}': {complaint}.", param)
+        reason = _limit_error(grammar, self._limits)
+        if reason is None:
+            reason = await asyncio.shield(self._result(grammar))
+        if reason is not None:
+            raise InvalidRequest(f"Invalid '{param}': {reason}.", param)
 
-    def _verdict(self, grammar: Grammar) -> "asyncio.Task[str | None]":
-        """The same task for all who ask for the same grammar; None is its consent."""
-        task = self._verdicts.pop(grammar, None)
+    def _result(self, grammar: Grammar) -> "asyncio.Task[str | None]":
+        """One task for all requests with this grammar; its result is the error, or None."""
+        task = self._results.pop(grammar, None)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.get_running_loop().create_task(self._judge(grammar), name="grammar")
-        self._verdicts[grammar] = task
-        if len(self._verdicts) > self._limits.max_remembered:
-            self._verdicts.popitem(last=False)
+            task = asyncio.get_running_loop().create_task(self._compile(grammar), name="grammar")
+        self._results[grammar] = task
+        if len(self._results) > self._limits.max_remembered:
+            self._results.popitem(last=False)
         return task
 
-    async def _judge(self, grammar: Grammar) -> str | None:
-        """Compile it in a seat that is held until the thread is done, whoever gave up on it."""
+    async def _compile(self, grammar: Grammar) -> str | None:
+        """Compile it in one of `THREADS` seats; the seat stays taken until the thread is done."""
         await self._seats.acquire()
         work = asyncio.ensure_future(self._off_loop(lambda: self._try(grammar)))
         work.add_done_callback(lambda _: self._seats.release())
@@ -86,7 +86,7 @@ class GrammarCheck:
         return work.result()
 
     def _try(self, grammar: Grammar) -> str | None:
-        """What is wrong with it, if anything is."""
+        """Compile the grammar and its first mask; the error, or None."""
         try:
             mask = self._compiler.compile(grammar).mask()
         except GrammarError as error:
@@ -103,8 +103,8 @@ def _in_threads() -> OffLoop:
     return run
 
 
-def _beyond(grammar: Grammar, limits: GrammarLimits) -> str | None:
-    """What can be said against it without compiling it."""
+def _limit_error(grammar: Grammar, limits: GrammarLimits) -> str | None:
+    """The first limit that the grammar exceeds, found without compiling it; or None."""
     try:
         num_bytes = len(grammar.text.encode())
     except UnicodeEncodeError:
@@ -122,7 +122,7 @@ def _beyond(grammar: Grammar, limits: GrammarLimits) -> str | None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested at most; those in strings count too, to be on the safe side."""
+    """The nesting depth of brackets. Brackets in strings count too, so this is an upper bound."""
     depth = most = 0
     for char in text:
         if char in BRACKETS:

@@ -45,9 +45,9 @@ def chat_lines(count: int, **fields: Any) -> bytes:
 async def uploaded(rig: Rig, content: bytes, headers: Mapping[str, str] | None = None) -> str:
     """The id of a new file with that content."""
     async with upload(rig.client, a_form(content), headers) as exchange:
-        told = await exchange.json()
-    assert exchange.status == 200, told
-    return str(told["id"])
+        result = await exchange.json()
+    assert exchange.status == 200, result
+    return str(result["id"])
 
 
 async def started(
@@ -57,27 +57,27 @@ async def started(
     file_id = await uploaded(rig, content, headers)
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
     async with rig.client.post("/v1/batches", body, headers) as exchange:
-        told = await exchange.json()
-    assert exchange.status == 200, told
-    assert told["status"] == "validating"
-    return str(told["id"])
+        result = await exchange.json()
+    assert exchange.status == 200, result
+    assert result["status"] == "validating"
+    return str(result["id"])
 
 
 async def batch_of(rig: Rig, batch_id: str) -> dict[str, Any]:
     async with rig.client.get(f"/v1/batches/{batch_id}") as exchange:
-        told: dict[str, Any] = await exchange.json()
-    assert exchange.status == 200, told
-    return told
+        result: dict[str, Any] = await exchange.json()
+    assert exchange.status == 200, result
+    return result
 
 
 async def ended(rig: Rig, batch_id: str, every: float = 1.0) -> dict[str, Any]:
     """The batch at its end; asks once in so many seconds of virtual time."""
     for _ in range(1000):
-        told = await batch_of(rig, batch_id)
-        if told["status"] in ENDED:
-            return told
+        result = await batch_of(rig, batch_id)
+        if result["status"] in ENDED:
+            return result
         await asyncio.sleep(every)
-    raise AssertionError(f"it does not end: {told}")
+    raise AssertionError(f"it does not end: {result}")
 
 
 async def lines_of(rig: Rig, file_id: str) -> Sequence[dict[str, Any]]:

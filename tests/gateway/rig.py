@@ -1,7 +1,7 @@
-"""The real app over the real engine in virtual time, with a model of which all is known.
+"""The real app over the real engine in virtual time, with a scripted model.
 
 Tokens are bytes and 256 is the end. An iteration takes `STEP` seconds. Request `i` (counted
-from 0) answers with the `i`-th of the given texts, then with its end token.
+from 0) generates the `i`-th of the given texts, then the end token.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ TEXT = "/v1/completions"
 
 
 class ByteDecoder:
-    """A byte is a byte; the end token is nothing."""
+    """Each id is a byte; the end token decodes to nothing."""
 
     def feed(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < END else b""
@@ -84,14 +84,14 @@ class ByteTokenizer:
 
 
 def byte_grammars() -> GrammarCompiler:
-    """Grammars over the bytes; their end token is `END`."""
+    """A grammar compiler over bytes with the end token `END`."""
     tokens = [*(bytes([byte]) for byte in range(256)), b""]
     table = TokenTable(tokens, {"<end>": END}, lambda text: list(text.encode()))
     return open_compiler(table, END + 1)
 
 
 async def at_once(work: Callable[[], str | None]) -> str | None:
-    """Off the loop is no place in virtual time."""
+    """Run on the loop: virtual time has no threads."""
     return work()
 
 
@@ -113,8 +113,8 @@ class PlainTemplate:
         return JinjaTemplate({"default": ""}, {}).variant(source)
 
 
-class Speaker:
-    """What the model says: the given texts in order of arrival, over and over."""
+class ScriptedTexts:
+    """The sampled tokens: the given texts in order of arrival, repeated."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts: list[list[int]] = [[*text.encode(), END] for text in texts]
@@ -127,8 +127,8 @@ class Speaker:
         return text[min(position - start, len(text) - 1)]
 
 
-class AtOnce:
-    """The store's `StoreExecutor` where there are no threads."""
+class Inline:
+    """The store's `StoreExecutor` without threads."""
 
     async def __call__(self, work: Callable[[], T]) -> T:
         return work()
@@ -138,28 +138,28 @@ class AtOnce:
 
 
 class ScoringExecutor(SimulatedExecutor):
-    """Tells log-probabilities where they are asked for: -0.01 for token 1, -0.02 for token 2, …
+    """Reports log-probabilities where requested: -0.01 for token 1, -0.02 for token 2, …
 
-    The likeliest tokens after the one that was drawn are those that follow it in number.
+    The most likely tokens are the sampled one and those with the next higher ids.
     """
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
-        answer = super().submit(step)
-        draws = [entry.sample for entry in step.entries if entry.sample is not None]
+        plain = super().submit(step)
+        samples = [entry.sample for entry in step.entries if entry.sample is not None]
         targets = [entry.prompt_logprobs for entry in step.entries]
-        if not any(targets) and all(draw.logprobs is None for draw in draws):
-            return answer
+        if not any(targets) and all(sample.logprobs is None for sample in samples):
+            return plain
         scored: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
 
-        def score(plain: "asyncio.Future[StepResult]") -> None:
-            result = plain.result()
-            told = zip(draws, result.tokens, strict=True)
+        def score(done: "asyncio.Future[StepResult]") -> None:
+            result = done.result()
+            sampled = zip(samples, result.tokens, strict=True)
             scored.set_result(
                 replace(
                     result,
                     logprobs=tuple(
-                        None if draw.logprobs is None else scores_of(token, draw.logprobs)
-                        for draw, token in told
+                        None if sample.logprobs is None else scores_of(token, sample.logprobs)
+                        for sample, token in sampled
                     ),
                     prompt_logprobs=tuple(
                         () if t is None else tuple(scores_of(i, t.top) for i in t.ids)
@@ -168,19 +168,19 @@ class ScoringExecutor(SimulatedExecutor):
                 )
             )
 
-        answer.add_done_callback(score)
+        plain.add_done_callback(score)
         return scored
 
 
 def scores_of(token: int, num_top: int) -> TokenLogprobs:
-    """What the rig says of a token."""
+    """The log-probabilities of a token in the rig."""
     top = ((other, -other / 100) for other in range(token, token + num_top))
     return TokenLogprobs(-token / 100, 1, tuple(top))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a test may change."""
+    """What a test may configure."""
 
     texts: Sequence[str] = ("Hello!",)
     step: float = STEP
@@ -201,7 +201,7 @@ class Setting:
     dialect: Dialect | None = None
     seed: int = 1
     store: Path | None = None
-    store_executor: Callable[[], StoreExecutor] = AtOnce
+    store_executor: Callable[[], StoreExecutor] = Inline
     files: FileLimits = field(default_factory=FileLimits)
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
@@ -209,7 +209,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What a scene plays with; `ended` holds the requests that have ended, in order."""
+    """What a scene uses; `ended` holds the requests that have ended, in order."""
 
     app: ASGIApp
     client: Client
@@ -224,7 +224,7 @@ class Rig:
 
 
 class Ends(RequestLog):
-    """Keeps the requests that ended."""
+    """Collects the requests that have ended."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -241,7 +241,7 @@ def play(
 ) -> Rig:
     """Run a scene to its end; afterwards no request lives and every slot is free.
 
-    With `asyncio.run` in real time, for scenes in which threads take part.
+    `run=asyncio.run` runs it in real time, for scenes with threads.
     """
 
     async def main() -> Rig:
@@ -263,7 +263,7 @@ def play(
 
 
 def build_rig(setting: Setting) -> Rig:
-    """The parts, put together as the doorway does it."""
+    """The parts, assembled as the server does it."""
     clock = asyncio.get_running_loop().time
     metrics, ends, quotas = Metrics(), Ends(), Quotas()
     born_at = clock()
@@ -283,7 +283,7 @@ def build_rig(setting: Setting) -> Rig:
         ObserverGroup(metrics, ends, quotas),
         live,
     )
-    executor = ScoringExecutor(cost, next_token=Speaker(setting.texts))
+    executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
         model=ServedModel(

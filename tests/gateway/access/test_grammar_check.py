@@ -74,7 +74,7 @@ def test_a_good_grammar_is_compiled_once_and_not_on_the_loop() -> None:
     assert compiler.threads != {threading.current_thread().name}
 
 
-def test_a_bad_grammar_is_refused_each_time_and_compiled_once() -> None:
+def test_an_invalid_grammar_is_rejected_each_time_and_compiled_once() -> None:
     compiler = FakeCompiler()
     for error in judge(compiler, "bad", "bad"):
         assert error is not None
@@ -82,18 +82,18 @@ def test_a_bad_grammar_is_refused_each_time_and_compiled_once() -> None:
     assert compiler.compiled == ["bad"]
 
 
-def test_a_grammar_without_a_first_token_is_refused() -> None:
+def test_a_grammar_without_a_first_token_is_rejected() -> None:
     (error,) = judge(FakeCompiler(), "dead")
     assert "no text of this model's tokens" in str(error)
 
 
-def test_one_that_takes_too_long_is_refused_and_does_not_hold_up_others() -> None:
+def test_a_grammar_that_compiles_too_slowly_is_rejected_and_delays_no_other() -> None:
     slow, good = judge(FakeCompiler(), "slow", "good", limits=GrammarLimits(compile_seconds=0.05))
     assert "longer than 0.05 seconds" in str(slow)
     assert good is None
 
 
-def test_verdicts_are_forgotten_when_there_are_too_many() -> None:
+def test_the_oldest_results_are_evicted() -> None:
     compiler = FakeCompiler()
     texts = ["1", "2", "3"]
 
@@ -142,7 +142,7 @@ def complaint(grammar: Grammar) -> str:
         (Grammar(GrammarKind.TAGS, "{}"), "triggers"),
     ],
 )
-def test_what_is_wrong_is_said_of_the_field(grammar: Grammar, said: str) -> None:
+def test_the_error_names_the_field_and_the_reason(grammar: Grammar, said: str) -> None:
     found = complaint(grammar)
     assert found.startswith(f"{FIELD}: Invalid '{FIELD}': ")
     assert said in found
@@ -163,5 +163,5 @@ def test_what_is_wrong_is_said_of_the_field(grammar: Grammar, said: str) -> None
     ],
     ids=lambda grammar: str(grammar.kind),
 )
-def test_what_can_be_served_is_not_refused(grammar: Grammar) -> None:
+def test_supported_grammars_are_accepted(grammar: Grammar) -> None:
     assert complaint(grammar) == ""

@@ -27,7 +27,7 @@ def client() -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_it_gets_a_message(client: anthropic.Anthropic) -> None:
+def test_the_client_gets_a_message(client: anthropic.Anthropic) -> None:
     message = client.messages.create(model=MODEL, max_tokens=99, messages=HI, system="Be kind.")
     (block,) = message.content
     assert block.type == "text"
@@ -37,13 +37,13 @@ def test_it_gets_a_message(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == message.usage.input_tokens
 
 
-def test_it_streams(client: anthropic.Anthropic) -> None:
+def test_the_client_streams(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=MODEL, max_tokens=99, messages=HI) as stream:
         assert "".join(stream.text_stream) == TEXT
         assert stream.get_final_message().stop_reason == "end_turn"
 
 
-def test_it_gathers_thoughts_and_calls_and_answers_them() -> None:
+def test_the_client_collects_reasoning_and_calls_and_sends_results() -> None:
     hermes = choose_dialect("", "hermes", "think")
     setting = Setting(texts=(CALL, "Two."), step=STEP, dialect=hermes)
     with listening(setting) as live, client_of(live) as client:
@@ -80,7 +80,7 @@ def test_it_gathers_thoughts_and_calls_and_answers_them() -> None:
     assert block.text == "Two."
 
 
-def test_it_raises_its_own_errors() -> None:
+def test_the_client_raises_its_own_errors() -> None:
     with listening(Setting(keys=("right",))) as live:
         with client_of(live, "wrong") as client, pytest.raises(anthropic.AuthenticationError):
             client.messages.create(model=MODEL, max_tokens=1, messages=HI)

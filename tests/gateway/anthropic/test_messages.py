@@ -1,4 +1,4 @@
-"""Anthropic's API: blocks and events, its words for errors, and the same engine behind them."""
+"""Anthropic's Messages API: blocks, events and errors."""
 
 import asyncio
 from typing import Any
@@ -26,10 +26,10 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 async def created(rig: Rig, **fields: Any) -> Any:
     async with rig.client.post(PATH, ask(**fields)) as exchange:
-        told = await exchange.json()
-    assert exchange.status == 200, told
-    Message.model_validate(told, strict=True)
-    return told
+        result = await exchange.json()
+    assert exchange.status == 200, result
+    Message.model_validate(result, strict=True)
+    return result
 
 
 async def streamed(rig: Rig, **fields: Any) -> list[Any]:
@@ -55,12 +55,12 @@ def prompts(rig: Rig) -> list[str]:
     return [bytes(request.spec.prompt).decode() for request in rig.ended]
 
 
-def test_a_message_is_answered_with_a_message() -> None:
+def test_a_message_gets_a_message() -> None:
     async def scene(rig: Rig) -> None:
-        told = await created(rig, system="Be brief.", metadata={"user_id": "me"})
-        assert told["content"] == [{"type": "text", "text": "Hello!"}]
-        assert (told["stop_reason"], told["stop_sequence"]) == ("end_turn", None)
-        assert told["usage"] == {
+        result = await created(rig, system="Be brief.", metadata={"user_id": "me"})
+        assert result["content"] == [{"type": "text", "text": "Hello!"}]
+        assert (result["stop_reason"], result["stop_sequence"]) == ("end_turn", None)
+        assert result["usage"] == {
             "input_tokens": len("system:Be brief.\nuser:hi\n"),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
@@ -72,7 +72,7 @@ def test_a_message_is_answered_with_a_message() -> None:
     play(scene)
 
 
-def test_the_events_of_a_text_come_in_order() -> None:
+def test_the_events_of_a_text_are_in_order() -> None:
     async def scene(rig: Rig) -> None:
         events = await streamed(rig)
         assert [event["type"] for event in events] == [
@@ -92,16 +92,16 @@ def test_the_events_of_a_text_come_in_order() -> None:
 ALL = "<think>Hm.</think>Well." + CALL
 
 
-def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+def test_reasoning_text_and_calls_are_separate_blocks() -> None:
     fields = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 50}}
 
     async def scene(rig: Rig) -> None:
-        told = await created(rig, **fields)
-        thought, text, call = told["content"]
+        result = await created(rig, **fields)
+        thought, text, call = result["content"]
         assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
         assert text == {"type": "text", "text": "Well."}
         assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
-        assert told["stop_reason"] == "tool_use"
+        assert result["stop_reason"] == "tool_use"
         events = await streamed(rig, **fields)
         blocks: list[str] = ["", "", ""]
         for event in events:
@@ -118,13 +118,13 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     play(scene, Setting(texts=(ALL,), dialect=HERMES))
 
 
-def test_thoughts_are_left_out_where_that_is_wanted() -> None:
+def test_omitted_thinking_is_left_out() -> None:
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
 
     async def scene(rig: Rig) -> None:
-        told = await created(rig, **fields)
-        assert [block.get("thinking") for block in told["content"]] == ["", None]
-        assert told["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+        result = await created(rig, **fields)
+        assert [block.get("thinking") for block in result["content"]] == ["", None]
+        assert result["usage"]["output_tokens_details"]["thinking_tokens"] > 0
         events = await streamed(rig, **fields)
         assert "Hm" not in str(events)
 
@@ -138,15 +138,17 @@ def test_thoughts_are_left_out_where_that_is_wanted() -> None:
         ({"stop_sequences": ["lo"]}, "stop_sequence", "lo"),
     ],
 )
-def test_why_it_ended_is_told(fields: dict[str, Any], reason: str, sequence: str | None) -> None:
+def test_the_stop_reason_is_reported(
+    fields: dict[str, Any], reason: str, sequence: str | None
+) -> None:
     async def scene(rig: Rig) -> None:
-        for told in (await created(rig, **fields), (await streamed(rig, **fields))[-2]["delta"]):
-            assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+        for result in (await created(rig, **fields), (await streamed(rig, **fields))[-2]["delta"]):
+            assert (result["stop_reason"], result["stop_sequence"]) == (reason, sequence)
 
     play(scene)
 
 
-def test_blocks_become_the_messages_of_a_chat() -> None:
+def test_blocks_are_converted_to_chat_messages() -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {
@@ -183,7 +185,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     play(scene, Setting(dialect=HERMES))
 
 
-def test_an_answer_that_was_begun_is_gone_on_with() -> None:
+def test_an_assistant_message_at_the_end_is_continued() -> None:
     async def scene(rig: Rig) -> None:
         await created(rig, messages=[*USER, {"role": "assistant", "content": "Once upon"}])
         assert prompts(rig) == ["user:hi\nassistant:Once upon"]
@@ -200,7 +202,7 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
         ({"type": "none"}, False),
     ],
 )
-def test_tools_are_chosen_as_in_a_chat(choice: dict[str, Any], must_call: bool) -> None:
+def test_tool_choice_works_as_in_chat(choice: dict[str, Any], must_call: bool) -> None:
     async def scene(rig: Rig) -> None:
         await created(rig, tools=[TOOL], tool_choice=choice)
         assert (rig.ended[0].spec.grammar is not None) == must_call
@@ -208,7 +210,7 @@ def test_tools_are_chosen_as_in_a_chat(choice: dict[str, Any], must_call: bool) 
     play(scene, Setting(texts=(CALL,), dialect=HERMES))
 
 
-def test_a_format_holds_the_text() -> None:
+def test_a_format_constrains_the_text() -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
     async def scene(rig: Rig) -> None:
@@ -218,12 +220,12 @@ def test_a_format_holds_the_text() -> None:
     play(scene, Setting(texts=("{}",)))
 
 
-def test_a_prompt_is_counted_without_being_answered() -> None:
+def test_count_tokens_generates_nothing() -> None:
     async def scene(rig: Rig) -> None:
         body = {"model": MODEL, "messages": USER, "system": "Be brief."}
         async with rig.client.post(COUNT, body) as exchange:
-            told = await exchange.json()
-        assert told == {"input_tokens": len("system:Be brief.\nuser:hi\n")}
+            result = await exchange.json()
+        assert result == {"input_tokens": len("system:Be brief.\nuser:hi\n")}
 
     rig = play(scene)
     assert not rig.ended
@@ -256,21 +258,21 @@ def test_a_prompt_is_counted_without_being_answered() -> None:
         ({"surprise": 1}, "surprise"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name_in_anthropics_words(
+def test_errors_name_the_field_in_anthropics_shape(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(path, ask(**fields)) as exchange:
-            told = await exchange.json()
+            result = await exchange.json()
         assert exchange.status == 400
-        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
-        assert named in told["error"]["message"]
-        assert told["request_id"] == exchange.headers["request-id"]
+        assert (result["type"], result["error"]["type"]) == ("error", "invalid_request_error")
+        assert named in result["error"]["message"]
+        assert result["request_id"] == exchange.headers["request-id"]
 
     play(scene, Setting(dialect=HERMES))
 
 
-def test_an_answer_needs_a_bound_and_a_count_does_not() -> None:
+def test_max_tokens_is_required_except_for_counting() -> None:
     async def scene(rig: Rig) -> None:
         body = {"model": MODEL, "messages": USER}
         async with rig.client.post(PATH, body) as exchange:
@@ -281,7 +283,7 @@ def test_an_answer_needs_a_bound_and_a_count_does_not() -> None:
     play(scene)
 
 
-def test_edits_that_keep_everything_are_taken() -> None:
+def test_edits_that_keep_everything_are_accepted() -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
     async def scene(rig: Rig) -> None:
@@ -290,7 +292,7 @@ def test_edits_that_keep_everything_are_taken() -> None:
     play(scene)
 
 
-def test_every_error_speaks_anthropics_words() -> None:
+def test_every_error_has_anthropics_type() -> None:
     async def scene(rig: Rig) -> None:
         for method, path, headers, status, kind in [
             ("POST", PATH, {}, 401, "authentication_error"),
@@ -298,15 +300,15 @@ def test_every_error_speaks_anthropics_words() -> None:
             ("GET", PATH, {"x-api-key": "a"}, 405, "invalid_request_error"),
         ]:
             async with rig.client.send(method, path, [b"{}"], headers) as exchange:
-                told = await exchange.json()
-            assert (exchange.status, told["error"]["type"]) == (status, kind)
+                result = await exchange.json()
+            assert (exchange.status, result["error"]["type"]) == (status, kind)
         async with rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"}) as exchange:
             assert (await exchange.json())["error"]["type"] == "not_found_error"
 
     play(scene, Setting(keys=("a",)))
 
 
-def test_a_stream_that_fails_says_so_in_an_event() -> None:
+def test_a_failing_stream_ends_with_an_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=True)) as exchange:
             await exchange.start()
@@ -320,7 +322,7 @@ def test_a_stream_that_fails_says_so_in_an_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_is_cancelled(stream: bool) -> None:
+def test_a_disconnect_ends_the_request(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=stream)):
             await asyncio.sleep(3.5 * STEP)

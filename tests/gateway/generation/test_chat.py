@@ -4,7 +4,7 @@ from engine.request import Abort
 from tests.gateway.rig import CHAT, MODEL, STEP, Rig, Setting, chat, play
 
 
-def test_a_whole_reply_has_openais_shape() -> None:
+def test_a_whole_response_has_openais_shape() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat()) as exchange:
             reply = await exchange.json()
@@ -72,7 +72,7 @@ def test_every_iteration_is_one_write() -> None:
     play(scene)
 
 
-def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
+def test_include_usage_adds_a_usage_chunk() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(stream=True, stream_options={"include_usage": True})
         async with rig.client.post(CHAT, body) as exchange:
@@ -112,7 +112,7 @@ def test_several_choices_arrive_interleaved_and_each_ends_once() -> None:
     play(scene, Setting(texts=("one", "three", "seven")))
 
 
-def test_a_reply_of_several_choices_counts_the_prompt_once() -> None:
+def test_the_usage_of_several_choices_counts_the_prompt_once() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(n=2, max_tokens=2)) as exchange:
             reply = await exchange.json()
@@ -130,7 +130,7 @@ def test_a_reply_of_several_choices_counts_the_prompt_once() -> None:
     play(scene, Setting(texts=("one", "two")))
 
 
-def test_a_stop_string_ends_the_request_and_is_not_shown() -> None:
+def test_a_stop_string_ends_the_request_and_is_cut_off() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(stream=True, stop=["lo!", "xyz"])
         async with rig.client.post(CHAT, body) as exchange:
@@ -153,7 +153,7 @@ def test_a_character_split_over_tokens_arrives_whole() -> None:
     play(scene, Setting(texts=("é🙂",)))
 
 
-def test_ignore_eos_runs_on_to_the_limit() -> None:
+def test_ignore_eos_generates_up_to_max_tokens() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(ignore_eos=True, max_tokens=9)) as exchange:
             reply = await exchange.json()
@@ -163,7 +163,7 @@ def test_ignore_eos_runs_on_to_the_limit() -> None:
     play(scene)
 
 
-def test_a_callers_own_end_token_is_not_shown() -> None:
+def test_a_stop_token_is_cut_off() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stop_token_ids=[ord("o")])) as exchange:
             reply = await exchange.json()
@@ -173,7 +173,7 @@ def test_a_callers_own_end_token_is_not_shown() -> None:
     play(scene)
 
 
-def test_without_a_limit_an_answer_may_fill_the_context() -> None:
+def test_without_max_tokens_the_output_may_fill_the_context() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(max_completion_tokens=None)) as exchange:
             await exchange.json()
@@ -183,7 +183,7 @@ def test_without_a_limit_an_answer_may_fill_the_context() -> None:
     play(scene)
 
 
-def test_a_request_without_a_seed_gets_one_and_a_seed_is_kept() -> None:
+def test_a_request_keeps_its_seed_or_gets_a_random_one() -> None:
     async def scene(rig: Rig) -> None:
         for body in (chat(), chat(), chat(seed=-5)):
             async with rig.client.post(CHAT, body) as exchange:
@@ -220,7 +220,7 @@ def test_sampling_fields_reach_the_engine() -> None:
     play(scene)
 
 
-def test_an_empty_nucleus_is_greedy() -> None:
+def test_top_p_zero_is_greedy() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(top_p=0)) as exchange:
             await exchange.json()

@@ -1,4 +1,4 @@
-"""Text completions: four spellings of a prompt, several choices of each."""
+"""Text completions: four forms of a prompt, several choices of each."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from engine.request import Request
 from tests.gateway.rig import TEXT, Rig, Setting, play, text
 
 
-def test_a_whole_reply_has_openais_shape() -> None:
+def test_a_whole_response_has_openais_shape() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text()) as exchange:
             reply = await exchange.json()
@@ -26,7 +26,7 @@ def test_a_whole_reply_has_openais_shape() -> None:
     play(scene)
 
 
-def test_sixteen_tokens_are_the_default() -> None:
+def test_max_tokens_defaults_to_sixteen() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text()) as exchange:
             (choice,) = (await exchange.json())["choices"]
@@ -45,7 +45,7 @@ def test_sixteen_tokens_are_the_default() -> None:
         ([[1, 2], [3]], [(1, 2), (3,)]),
     ],
 )
-def test_a_prompt_may_be_spelled_four_ways(prompt: object, ids: list[tuple[int, ...]]) -> None:
+def test_a_prompt_has_four_forms(prompt: object, ids: list[tuple[int, ...]]) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text(prompt=prompt)) as exchange:
             reply = await exchange.json()
@@ -92,7 +92,7 @@ def sorted_by_id(rig: Rig) -> list[Request]:
         ([1.5], "prompt[0]"),
     ],
 )
-def test_a_prompt_that_is_none_is_refused_by_name(prompt: object, param: str) -> None:
+def test_the_error_names_an_invalid_prompt(prompt: object, param: str) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text(prompt=prompt)) as exchange:
             error = (await exchange.json())["error"]

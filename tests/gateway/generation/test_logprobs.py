@@ -1,4 +1,4 @@
-"""Tokens told beside their text: log-probabilities in both shapes, echo, ids, best of several."""
+"""Per-token reports: log-probabilities in both shapes, echo, token ids, best_of."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ async def chunks_of(rig: Rig, path: str, body: dict[str, Any]) -> list[Any]:
 def entry(data: bytes, *top: int) -> dict[str, Any]:
     """What chat says of a token of the rig, which is a byte."""
     (byte,) = data
-    told = {"token": data.decode(), "logprob": -byte / 100, "bytes": [byte]}
+    result = {"token": data.decode(), "logprob": -byte / 100, "bytes": [byte]}
     likeliest = [{"token": chr(other), "logprob": -other / 100, "bytes": [other]} for other in top]
-    return {**told, "top_logprobs": likeliest}
+    return {**result, "top_logprobs": likeliest}
 
 
-def test_chat_tells_each_token_with_its_likeliest_ones() -> None:
+def test_chat_reports_each_token_with_its_top_logprobs() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(logprobs=True, top_logprobs=2)
         (choice,) = (await reply_to(rig, CHAT, body))["choices"]
@@ -43,7 +43,7 @@ def test_chat_tells_each_token_with_its_likeliest_ones() -> None:
     play(scene, Setting(texts=("Hi",)))
 
 
-def test_chat_without_top_tells_the_token_alone() -> None:
+def test_chat_without_top_logprobs_reports_the_token_only() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, CHAT, chat(logprobs=True)))["choices"]
         assert choice["logprobs"]["content"] == [entry(b"H"), entry(b"i")]
@@ -51,7 +51,7 @@ def test_chat_without_top_tells_the_token_alone() -> None:
     play(scene, Setting(texts=("Hi",)))
 
 
-def test_text_completions_tell_tokens_in_columns() -> None:
+def test_text_completions_report_tokens_in_columns() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, TEXT, text(logprobs=2)))["choices"]
         assert choice["logprobs"] == {
@@ -66,7 +66,7 @@ def test_text_completions_tell_tokens_in_columns() -> None:
     play(scene, Setting(texts=("Hi",)))
 
 
-def test_echo_puts_the_prompt_first_and_scores_it() -> None:
+def test_echo_returns_the_prompt_first_with_logprobs() -> None:
     async def scene(rig: Rig) -> None:
         reply = await reply_to(rig, TEXT, text(logprobs=1, echo=True))
         (choice,) = reply["choices"]
@@ -85,7 +85,7 @@ def test_echo_puts_the_prompt_first_and_scores_it() -> None:
     play(scene, Setting(texts=("Hi",)))
 
 
-def test_echo_without_an_answer_tells_the_prompt_alone() -> None:
+def test_echo_with_max_tokens_zero_returns_the_prompt_only() -> None:
     async def scene(rig: Rig) -> None:
         body = text(prompt="é!", logprobs=0, echo=True, max_tokens=0)
         reply = await reply_to(rig, TEXT, body)
@@ -104,7 +104,7 @@ def test_echo_without_an_answer_tells_the_prompt_alone() -> None:
 
 @pytest.mark.parametrize("stop", [None, "lo", "o! a", "🙂"])
 @pytest.mark.parametrize("shows_stop", [False, True])
-def test_streamed_tokens_line_up_with_their_text(stop: str | None, shows_stop: bool) -> None:
+def test_streamed_tokens_match_their_text(stop: str | None, shows_stop: bool) -> None:
     fields = {"stop": stop, "include_stop_str_in_output": shows_stop, "n": 2, "seed": 3}
 
     async def scene(rig: Rig) -> None:
@@ -122,14 +122,14 @@ def test_streamed_tokens_line_up_with_their_text(stop: str | None, shows_stop: b
         for index, choice in enumerate(texts):
             said = [piece for piece in pieces if piece["index"] == index]
             assert "".join(piece["text"] for piece in said) == choice["text"]
-            told = [piece["logprobs"] for piece in said if piece["logprobs"]]
+            result = [piece["logprobs"] for piece in said if piece["logprobs"]]
             for column, values in choice["logprobs"].items():
-                assert [value for part in told for value in part[column]] == values
+                assert [value for part in result for value in part[column]] == values
 
     play(scene, Setting(texts=("Hello! a🙂b", "Hello! a🙂b")))
 
 
-def test_of_the_tokens_of_a_stop_string_only_what_is_shown_is_told() -> None:
+def test_tokens_of_a_cut_stop_string_are_not_reported() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, TEXT, text(logprobs=0, stop="lo")))["choices"]
         assert choice["text"] == "Hel"
@@ -143,7 +143,7 @@ def test_of_the_tokens_of_a_stop_string_only_what_is_shown_is_told() -> None:
     play(scene)
 
 
-def test_a_callers_end_token_may_be_shown_and_is_named() -> None:
+def test_a_stop_token_can_be_included_and_is_the_stop_reason() -> None:
     async def scene(rig: Rig) -> None:
         body = text(stop_token_ids=[ord("l")], return_token_ids=True, logprobs=0)
         (hidden,) = (await reply_to(rig, TEXT, body))["choices"]
@@ -158,7 +158,7 @@ def test_a_callers_end_token_may_be_shown_and_is_named() -> None:
     play(scene)
 
 
-def test_special_tokens_are_shown_on_demand() -> None:
+def test_special_tokens_are_visible_if_requested() -> None:
     async def scene(rig: Rig) -> None:
         fields = {"ignore_eos": True, "max_tokens": 7}
         (hidden,) = (await reply_to(rig, TEXT, text(**fields)))["choices"]
@@ -168,7 +168,7 @@ def test_special_tokens_are_shown_on_demand() -> None:
     play(scene)
 
 
-def test_token_ids_are_told_with_the_end_token() -> None:
+def test_token_ids_include_the_end_token() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(return_token_ids=True)
         reply = await reply_to(rig, CHAT, body)
@@ -176,8 +176,8 @@ def test_token_ids_are_told_with_the_end_token() -> None:
         assert reply["choices"][0]["token_ids"] == [*b"Hi", END]
         chunks = await chunks_of(rig, CHAT, body)
         assert chunks[0]["prompt_token_ids"] == [*b"user:hi\n"]
-        told = [i for c in chunks for i in c["choices"][0].get("token_ids", ())]
-        assert told == [*b"Hi", END]
+        result = [i for c in chunks for i in c["choices"][0].get("token_ids", ())]
+        assert result == [*b"Hi", END]
         body = text(return_token_ids=True, prompt=["ab", "c"])
         first, second = (await reply_to(rig, TEXT, body))["choices"]
         assert (first["prompt_token_ids"], second["prompt_token_ids"]) == ([*b"ab"], [*b"c"])
@@ -186,7 +186,7 @@ def test_token_ids_are_told_with_the_end_token() -> None:
     play(scene, Setting(texts=("Hi",)))
 
 
-def test_prompts_are_scored_as_vllm_does() -> None:
+def test_prompt_logprobs_have_vllms_shape() -> None:
     async def scene(rig: Rig) -> None:
         reply = await reply_to(rig, TEXT, text(prompt_logprobs=2))
         assert reply["choices"][0]["prompt_logprobs"] == [
@@ -205,7 +205,7 @@ def test_prompts_are_scored_as_vllm_does() -> None:
     play(scene)
 
 
-def test_a_long_prompt_is_scored_too() -> None:
+def test_a_long_prompt_has_logprobs() -> None:
     async def scene(rig: Rig) -> None:
         reply = await reply_to(rig, TEXT, text(prompt="x" * 150, echo=True, logprobs=5))
         assert len(reply["choices"][0]["logprobs"]["tokens"]) == 150 + len("Hello!")
@@ -213,7 +213,7 @@ def test_a_long_prompt_is_scored_too() -> None:
     play(scene)
 
 
-def test_the_likeliest_of_several_are_told_and_all_are_counted() -> None:
+def test_best_of_returns_the_most_likely_and_counts_all() -> None:
     async def scene(rig: Rig) -> None:
         # The mean of the bytes decides, the end token's too: lower is likelier.
         body = text(best_of=3, n=2, seed=1)
@@ -236,7 +236,7 @@ def test_each_prompt_has_its_own_best() -> None:
     play(scene, Setting(texts=("z", "a", "A", "B")))
 
 
-def test_counts_may_come_with_every_chunk() -> None:
+def test_continuous_usage_stats_add_usage_to_every_chunk() -> None:
     async def scene(rig: Rig) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         for path, body in ((CHAT, chat()), (TEXT, text())):
@@ -249,10 +249,10 @@ def test_counts_may_come_with_every_chunk() -> None:
     play(scene)
 
 
-def test_tokens_that_are_no_whole_characters_are_spelt_in_bytes() -> None:
+def test_tokens_of_partial_characters_are_shown_as_bytes() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, CHAT, chat(logprobs=True)))["choices"]
-        told = [(token["token"], token["bytes"]) for token in choice["logprobs"]["content"]]
-        assert told == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]
+        result = [(token["token"], token["bytes"]) for token in choice["logprobs"]["content"]]
+        assert result == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]
 
     play(scene, Setting(texts=("é",)))

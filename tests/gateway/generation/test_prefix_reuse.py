@@ -1,4 +1,4 @@
-"""What the prefix cache had is told to the client and counted. A block holds one token here."""
+"""Prefix-cache hits are reported to the client and counted. A block holds one token here."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ async def cached(rig: Rig, path: str, body: dict[str, Any]) -> Any:
 
 @STREAMED_OR_NOT
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text(prompt="user:hi\n"))])
-def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token(
+def test_a_repeated_prompt_is_cached_except_its_last_token(
     path: str, body: dict[str, Any], stream: bool
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -44,7 +44,7 @@ def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token(
     play(scene)
 
 
-def test_a_second_turn_finds_the_answer_of_the_first_too() -> None:
+def test_a_second_turn_reuses_the_first_turns_output() -> None:
     async def scene(rig: Rig) -> None:
         assert await cached(rig, TEXT, text(prompt="Q: hi\nA: ")) == 0
         turn = text(prompt="Q: hi\nA: Hello! Q: and now?\nA: ")
@@ -69,7 +69,7 @@ def test_each_prompt_counts_once_however_many_choices_it_has() -> None:
     play(scene)
 
 
-def test_only_callers_with_the_same_salt_share() -> None:
+def test_only_requests_with_the_same_salt_share_prefixes() -> None:
     async def scene(rig: Rig) -> None:
         for salt, num_cached in (("a", 0), ("b", 0), (None, 0), ("a", 7), (None, 7), ("c", 0)):
             assert await cached(rig, CHAT, chat(cache_salt=salt)) == num_cached
@@ -77,7 +77,7 @@ def test_only_callers_with_the_same_salt_share() -> None:
     play(scene)
 
 
-def test_keys_alone_do_not_keep_callers_apart() -> None:
+def test_api_keys_alone_do_not_separate_the_prefix_cache() -> None:
     async def scene(rig: Rig) -> None:
         for key, num_cached in (("k1", 0), ("k2", 7)):
             bearer = {"authorization": f"Bearer {key}"}

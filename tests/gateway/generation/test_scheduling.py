@@ -1,4 +1,4 @@
-"""Fields that policies heed: on their way to the engine, and what the client sees of them."""
+"""Scheduling fields: how they reach the engine, and their effect for the client."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ EVERYTHING: dict[str, Any] = {
         ({"priority": 0, "service_tier": "priority"}, 0, "priority"),
     ],
 )
-def test_tiers_are_classes_of_priority_and_are_echoed(
+def test_service_tiers_are_priorities_and_are_echoed(
     fields: dict[str, Any], priority: int, tier: str
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -44,7 +44,7 @@ def test_tiers_are_classes_of_priority_and_are_echoed(
     assert {request.spec.priority for request in play(scene).ended} == {priority}
 
 
-def test_under_the_priority_policy_the_tiers_go_in_their_order() -> None:
+def test_the_priority_policy_orders_requests_by_tier() -> None:
     async def scene(rig: Rig) -> None:
         async def ask(tier: str) -> None:
             async with rig.client.post(CHAT, chat(service_tier=tier)) as exchange:
@@ -69,7 +69,7 @@ def test_every_policy_accepts_every_field(policy: str, path: str, body: dict[str
     assert (ask.priority, ask.salt, ask.ttft_deadline, ask.deadline) == (3, "s", 5.0, 60.0)
 
 
-def test_a_tenant_is_a_key_and_its_name_does_not_give_the_key_away() -> None:
+def test_the_tenant_name_does_not_reveal_the_api_key() -> None:
     async def scene(rig: Rig) -> None:
         for key in ("secret-1", "secret-2", "secret-1"):
             bearer = {"authorization": f"Bearer {key}"}
@@ -83,7 +83,7 @@ def test_a_tenant_is_a_key_and_its_name_does_not_give_the_key_away() -> None:
     assert "secret" not in first + second
 
 
-def test_without_keys_all_are_one_tenant() -> None:
+def test_without_keys_all_requests_have_one_tenant() -> None:
     async def scene(rig: Rig) -> None:
         bearer = {"authorization": "Bearer anything"}
         async with rig.client.post(CHAT, chat(), bearer) as exchange:
@@ -106,7 +106,7 @@ def test_a_deadline_before_the_first_token_is_a_504(stream: bool) -> None:
     assert rig.metrics.outcomes["expired"] == 1
 
 
-def test_a_deadline_in_the_middle_ends_a_whole_reply_with_a_504() -> None:
+def test_a_deadline_during_generation_ends_a_whole_response_with_a_504() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(n=3, deadline_ms=STEP * 2500)) as exchange:
             assert (await exchange.json())["error"]["code"] == "deadline_exceeded"
@@ -115,7 +115,7 @@ def test_a_deadline_in_the_middle_ends_a_whole_reply_with_a_504() -> None:
     assert play(scene).metrics.outcomes["expired"] == 3
 
 
-def test_a_deadline_in_the_middle_of_a_stream_is_its_last_event() -> None:
+def test_a_deadline_during_a_stream_is_its_last_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True, deadline_ms=STEP * 2500)) as exchange:
             *chunks, last = [event async for event in exchange.events()]
@@ -132,7 +132,7 @@ def test_a_deadline_in_the_middle_of_a_stream_is_its_last_event() -> None:
 
 
 @STREAMED_OR_NOT
-def test_what_would_be_late_behind_others_is_refused_with_a_moment_to_come_back(
+def test_a_deadline_that_the_queue_makes_unmeetable_is_rejected_with_retry_after(
     stream: bool,
 ) -> None:
     """40 tokens before it and 40 of its own take about 20 s; alone it would be in time."""
@@ -154,7 +154,9 @@ def test_what_would_be_late_behind_others_is_refused_with_a_moment_to_come_back(
 
 
 @pytest.mark.parametrize("param", ["ttft_deadline_ms", "deadline_ms"])
-def test_what_cannot_be_in_time_even_alone_is_told_which_field_it_is(param: str) -> None:
+def test_a_deadline_that_an_idle_server_cannot_meet_is_a_400_that_names_the_field(
+    param: str,
+) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(**{param: 1})) as exchange:
             error = (await exchange.json())["error"]

@@ -1,4 +1,4 @@
-"""However an answer is cut into tokens and calls, its text is the same, whole characters only."""
+"""The text of an output does not depend on how it is split into tokens and calls."""
 
 from itertools import accumulate, islice, pairwise
 
@@ -75,7 +75,7 @@ PLACES = st.lists(st.integers(0, 200), max_size=40)
 @example("x👩‍🔥y".encode(), ["\u200d🔥"], list(range(20)), [])
 @example(b"\xf0\x9f\x91", [], [1, 2], [])
 @example(b"\xe2\x82A\xf0\x90\x80", [], [1, 2, 3, 4, 5], [])
-def test_any_cutting_gives_the_text_of_the_whole(
+def test_any_split_gives_the_same_text(
     data: bytes, stops: list[str], places: list[int], sizes: list[int]
 ) -> None:
     pieces = cut(data, places)
@@ -88,7 +88,9 @@ def test_any_cutting_gives_the_text_of_the_whole(
 
 @settings(deadline=None)
 @given(text=TEXTS, places=PLACES)
-def test_a_split_character_never_shows_a_replacement(text: str, places: list[int]) -> None:
+def test_a_split_character_never_becomes_a_replacement_character(
+    text: str, places: list[int]
+) -> None:
     text = text.replace("\ufffd", "")
     pieces = cut(text.encode(), places)
     stream = TextStream(Pieces(pieces))
@@ -100,12 +102,12 @@ def test_a_split_character_never_shows_a_replacement(text: str, places: list[int
     assert shown == [text.encode()[:end].decode("utf-8", "ignore") for end in ends]
 
 
-def test_broken_bytes_show_a_replacement_as_soon_as_they_cannot_continue() -> None:
+def test_invalid_bytes_become_a_replacement_character_at_once() -> None:
     stream = TextStream(Pieces([b"\xf0\x9f", b"A", b"\xff", b"\xe2\x82"]))
     assert said(stream, [[0], [1], [2], [3]]) == ["", "\ufffdA", "\ufffd", "", "\ufffd"]
 
 
-def test_only_what_may_become_a_stop_string_is_held() -> None:
+def test_only_a_prefix_of_a_stop_string_is_buffered() -> None:
     stream = TextStream(
         Pieces([b"one\n", b"\ntwo", b" User", b"s, User", b":"]), ["\n\n\n", "User:"]
     )
@@ -114,20 +116,20 @@ def test_only_what_may_become_a_stop_string_is_held() -> None:
     assert stream.matched_stop == "User:"
 
 
-def test_what_was_held_is_shown_at_the_end() -> None:
+def test_buffered_text_is_returned_at_the_end() -> None:
     stream = TextStream(Pieces([b"a<", b"/s"]), ["</s>"])
     assert said(stream, [[0], [1]]) == ["a", "", "</s"]
     assert stream.matched_stop is None
 
 
-def test_after_a_stop_string_nothing_more_is_shown() -> None:
+def test_after_a_stop_string_no_text_is_returned() -> None:
     stream = TextStream(Pieces([b"a. b", b". c"]), [". ", "b"])
     assert said(stream, [[0, 1], [1], []]) == ["a", "", "", ""]
     assert stream.matched_stop == ". "
 
 
 @pytest.mark.parametrize("stop", ["\ufffd", "a\ufffd"])
-def test_a_character_that_never_became_whole_may_complete_a_stop_string(stop: str) -> None:
+def test_an_incomplete_last_character_may_complete_a_stop_string(stop: str) -> None:
     stream = TextStream(Pieces([b"xa\xf0"]), [stop])
     assert "".join(said(stream, [[0]])) == "xa\ufffd".removesuffix(stop)
     assert stream.matched_stop == stop

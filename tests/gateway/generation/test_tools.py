@@ -1,4 +1,4 @@
-"""Tools, formats and reasoning over HTTP: what is asked of the model, and what is told of it."""
+"""Tools, formats and reasoning over HTTP: what the model gets, and what the client gets."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def told_grammar(rig: Rig) -> Any:
     return grammar.kind, json.loads(grammar.text) if grammar.text else None
 
 
-def test_a_call_is_told_as_one_and_the_template_sees_the_tools() -> None:
+def test_a_tool_call_is_returned_and_the_template_sees_the_tools() -> None:
     async def scene(rig: Rig) -> None:
         reply = await reply_to(rig, tools=[F, G])
         (choice,) = reply["choices"]
@@ -60,7 +60,7 @@ def test_a_call_is_told_as_one_and_the_template_sees_the_tools() -> None:
     play(scene, hermes("Let me see.\n" + CALL))
 
 
-def test_without_tools_or_where_none_may_be_called_text_is_content() -> None:
+def test_without_callable_tools_call_syntax_is_content() -> None:
     async def scene(rig: Rig) -> None:
         for fields in ({}, {"tools": [F], "tool_choice": "none"}):
             (choice,) = (await reply_to(rig, **fields))["choices"]
@@ -80,7 +80,7 @@ def test_without_tools_or_where_none_may_be_called_text_is_content() -> None:
         ({"functions": [F["function"]], "function_call": {"name": "f"}}, ["f"]),
     ],
 )
-def test_a_call_that_must_come_is_held_to_the_tools(
+def test_a_required_call_is_constrained_to_the_tools(
     fields: dict[str, Any], names: list[str]
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -97,7 +97,7 @@ def test_a_call_that_must_come_is_held_to_the_tools(
     play(scene, hermes(CALL))
 
 
-def test_allowed_tools_are_all_that_the_model_sees() -> None:
+def test_the_model_sees_only_the_allowed_tools() -> None:
     async def scene(rig: Rig) -> None:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
         await reply_to(rig, tools=[F, G], tool_choice=choice)
@@ -106,7 +106,7 @@ def test_allowed_tools_are_all_that_the_model_sees() -> None:
     play(scene, hermes())
 
 
-def test_a_strict_tool_is_held_where_it_is_called() -> None:
+def test_a_strict_tools_arguments_are_constrained() -> None:
     strict = {"type": "function", "function": {**F["function"], "strict": True}}  # type: ignore[dict-item]
 
     async def scene(rig: Rig) -> None:
@@ -118,7 +118,7 @@ def test_a_strict_tool_is_held_where_it_is_called() -> None:
     play(scene, hermes())
 
 
-def test_one_call_at_a_time_ends_the_answer_before_the_second() -> None:
+def test_without_parallel_calls_the_output_ends_after_the_first() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, tools=[F], parallel_tool_calls=False))["choices"]
         assert len(choice["message"]["tool_calls"]) == 1
@@ -130,7 +130,7 @@ def test_one_call_at_a_time_ends_the_answer_before_the_second() -> None:
     assert rig.ended[0].produced < rig.ended[-1].produced
 
 
-def test_functions_are_answered_by_their_old_name() -> None:
+def test_legacy_functions_get_a_function_call() -> None:
     async def scene(rig: Rig) -> None:
         (choice,) = (await reply_to(rig, functions=[F["function"]]))["choices"]
         assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
@@ -140,7 +140,7 @@ def test_functions_are_answered_by_their_old_name() -> None:
     play(scene, hermes(CALL + CALL))
 
 
-def test_an_old_call_and_its_result_are_shown_as_a_tools() -> None:
+def test_a_legacy_call_and_its_result_are_rendered_as_tool_messages() -> None:
     async def scene(rig: Rig) -> None:
         messages = [
             *USER,
@@ -154,7 +154,7 @@ def test_an_old_call_and_its_result_are_shown_as_a_tools() -> None:
     play(scene)
 
 
-def test_reasoning_is_told_apart_and_counted() -> None:
+def test_reasoning_is_separate_and_counted() -> None:
     async def scene(rig: Rig) -> None:
         reply = await reply_to(rig)
         (choice,) = reply["choices"]
@@ -169,7 +169,7 @@ def test_reasoning_is_told_apart_and_counted() -> None:
     play(scene, hermes("<think>Hm.</think>\n\nYes."))
 
 
-def test_a_format_is_held() -> None:
+def test_response_format_constrains_the_output() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
     async def scene(rig: Rig) -> None:
@@ -192,7 +192,7 @@ def test_a_format_is_held() -> None:
         ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
     ],
 )
-def test_every_spelling_of_a_grammar_reaches_the_engine(
+def test_every_grammar_field_reaches_the_engine(
     fields: dict[str, Any], kind: GrammarKind, text: str
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -202,7 +202,7 @@ def test_every_spelling_of_a_grammar_reaches_the_engine(
     play(scene)
 
 
-def test_under_a_grammar_ignored_ends_come_only_when_nothing_else_may() -> None:
+def test_with_ignore_eos_a_grammar_ends_only_when_it_allows_nothing_else() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(guided_regex="Hi", ignore_eos=True)
         async with rig.client.post(CHAT, body) as exchange:
@@ -213,7 +213,7 @@ def test_under_a_grammar_ignored_ends_come_only_when_nothing_else_may() -> None:
     play(scene)
 
 
-def test_where_tools_may_be_called_json_is_the_other_answer() -> None:
+def test_with_optional_tools_a_json_format_is_the_alternative() -> None:
     async def scene(rig: Rig) -> None:
         await reply_to(rig, tools=[F], response_format={"type": "json_object"})
         kind, tags = told_grammar(rig)
@@ -222,7 +222,7 @@ def test_where_tools_may_be_called_json_is_the_other_answer() -> None:
     play(scene, hermes("{}"))
 
 
-def test_no_other_grammar_goes_with_tools() -> None:
+def test_other_grammars_cannot_be_combined_with_tools() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(tools=[F], guided_regex="a")) as exchange:
             error = (await exchange.json())["error"]
@@ -231,7 +231,7 @@ def test_no_other_grammar_goes_with_tools() -> None:
     play(scene, hermes())
 
 
-def test_a_model_that_cannot_call_refuses_tools_and_says_how_to_help_it() -> None:
+def test_tools_are_rejected_without_a_tool_dialect_and_the_error_names_the_flag() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(tools=[F])) as exchange:
             error = (await exchange.json())["error"]
@@ -241,7 +241,7 @@ def test_a_model_that_cannot_call_refuses_tools_and_says_how_to_help_it() -> Non
     play(scene)
 
 
-def test_several_choices_call_apart() -> None:
+def test_several_choices_have_separate_calls() -> None:
     async def scene(rig: Rig) -> None:
         first, second = (await reply_to(rig, tools=[F], n=2))["choices"]
         assert first["message"]["content"] == "No."

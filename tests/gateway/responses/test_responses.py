@@ -1,4 +1,4 @@
-"""The Responses API: items and events, turns that go on from turns, and what is kept of them."""
+"""The Responses API: items, events, continued conversations and stored responses."""
 
 import asyncio
 from typing import Any
@@ -27,9 +27,9 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
     async with rig.client.post(PATH, ask(**fields), headers) as exchange:
-        told = await exchange.json()
-    assert exchange.status == 200, told
-    return told
+        result = await exchange.json()
+    assert exchange.status == 200, result
+    return result
 
 
 async def streamed(rig: Rig, **fields: Any) -> list[Any]:
@@ -53,27 +53,27 @@ def texts(response: Any) -> str:
     return "".join(part["text"] for item in messages for part in item["content"])
 
 
-def test_a_text_is_answered_with_one_message() -> None:
+def test_a_text_input_gets_one_message() -> None:
     async def scene(rig: Rig) -> None:
-        told = await created(rig, instructions="Be brief.", metadata={"a": "b"}, user="me")
-        assert told["status"] == "completed"
-        assert told["object"] == "response"
-        assert told["created_at"] == EPOCH
-        assert told["completed_at"] == EPOCH + 1
-        assert (told["metadata"], told["user"]) == ({"a": "b"}, "me")
-        assert told["instructions"] == "Be brief."
-        (item,) = told["output"]
+        result = await created(rig, instructions="Be brief.", metadata={"a": "b"}, user="me")
+        assert result["status"] == "completed"
+        assert result["object"] == "response"
+        assert result["created_at"] == EPOCH
+        assert result["completed_at"] == EPOCH + 1
+        assert (result["metadata"], result["user"]) == ({"a": "b"}, "me")
+        assert result["instructions"] == "Be brief."
+        (item,) = result["output"]
         assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
-        assert texts(told) == "Hello!"
+        assert texts(result) == "Hello!"
         prompt = "system:Be brief.\nuser:hi\n"
-        assert told["usage"]["input_tokens"] == len(prompt)
-        assert told["usage"]["output_tokens"] == len("Hello!") + 1
+        assert result["usage"]["input_tokens"] == len(prompt)
+        assert result["usage"]["output_tokens"] == len("Hello!") + 1
         assert prompts(rig) == [prompt]
 
     play(scene)
 
 
-def test_the_events_of_a_text_come_in_order_and_assemble_to_the_whole() -> None:
+def test_the_events_of_a_text_are_in_order_and_assemble_to_the_response() -> None:
     async def scene(rig: Rig) -> None:
         events = await streamed(rig)
         kinds = [event["type"].removeprefix("response.") for event in events]
@@ -98,18 +98,18 @@ def test_the_events_of_a_text_come_in_order_and_assemble_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_cut_is_incomplete(stream: bool) -> None:
+def test_a_response_cut_by_max_output_tokens_is_incomplete(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         if stream:
             *_, last = await streamed(rig, max_output_tokens=3)
             assert last["type"] == "response.incomplete"
-            told = last["response"]
+            result = last["response"]
         else:
-            told = await created(rig, max_output_tokens=3)
-        assert told["status"] == "incomplete"
-        assert told["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert told["output"][0]["status"] == "incomplete"
-        assert texts(told) == "Hel"
+            result = await created(rig, max_output_tokens=3)
+        assert result["status"] == "incomplete"
+        assert result["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert result["output"][0]["status"] == "incomplete"
+        assert texts(result) == "Hel"
 
     play(scene)
 
@@ -118,11 +118,11 @@ THOUGHT = "<think>Hm.</think>Well."
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_text_and_calls_are_items_of_their_own(stream: bool) -> None:
+def test_reasoning_text_and_calls_are_separate_items(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         if stream:
             events = await streamed(rig, tools=[TOOL])
-            told = events[-1]["response"]
+            result = events[-1]["response"]
             deltas: dict[str, str] = {}
             for event in events:
                 if "delta" in event:
@@ -133,24 +133,24 @@ def test_thoughts_text_and_calls_are_items_of_their_own(stream: bool) -> None:
                 "response.function_call_arguments.delta": '{"a": 1}',
             }
             done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
-            assert done == told["output"]
+            assert done == result["output"]
             indices = [
                 e["output_index"] for e in events if e["type"] == "response.output_item.added"
             ]
             assert indices == [0, 1, 2]
         else:
-            told = await created(rig, tools=[TOOL])
-        thought, message, call = told["output"]
+            result = await created(rig, tools=[TOOL])
+        thought, message, call = result["output"]
         assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         assert message["content"][0]["text"] == "Well."
         assert (call["name"], call["arguments"]) == ("add", '{"a": 1}')
-        assert call["status"] == told["status"] == "completed"
-        assert told["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        assert call["status"] == result["status"] == "completed"
+        assert result["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
     play(scene, Setting(texts=(THOUGHT + CALL,), dialect=HERMES))
 
 
-def test_a_next_turn_goes_on_from_the_one_before() -> None:
+def test_previous_response_id_continues_the_conversation() -> None:
     async def scene(rig: Rig) -> None:
         first = await created(rig, tools=[TOOL], instructions="Old rules.")
         call = first["output"][-1]
@@ -168,7 +168,7 @@ def test_a_next_turn_goes_on_from_the_one_before() -> None:
     play(scene, Setting(texts=(CALL, "Two."), dialect=HERMES))
 
 
-def test_items_become_the_messages_that_they_were() -> None:
+def test_items_are_converted_back_to_their_messages() -> None:
     items = [
         {"role": "developer", "content": "Rules."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -205,23 +205,23 @@ def test_items_become_the_messages_that_they_were() -> None:
     ("choice", "must_call"),
     [("required", True), ({"type": "function", "name": "add"}, True), ("none", False)],
 )
-def test_tools_are_chosen_as_in_a_chat(choice: Any, must_call: bool) -> None:
+def test_tool_choice_works_as_in_chat(choice: Any, must_call: bool) -> None:
     async def scene(rig: Rig) -> None:
-        told = await created(rig, tools=[TOOL], tool_choice=choice)
-        assert told["tool_choice"] == choice
-        assert told["tools"] == [TOOL | {"strict": False}]
+        result = await created(rig, tools=[TOOL], tool_choice=choice)
+        assert result["tool_choice"] == choice
+        assert result["tools"] == [TOOL | {"strict": False}]
         assert (rig.ended[0].spec.grammar is not None) == must_call
 
     play(scene, Setting(texts=(CALL,), dialect=HERMES))
 
 
-def test_a_format_holds_the_text() -> None:
+def test_a_format_constrains_the_text() -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
     async def scene(rig: Rig) -> None:
         form = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
-        told = await created(rig, text={"format": form})
-        assert told["text"]["format"] == form
+        result = await created(rig, text={"format": form})
+        assert result["text"]["format"] == form
         await created(rig, text={"format": {"type": "json_object"}})
         await created(rig, text={"format": {"type": "text"}})
         kinds = [request.spec.grammar and request.spec.grammar.kind.value for request in rig.ended]
@@ -231,12 +231,12 @@ def test_a_format_holds_the_text() -> None:
     play(scene, Setting(texts=("{}",)))
 
 
-def test_log_probabilities_come_where_they_are_included() -> None:
+def test_logprobs_are_returned_if_included() -> None:
     async def scene(rig: Rig) -> None:
         include = ["message.output_text.logprobs"]
         events = await streamed(rig, include=include, top_logprobs=2)
-        told = events[-1]["response"]
-        (part,) = told["output"][0]["content"]
+        result = events[-1]["response"]
+        (part,) = result["output"][0]["content"]
         assert "".join(entry["token"] for entry in part["logprobs"]) == "Hello!"
         assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
         deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
@@ -286,7 +286,7 @@ def test_log_probabilities_come_where_they_are_included() -> None:
         ({"messages": []}, "messages"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_the_error_names_the_invalid_field(fields: dict[str, Any], param: str) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(**fields)) as exchange:
             error = (await exchange.json())["error"]
@@ -296,7 +296,7 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) ->
     play(scene, Setting(dialect=HERMES))
 
 
-def test_half_a_surrogate_is_refused() -> None:
+def test_an_unpaired_surrogate_is_rejected() -> None:
     async def scene(rig: Rig) -> None:
         body = b'{"model":"%b","input":"x","user":"\\ud800"}' % MODEL.encode()
         async with rig.client.post(PATH, body) as exchange:
@@ -309,7 +309,7 @@ LONG = "a long story " * 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_is_cancelled_and_nothing_is_kept(stream: bool) -> None:
+def test_a_disconnect_ends_the_request_and_stores_nothing(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=stream)):
             await asyncio.sleep(3.5 * STEP)
@@ -319,14 +319,14 @@ def test_who_hangs_up_is_cancelled_and_nothing_is_kept(stream: bool) -> None:
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 
-def test_a_response_is_cancelled_by_its_id_while_it_is_made() -> None:
+def test_a_running_response_is_cancelled_by_its_id() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=True)) as exchange:
             events = exchange.events()
             response_id = (await anext(events))["response"]["id"]
             async with rig.client.post(f"{PATH}/{response_id}/cancel", b"") as cancelling:
-                told = await cancelling.json()
-            assert (cancelling.status, told["status"]) == (200, "cancelled")
+                result = await cancelling.json()
+            assert (cancelling.status, result["status"]) == (200, "cancelled")
             *_, last = [event async for event in events]
         assert last["type"] == "response.failed"
         assert last["response"]["status"] == "cancelled"
@@ -340,7 +340,7 @@ def test_a_response_is_cancelled_by_its_id_while_it_is_made() -> None:
     assert rig.ended[0].abort is Abort.EXPLICIT
 
 
-def test_a_stream_that_fails_says_so_in_its_own_words() -> None:
+def test_a_failing_stream_ends_with_an_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=True)) as exchange:
             await exchange.start()
@@ -353,7 +353,7 @@ def test_a_stream_that_fails_says_so_in_its_own_words() -> None:
     play(scene, Setting(texts=(LONG,)))
 
 
-def test_the_oldest_turns_are_left_out_where_that_is_wanted() -> None:
+def test_truncation_auto_drops_the_oldest_items() -> None:
     items = [
         {"role": "system", "content": "Rules."},
         *({"role": "user", "content": f"{i}" * 20} for i in range(10)),
@@ -363,8 +363,8 @@ def test_the_oldest_turns_are_left_out_where_that_is_wanted() -> None:
         async with rig.client.post(PATH, ask(input=items)) as exchange:
             error = (await exchange.json())["error"]
         assert (exchange.status, error["param"]) == (400, "input")
-        told = await created(rig, input=items, truncation="auto", max_output_tokens=20)
-        assert told["truncation"] == "auto"
+        result = await created(rig, input=items, truncation="auto", max_output_tokens=20)
+        assert result["truncation"] == "auto"
         (prompt,) = prompts(rig)
         assert prompt.startswith("system:Rules.\nuser:4")
         assert prompt.endswith("user:" + "9" * 20 + "\n")
@@ -379,13 +379,13 @@ def test_the_oldest_turns_are_left_out_where_that_is_wanted() -> None:
 def test_lines_of_a_batch_can_be_responses() -> None:
     async def scene(rig: Rig) -> None:
         lines = [a_line("a", ask(), url=PATH), a_line("b", ask(background=True), url=PATH)]
-        told = await ended(rig, await started(rig, b"\n".join(lines), endpoint=PATH))
-        (line,) = await lines_of(rig, told["output_file_id"])
+        result = await ended(rig, await started(rig, b"\n".join(lines), endpoint=PATH))
+        (line,) = await lines_of(rig, result["output_file_id"])
         answer = line["response"]["body"]
         assert texts(answer) == "Hello!"
-        assert told["usage"]["output_tokens"] == answer["usage"]["output_tokens"]
+        assert result["usage"]["output_tokens"] == answer["usage"]["output_tokens"]
         assert (await got(rig, answer["id"]))[0] == 200
-        (error,) = await lines_of(rig, told["error_file_id"])
+        (error,) = await lines_of(rig, result["error_file_id"])
         assert error["response"]["body"]["error"]["param"] == "background"
 
     play(scene)

@@ -1,4 +1,4 @@
-"""What is kept of responses: for whom, how many, how large, and for how long."""
+"""Stored responses: per API key, limited in number, size and time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ def key(name: str) -> dict[str, str]:
 
 async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
     async with rig.client.post(PATH, ask(**fields), headers) as exchange:
-        told = await exchange.json()
-    assert exchange.status == 200, told
-    return told
+        result = await exchange.json()
+    assert exchange.status == 200, result
+    return result
 
 
 async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -30,7 +30,7 @@ async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tup
         return await exchange.start(), await exchange.json()
 
 
-def test_a_response_is_kept_unless_it_should_not_be() -> None:
+def test_a_response_is_stored_unless_store_is_false() -> None:
     async def scene(rig: Rig) -> None:
         kept, lost = await created(rig), await created(rig, store=False)
         assert await got(rig, kept["id"]) == (200, kept)
@@ -38,15 +38,15 @@ def test_a_response_is_kept_unless_it_should_not_be() -> None:
         async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
             assert (await exchange.json())["deleted"] is True
         for path in ("", "/input_items"):
-            status, told = await got(rig, f"{kept['id']}{path}")
-            assert (status, told["error"]["code"]) == (404, "response_not_found")
+            status, result = await got(rig, f"{kept['id']}{path}")
+            assert (status, result["error"]["code"]) == (404, "response_not_found")
         async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
             assert await exchange.start() == 404
 
     play(scene)
 
 
-def test_another_key_sees_nothing_of_it() -> None:
+def test_another_key_cannot_access_it() -> None:
     async def scene(rig: Rig) -> None:
         kept = await created(rig, key("a"))
         for path in ("", "/input_items"):
@@ -61,19 +61,19 @@ def test_another_key_sees_nothing_of_it() -> None:
     play(scene, Setting(keys=("a", "b")))
 
 
-def test_input_items_come_in_pages() -> None:
+def test_input_items_are_paged() -> None:
     items = [{"role": "user", "content": str(i)} for i in range(5)]
 
     def contents(page: Any) -> list[str]:
         return [item["content"][0]["text"] for item in page["data"]]
 
     async def scene(rig: Rig) -> None:
-        told = await created(rig, input=items)
-        _, page = await got(rig, f"{told['id']}/input_items?limit=2")
+        result = await created(rig, input=items)
+        _, page = await got(rig, f"{result['id']}/input_items?limit=2")
         assert (contents(page), page["has_more"]) == (["4", "3"], True)
-        _, rest = await got(rig, f"{told['id']}/input_items?after={page['last_id']}")
+        _, rest = await got(rig, f"{result['id']}/input_items?after={page['last_id']}")
         assert (contents(rest), rest["has_more"]) == (["2", "1", "0"], False)
-        status, refused = await got(rig, f"{told['id']}/input_items?after=msg_none")
+        status, refused = await got(rig, f"{result['id']}/input_items?after=msg_none")
         assert (status, refused["error"]["param"]) == (400, "after")
 
     play(scene)
@@ -83,7 +83,7 @@ async def kept_of(rig: Rig, responses: Sequence[Any]) -> list[bool]:
     return [(await got(rig, response["id"]))[0] == 200 for response in responses]
 
 
-def test_the_least_used_go_first_when_there_are_too_many() -> None:
+def test_the_least_recently_used_responses_are_evicted() -> None:
     async def scene(rig: Rig) -> None:
         first, second = await created(rig), await created(rig)
         await got(rig, first["id"])
@@ -93,7 +93,7 @@ def test_the_least_used_go_first_when_there_are_too_many() -> None:
     play(scene, Setting(responses=ResponseLimits(count=2)))
 
 
-def test_they_have_so_many_bytes_in_all() -> None:
+def test_the_total_size_of_responses_is_limited() -> None:
     async def scene(rig: Rig) -> None:
         responses = [await created(rig, metadata={"a": "x" * 500}) for _ in range(5)]
         assert await kept_of(rig, responses) == [False, False, False, True, True]
@@ -103,12 +103,12 @@ def test_they_have_so_many_bytes_in_all() -> None:
     play(scene, Setting(responses=ResponseLimits(num_bytes=5000)))
 
 
-def test_they_are_kept_for_so_long() -> None:
+def test_responses_expire() -> None:
     async def scene(rig: Rig) -> None:
-        told = await created(rig)
+        result = await created(rig)
         await asyncio.sleep(57)
-        assert await kept_of(rig, [told]) == [True]
+        assert await kept_of(rig, [result]) == [True]
         await asyncio.sleep(3)
-        assert await kept_of(rig, [told]) == [False]
+        assert await kept_of(rig, [result]) == [False]
 
     play(scene, Setting(responses=ResponseLimits(seconds=60)))

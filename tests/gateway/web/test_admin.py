@@ -1,4 +1,4 @@
-"""Another policy while serving: nobody is dropped, and `/metrics` follows."""
+"""The policy is switched while serving: no request is dropped, and `/metrics` follows."""
 
 import asyncio
 from itertools import chain, repeat
@@ -32,19 +32,19 @@ async def info(rig: Rig) -> list[str]:
     return [line for line in lines if line.startswith("podway_policy_info{")]
 
 
-def test_the_policy_is_told_and_changed_and_metrics_follow() -> None:
+def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
     async def scene(rig: Rig) -> None:
-        told = {"policy": "fcfs", "admission": "grow", "policies": list(POLICIES)}
-        assert await ask(rig) == (200, told)
+        result = {"policy": "fcfs", "admission": "grow", "policies": list(POLICIES)}
+        assert await ask(rig) == (200, result)
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
-        assert await ask(rig, {"policy": "mlfq"}) == (200, told | {"policy": "mlfq"})
-        assert await ask(rig) == (200, told | {"policy": "mlfq"})
+        assert await ask(rig, {"policy": "mlfq"}) == (200, result | {"policy": "mlfq"})
+        assert await ask(rig) == (200, result | {"policy": "mlfq"})
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="mlfq"} 1.0']
 
     play(scene)
 
 
-def test_the_policy_that_is_there_already_stays_as_it_is() -> None:
+def test_switching_to_the_current_policy_changes_nothing() -> None:
     async def scene(rig: Rig) -> None:
         before = rig.engine.scheduler.policy
         assert (await ask(rig, {"policy": "fair"}))[0] == 200
@@ -64,7 +64,7 @@ def test_the_policy_that_is_there_already_stays_as_it_is() -> None:
         (b"mlfq", None),
     ],
 )
-def test_what_names_no_policy_is_refused_and_changes_nothing(
+def test_an_unknown_policy_is_rejected_and_changes_nothing(
     payload: object, param: str | None
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -76,7 +76,7 @@ def test_what_names_no_policy_is_refused_and_changes_nothing(
     play(scene)
 
 
-def test_with_keys_only_their_holders_may_look_or_change() -> None:
+def test_with_keys_the_policy_needs_a_key() -> None:
     async def scene(rig: Rig) -> None:
         for payload in (None, {"policy": "mlfq"}):
             assert (await ask(rig, payload))[0] == 401
@@ -88,15 +88,15 @@ def test_with_keys_only_their_holders_may_look_or_change() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 150])
-def test_through_all_policies_under_32_streams_every_text_stays_the_same(num_blocks: int) -> None:
+def test_switching_through_all_policies_changes_no_text_of_32_streams(num_blocks: int) -> None:
     """Each policy follows each other one, an iteration apart; with 150 slots memory is short."""
     texts = [f"{index}:" + chr(97 + index % 26) * (10 + index * 7 % 50) for index in range(32)]
     tour = [name for one in POLICIES for other in POLICIES if other != one for name in (one, other)]
 
     async def scene(rig: Rig) -> None:
         async def listen(index: int) -> str:
-            wishes = {"priority": index % 3, "deadline_ms": 10_000_000, "cache_salt": str(index)}
-            body = text(prompt=f"{index:02}" * 4, stream=True, max_tokens=80, **wishes)
+            fields = {"priority": index % 3, "deadline_ms": 10_000_000, "cache_salt": str(index)}
+            body = text(prompt=f"{index:02}" * 4, stream=True, max_tokens=80, **fields)
             async with rig.client.post(TEXT, body) as exchange:
                 *chunks, done = [event async for event in exchange.events()]
             assert done == "DONE"

@@ -1,4 +1,4 @@
-"""Whatever fields are asked for together, a stream says what the whole reply says."""
+"""With any combination of fields, a stream assembles to the whole response."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ FIELDS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("text", [f"Hello {CALL} x {CALL}", "<think>a\n</think>\n\nb.", "é🙂 stop"])
-def test_a_stream_says_what_the_reply_says(text: str) -> None:
+def test_a_stream_assembles_to_the_whole_response(text: str) -> None:
     rng = random.Random(7)
     num_told = 0
 
@@ -53,8 +53,8 @@ def test_a_stream_says_what_the_reply_says(text: str) -> None:
             (choice,) = reply["choices"]
             streamed = assembled(chunks)
             message = {k: v for k, v in choice["message"].items() if k != "annotations"}
-            for told in (message, streamed["message"]):
-                for call in told.get("tool_calls", ()):
+            for result in (message, streamed["message"]):
+                for call in result.get("tool_calls", ()):
                     del call["id"]
             assert streamed["message"] == message, body
             assert streamed["finish_reason"] == choice["finish_reason"], body

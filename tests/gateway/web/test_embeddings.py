@@ -1,4 +1,4 @@
-"""Embeddings are refused with the reason, and what is wrong by its name before that."""
+"""Embeddings are rejected with the reason; invalid fields are named before that."""
 
 from typing import Any
 
@@ -25,7 +25,9 @@ from tests.gateway.rig import MODEL, Rig, play
         ({"extra": 0}, 400, "extra", "invalid_request_error"),
     ],
 )
-def test_they_are_refused(fields: dict[str, Any], status: int, param: str, code: str) -> None:
+def test_embeddings_are_rejected(
+    fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
     async def scene(rig: Rig) -> None:
         body = {"model": MODEL, "input": "hi", **fields}
         async with rig.client.post("/v1/embeddings", body) as exchange:

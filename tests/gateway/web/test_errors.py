@@ -1,4 +1,4 @@
-"""What goes wrong, as the client sees it: real statuses, JSON bodies, fields named."""
+"""Errors as the client sees them: HTTP statuses, JSON bodies, named fields."""
 
 import asyncio
 
@@ -36,13 +36,13 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
         (ZeroDivisionError("secret"), 500, "internal_error"),
     ],
 )
-def test_every_error_has_its_row(error: Exception, status: int, code: str) -> None:
+def test_every_error_class_has_a_row(error: Exception, status: int, code: str) -> None:
     assert verdict(error).status == status
     assert verdict(error).code == code
     assert b"secret" not in OPENAI.error_body(error, "")
 
 
-def test_a_full_server_says_when_to_come_back() -> None:
+def test_a_full_server_sends_retry_after() -> None:
     assert error_headers(Overloaded("full", 1.2)) == {
         "retry-after": "2",
         "retry-after-ms": "1200",
@@ -50,7 +50,7 @@ def test_a_full_server_says_when_to_come_back() -> None:
     }
 
 
-def test_a_server_whose_worker_restarts_says_when_to_come_back() -> None:
+def test_a_server_with_a_restarting_worker_sends_retry_after() -> None:
     assert error_headers(Unavailable("restarting", 1.2))["retry-after-ms"] == "1200"
     assert error_headers(Unavailable("draining")) == {"x-should-retry": "true"}
 
@@ -75,7 +75,7 @@ def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
 
 
 @STREAMED_OR_NOT
-def test_choices_that_do_not_all_fit_are_refused_together(stream: bool) -> None:
+def test_choices_that_do_not_all_fit_are_all_rejected(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
             await asyncio.sleep(STEP / 2)
@@ -97,7 +97,7 @@ def test_choices_that_do_not_all_fit_are_refused_together(stream: bool) -> None:
     ("fields", "param"),
     [({"n": 4}, "n"), ({"prompt": ["a"] * 4}, "prompt"), ({"prompt": ["a" * 8] * 2}, "prompt")],
 )
-def test_choices_that_no_queue_can_hold_are_a_400_that_names_the_field(
+def test_choices_beyond_the_queues_limits_are_a_400_that_names_the_field(
     stream: bool, fields: dict[str, object], param: str
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -128,7 +128,7 @@ def test_a_draining_server_is_unavailable(stream: bool) -> None:
     play(scene)
 
 
-def test_a_stream_cut_by_the_drain_ends_with_one_error_event() -> None:
+def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
             await exchange.start()
@@ -160,7 +160,7 @@ def test_an_early_failure_is_a_real_status_and_a_late_one_an_event() -> None:
     play(scene)
 
 
-def test_the_status_line_is_held_for_one_second_at_most() -> None:
+def test_the_status_line_is_delayed_by_at_most_one_second() -> None:
     async def scene(rig: Rig) -> None:
         async with (
             rig.client.post(CHAT, chat(max_tokens=20)) as first,
@@ -175,7 +175,9 @@ def test_the_status_line_is_held_for_one_second_at_most() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text())])
-def test_a_prompt_that_is_too_long_names_both_numbers(path: str, body: dict[str, object]) -> None:
+def test_the_error_of_a_too_long_prompt_has_both_lengths(
+    path: str, body: dict[str, object]
+) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(path, {**body, "max_tokens": 500}) as exchange:
             error = (await exchange.json())["error"]
@@ -188,7 +190,7 @@ def test_a_prompt_that_is_too_long_names_both_numbers(path: str, body: dict[str,
     play(scene)
 
 
-def test_every_response_carries_its_identity() -> None:
+def test_every_response_has_a_request_id() -> None:
     async def scene(rig: Rig) -> None:
         exchanges = [
             rig.client.get("/health"),
@@ -207,7 +209,7 @@ def test_every_response_carries_its_identity() -> None:
     play(scene)
 
 
-def test_a_sane_request_id_is_kept_and_another_is_not() -> None:
+def test_a_valid_request_id_is_kept_and_an_invalid_one_replaced() -> None:
     async def scene(rig: Rig) -> None:
         for offered, kept in (("my-id.7", True), ("a b", False), ("x" * 200, False)):
             async with rig.client.get("/health", {"x-request-id": offered}) as exchange:
@@ -237,7 +239,9 @@ def test_the_time_until_the_first_event_is_the_processing_time() -> None:
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
     ],
 )
-def test_a_wrong_address_is_told_in_json(method: str, path: str, status: int, code: str) -> None:
+def test_an_unknown_path_or_method_is_a_json_error(
+    method: str, path: str, status: int, code: str
+) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.send(method, path) as exchange:
             error = (await exchange.json())["error"]
@@ -284,7 +288,7 @@ def test_a_body_that_is_too_large_is_a_413(announced: bool) -> None:
     play(scene, Setting(max_body_bytes=1000))
 
 
-def test_a_body_that_does_not_come_is_a_408() -> None:
+def test_a_body_that_does_not_arrive_is_a_408() -> None:
     async def scene(rig: Rig) -> None:
         exchange = rig.client.send("POST", CHAT, [b"{", b""], {"content-type": "application/json"})
         exchange.hold_back(1)
@@ -296,7 +300,7 @@ def test_a_body_that_does_not_come_is_a_408() -> None:
     play(scene)
 
 
-def test_with_keys_only_their_holders_come_in() -> None:
+def test_with_keys_requests_need_one() -> None:
     async def scene(rig: Rig) -> None:
         for sent, status in (
             (None, 401),

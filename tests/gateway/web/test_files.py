@@ -1,4 +1,4 @@
-"""Files: uploaded as forms, kept for the key that sent them, read back byte for byte."""
+"""Files: uploaded as forms, visible to their API key only, downloaded byte for byte."""
 
 import asyncio
 from pathlib import Path
@@ -22,13 +22,13 @@ async def listed(rig: Rig, query: str = "", headers: dict[str, str] | None = Non
         return await exchange.json()
 
 
-def test_a_file_is_kept_and_read_back_in_pieces() -> None:
+def test_an_uploaded_file_is_downloaded_in_pieces() -> None:
     content = bytes(range(256)) * (9 * PIECE_BYTES // 1024)
 
     async def scene(rig: Rig) -> None:
         async with upload(rig.client, a_form(content, name="mine.jsonl")) as exchange:
-            told = await exchange.json()
-        assert told | {"id": ""} == {
+            result = await exchange.json()
+        assert result | {"id": ""} == {
             "id": "",
             "object": "file",
             "bytes": len(content),
@@ -37,9 +37,9 @@ def test_a_file_is_kept_and_read_back_in_pieces() -> None:
             "purpose": "batch",
             "status": "processed",
         }
-        async with rig.client.get(f"/v1/files/{told['id']}") as exchange:
-            assert await exchange.json() == told
-        async with rig.client.get(f"/v1/files/{told['id']}/content") as exchange:
+        async with rig.client.get(f"/v1/files/{result['id']}") as exchange:
+            assert await exchange.json() == result
+        async with rig.client.get(f"/v1/files/{result['id']}/content") as exchange:
             pieces = [piece async for piece in exchange.chunks()]
         assert len(pieces) == 3
         assert b"".join(pieces) == content
@@ -48,7 +48,7 @@ def test_a_file_is_kept_and_read_back_in_pieces() -> None:
     play(scene)
 
 
-def test_an_empty_file_is_a_file() -> None:
+def test_an_empty_file_is_stored() -> None:
     async def scene(rig: Rig) -> None:
         file_id = await uploaded(rig, b"")
         async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
@@ -90,7 +90,7 @@ def test_files_are_listed_in_pages() -> None:
         ("?after=file-none", "after"),
     ],
 )
-def test_a_wrong_query_is_refused_by_name(query: str, param: str) -> None:
+def test_the_error_names_an_invalid_query_parameter(query: str, param: str) -> None:
     async def scene(rig: Rig) -> None:
         assert (await listed(rig, query))["error"]["param"] == param
 
@@ -101,8 +101,8 @@ def test_a_deleted_file_is_gone() -> None:
     async def scene(rig: Rig) -> None:
         file_id = await uploaded(rig, b"x" * 10)
         async with rig.client.send("DELETE", f"/v1/files/{file_id}") as exchange:
-            told = await exchange.json()
-            assert told == {"id": file_id, "object": "file", "deleted": True}
+            result = await exchange.json()
+            assert result == {"id": file_id, "object": "file", "deleted": True}
         for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
             async with rig.client.send(method, f"/v1/files/{file_id}{path}") as exchange:
                 error = (await exchange.json())["error"]
@@ -120,8 +120,8 @@ def test_an_expired_file_is_gone() -> None:
 
     async def scene(rig: Rig) -> None:
         async with upload(rig.client, a_form(b"x", fields)) as exchange:
-            told = await exchange.json()
-        assert told["expires_at"] == EPOCH + 3600
+            result = await exchange.json()
+        assert result["expires_at"] == EPOCH + 3600
         await asyncio.sleep(3599)
         assert len((await listed(rig))["data"]) == 1
         await asyncio.sleep(1)
@@ -130,7 +130,7 @@ def test_an_expired_file_is_gone() -> None:
     play(scene)
 
 
-def test_another_key_sees_nothing_of_it() -> None:
+def test_another_key_cannot_access_it() -> None:
     async def scene(rig: Rig) -> None:
         file_id = await uploaded(rig, b"x", key("a"))
         for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
@@ -176,7 +176,7 @@ def test_another_key_sees_nothing_of_it() -> None:
         ),
     ],
 )
-def test_a_wrong_field_is_refused_by_name(fields: dict[str, str], param: str) -> None:
+def test_the_error_names_an_invalid_form_field(fields: dict[str, str], param: str) -> None:
     async def scene(rig: Rig) -> None:
         async with upload(rig.client, a_form(b"x", fields)) as exchange:
             error = (await exchange.json())["error"]
@@ -198,7 +198,7 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, str], param: str) ->
         (b"{}", {"content-type": "application/json"}, 415),
     ],
 )
-def test_what_is_no_form_with_a_file_is_refused(
+def test_a_body_that_is_not_a_form_with_a_file_is_rejected(
     form: bytes, headers: dict[str, str], status: int
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -209,7 +209,7 @@ def test_what_is_no_form_with_a_file_is_refused(
     play(scene)
 
 
-def test_two_files_in_one_form_are_refused() -> None:
+def test_two_files_in_one_form_are_rejected() -> None:
     form = a_form(b"x").replace(f"--{BOUNDARY}--\r\n".encode(), b"") + a_form(b"y", {})
 
     async def scene(rig: Rig) -> None:
@@ -219,7 +219,7 @@ def test_two_files_in_one_form_are_refused() -> None:
     play(scene)
 
 
-def test_a_file_that_is_too_large_is_refused_while_it_comes() -> None:
+def test_a_file_that_is_too_large_is_rejected_during_the_upload() -> None:
     form = a_form(b"x" * (4 * PIECE_BYTES))
     pieces = [form[i : i + 65536] for i in range(0, len(form), 65536)]
 
@@ -232,7 +232,7 @@ def test_a_file_that_is_too_large_is_refused_while_it_comes() -> None:
     play(scene, Setting(files=SMALL))
 
 
-def test_all_files_together_are_bounded() -> None:
+def test_the_total_size_of_files_is_limited() -> None:
     async def scene(rig: Rig) -> None:
         first = await uploaded(rig, b"x" * 2 * PIECE_BYTES)
         await uploaded(rig, b"x" * 2 * PIECE_BYTES)
@@ -246,7 +246,7 @@ def test_all_files_together_are_bounded() -> None:
     play(scene, Setting(files=SMALL))
 
 
-def test_an_upload_that_stops_half_way_leaves_nothing() -> None:
+def test_an_interrupted_upload_leaves_nothing() -> None:
     form = a_form(b"x" * (2 * PIECE_BYTES))
 
     async def scene(rig: Rig) -> None:
@@ -259,7 +259,7 @@ def test_an_upload_that_stops_half_way_leaves_nothing() -> None:
     play(scene)
 
 
-def test_a_form_that_does_not_come_is_given_up() -> None:
+def test_a_form_that_does_not_arrive_times_out() -> None:
     async def scene(rig: Rig) -> None:
         exchange = rig.client.send("POST", "/v1/files", [b"--", b"x"], FORM)
         exchange.hold_back(1)
@@ -269,18 +269,18 @@ def test_a_form_that_does_not_come_is_given_up() -> None:
     play(scene)
 
 
-def test_a_reader_that_leaves_half_way_is_let_go() -> None:
+def test_a_disconnect_ends_a_download() -> None:
     async def scene(rig: Rig) -> None:
         file_id = await uploaded(rig, b"x" * 3 * PIECE_BYTES)
         async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
             await exchange.start()
             exchange.pause()
-            exchange.leave()
+            exchange.disconnect()
 
     play(scene)
 
 
-def test_files_outlive_the_server(tmp_path: Path) -> None:
+def test_files_survive_a_restart(tmp_path: Path) -> None:
     setting = Setting(store=tmp_path / "deep" / "store.sqlite")
     ids: list[str] = []
 

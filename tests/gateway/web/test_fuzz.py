@@ -20,7 +20,7 @@ PATIENCE = 60.0  # seconds: a request that takes longer never ends
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fuzzed_bodies_are_answered_and_leave_nothing_behind(seed: int) -> None:
+def test_fuzzed_bodies_get_responses_and_leave_no_requests(seed: int) -> None:
     fuzzer = Fuzzer(describe(ROUTES), MODEL, Random(seed))
     statuses: dict[int, int] = {}
 

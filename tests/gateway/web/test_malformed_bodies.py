@@ -1,4 +1,4 @@
-"""Rubbish never makes a 5xx, and the next request is served."""
+"""A malformed body never causes a 5xx, and the next request is served."""
 
 import orjson
 import pytest
@@ -47,7 +47,7 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_rubbish_is_a_4xx_in_json_and_the_next_request_is_served(path: str) -> None:
+def test_a_malformed_body_is_a_4xx_in_json_and_the_next_request_is_served(path: str) -> None:
     async def scene(rig: Rig) -> None:
         for name, body in RUBBISH.items():
             async with rig.client.post(path, body) as exchange:

@@ -1,4 +1,4 @@
-"""In front of the routes: who must show a key, and which pages may call from a browser."""
+"""Middleware: which routes need an API key, and which origins may use CORS."""
 
 import pytest
 
@@ -25,7 +25,7 @@ PREFLIGHT = {
         ("OPTIONS", CHAT),
     ],
 )
-def test_everything_but_health_is_guarded(method: str, path: str) -> None:
+def test_every_route_except_health_needs_a_key(method: str, path: str) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.send(method, path) as exchange:
             error = (await exchange.json())["error"]
@@ -41,7 +41,7 @@ def test_everything_but_health_is_guarded(method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
-def test_a_page_of_an_allowed_origin_may_ask_first_and_read_the_answer(
+def test_an_allowed_origin_may_preflight_and_read_responses(
     origins: tuple[str, ...],
 ) -> None:
     async def scene(rig: Rig) -> None:
@@ -60,7 +60,7 @@ def test_a_page_of_an_allowed_origin_may_ask_first_and_read_the_answer(
     play(scene, Setting(keys=("k",), cors_origins=origins))
 
 
-def test_a_page_may_read_why_it_was_refused() -> None:
+def test_an_allowed_origin_may_read_error_responses() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
             assert await exchange.start() == 401
@@ -69,7 +69,7 @@ def test_a_page_may_read_why_it_was_refused() -> None:
     play(scene, Setting(keys=("k",), cors_origins=(PAGE,)))
 
 
-def test_other_pages_get_no_leave() -> None:
+def test_other_origins_get_no_cors_headers() -> None:
     async def scene(rig: Rig) -> None:
         other = {"origin": "https://other.example"}
         async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other) as exchange:
@@ -82,7 +82,7 @@ def test_other_pages_get_no_leave() -> None:
     play(scene, Setting(cors_origins=(PAGE,)))
 
 
-def test_without_cors_nothing_is_said_of_it() -> None:
+def test_without_cors_there_are_no_cors_headers() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
             await exchange.json()

@@ -1,4 +1,4 @@
-"""The small endpoints."""
+"""Models, health, readiness and metrics."""
 
 from tests.gateway.rig import CHAT, MODEL, Rig, chat, play
 
@@ -25,7 +25,7 @@ def test_a_live_server_is_healthy_and_ready() -> None:
     play(scene)
 
 
-def test_metrics_speak_our_names_and_vllms() -> None:
+def test_metrics_have_our_names_and_vllms() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat()) as exchange:
             await exchange.json()

@@ -1,4 +1,4 @@
-"""Our own OpenAPI document: every route is in it, it is valid, and it can be read."""
+"""The server's OpenAPI document: complete, valid, and readable by tools."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -23,13 +23,13 @@ def test_every_route_is_described_under_its_methods() -> None:
         assert methods <= DOCUMENT["paths"][route.path_format].keys(), route.path
 
 
-def test_every_route_has_a_line_of_its_own_and_no_line_is_without_a_route() -> None:
+def test_routes_and_operations_match() -> None:
     """Add the line to `OPERATIONS` in `gateway/web/openapi.py`."""
     served = {(method, route.path_format) for route in ROUTES for method in (route.methods or ())}
     assert {each for each in served if each[0] != "HEAD"} == OPERATIONS.keys()
 
 
-def test_a_route_without_a_line_is_listed_all_the_same() -> None:
+def test_a_route_without_an_operation_is_listed() -> None:
     async def new_thing(http: Any) -> Any: ...
 
     routes = [Route("/v1/things/{thing_id:path}", new_thing, methods=["POST"])]
@@ -70,7 +70,7 @@ def test_a_tool_that_reads_openapi_finds_every_operation() -> None:
         ("CompletionRequest", {"model": "m", "prompt": "x", "max_tokens": 0.5}, False),
     ],
 )
-def test_the_schemas_say_what_is_taken(schema: str, value: Any, is_valid: bool) -> None:
+def test_the_schemas_have_the_request_fields(schema: str, value: Any, is_valid: bool) -> None:
     components = DOCUMENT["components"]
     whole = {"$ref": f"#/components/schemas/{schema}", "components": components}
     assert jsonschema_rs.validator_for(whole).is_valid(value) is is_valid
@@ -93,7 +93,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_the_page_shows_every_path_and_needs_nothing_from_elsewhere() -> None:
+def test_the_page_lists_every_path_without_external_resources() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.get("/docs") as exchange:
             page = (await exchange.read()).decode()
@@ -110,7 +110,7 @@ def test_the_page_shows_every_path_and_needs_nothing_from_elsewhere() -> None:
     play(scene)
 
 
-def test_a_browser_is_asked_for_a_key_and_may_send_it_its_way() -> None:
+def test_a_browser_can_send_the_key_by_basic_authentication() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.get("/docs") as exchange:
             assert await exchange.start() == 401

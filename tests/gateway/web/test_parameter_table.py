@@ -1,4 +1,4 @@
-"""The table of parameters in gateway/README.md says what the schemas and the server do."""
+"""The table of parameters in gateway/README.md matches the schemas and the server."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def fields(where: str) -> set[str]:
     return {row.name for row in ROWS if row.where in (where, "both")}
 
 
-def test_the_table_lists_exactly_the_fields_that_there_are() -> None:
+def test_the_table_lists_exactly_the_request_fields() -> None:
     assert len(ROWS) == len({row.name for row in ROWS})
     assert fields("chat") == set(ChatRequest.__struct_fields__)
     assert fields("text") == set(CompletionRequest.__struct_fields__)
@@ -73,7 +73,7 @@ def ways(row: Row) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.how != "heeded"], ids=lambda r: r.name)
-def test_what_is_taken_changes_nothing_and_what_is_refused_is_named(row: Row) -> None:
+def test_ignored_fields_change_nothing_and_rejected_fields_are_named(row: Row) -> None:
     async def scene(rig: Rig) -> None:
         for path, body in ways(row):
             value = TAKEN.get(row.name, REFUSED.get(row.name))
@@ -89,7 +89,7 @@ def test_what_is_taken_changes_nothing_and_what_is_refused_is_named(row: Row) ->
 
 
 @pytest.mark.parametrize("name", sorted(fields("chat") ^ fields("text")))
-def test_a_field_of_the_one_is_unknown_to_the_other(name: str) -> None:
+def test_a_field_of_one_endpoint_is_unknown_to_the_other(name: str) -> None:
     async def scene(rig: Rig) -> None:
         path, body = (TEXT, text()) if name in fields("chat") else (CHAT, chat())
         async with rig.client.post(path, {**body, name: None}) as exchange:

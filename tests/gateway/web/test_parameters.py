@@ -1,4 +1,4 @@
-"""Every parameter is honoured, or refused with a 400 that names it."""
+"""Every parameter is supported, or rejected with a 400 that names it."""
 
 from typing import Any
 
@@ -228,7 +228,7 @@ REFUSED_IN_TEXT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("fields", ASKS_NOTHING, ids=lambda fields: ",".join(fields))
-def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+def test_values_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(**fields)) as exchange:
             reply = await exchange.json()
@@ -238,7 +238,9 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_what_is_wrong_or_missing_here_is_named(fields: dict[str, Any], param: str) -> None:
+def test_the_error_names_an_invalid_or_unsupported_field(
+    fields: dict[str, Any], param: str
+) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(**fields)) as exchange:
             error = (await exchange.json())["error"]
@@ -251,7 +253,9 @@ def test_what_is_wrong_or_missing_here_is_named(fields: dict[str, Any], param: s
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED_IN_TEXT)
-def test_the_same_for_text_completions(fields: dict[str, Any], param: str) -> None:
+def test_the_error_names_an_invalid_field_of_text_completions(
+    fields: dict[str, Any], param: str
+) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(TEXT, text(**fields)) as exchange:
             error = (await exchange.json())["error"]
@@ -261,7 +265,7 @@ def test_the_same_for_text_completions(fields: dict[str, Any], param: str) -> No
     play(scene)
 
 
-def test_a_wrong_role_is_told_the_right_ones() -> None:
+def test_the_error_of_an_invalid_role_lists_the_roles() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(messages=[{"role": "robot", "content": "x"}])
         async with rig.client.post(CHAT, body) as exchange:
@@ -272,7 +276,7 @@ def test_a_wrong_role_is_told_the_right_ones() -> None:
     play(scene)
 
 
-def test_an_unknown_argument_is_told_in_openais_words() -> None:
+def test_the_error_of_an_unknown_field_is_worded_as_openais() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(foo=1)) as exchange:
             message = (await exchange.json())["error"]["message"]
@@ -281,7 +285,7 @@ def test_an_unknown_argument_is_told_in_openais_words() -> None:
     play(scene)
 
 
-def test_a_whole_conversation_is_read() -> None:
+def test_messages_of_all_roles_reach_the_prompt() -> None:
     async def scene(rig: Rig) -> None:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         messages = [

@@ -16,15 +16,15 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
-def test_a_stream_says_that_it_was_cancelled_and_ends() -> None:
+def test_a_cancelled_stream_ends_with_an_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True), NAME) as exchange:
             await asyncio.sleep(3.5 * STEP)
             async with rig.client.post(CANCEL, b"") as cancelling:
-                told = await cancelling.json()
+                result = await cancelling.json()
             *chunks, last = [event async for event in exchange.events()]
-        assert (cancelling.status, told["id"], told["cancelled"]) == (200, "mine/1", True)
-        assert told["num_choices"] == 1
+        assert (cancelling.status, result["id"], result["cancelled"]) == (200, "mine/1", True)
+        assert result["num_choices"] == 1
         assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == LONG[:3]
         assert last["error"]["code"] == "request_cancelled"
         assert rig.service.clock() == 3.5 * STEP
@@ -34,7 +34,7 @@ def test_a_stream_says_that_it_was_cancelled_and_ends() -> None:
     assert rig.metrics.cancel_to_free.sum <= 1
 
 
-def test_every_choice_of_a_whole_reply_is_cancelled() -> None:
+def test_every_choice_of_a_whole_response_is_cancelled() -> None:
     async def scene(rig: Rig) -> None:
         body = text(prompt=["ab", "cd"], n=2, max_tokens=100)
         async with rig.client.post(TEXT, body, NAME) as exchange:
@@ -49,7 +49,7 @@ def test_every_choice_of_a_whole_reply_is_cancelled() -> None:
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT] * 4
 
 
-def test_one_that_waits_in_the_queue_is_cancelled_before_it_runs() -> None:
+def test_a_queued_request_is_cancelled_before_it_runs() -> None:
     async def scene(rig: Rig) -> None:
         async with (
             rig.client.post(CHAT, chat(max_tokens=20)) as first,
@@ -75,7 +75,7 @@ def test_an_unknown_request_is_not_found(path: str) -> None:
     play(scene)
 
 
-def test_one_that_has_ended_is_not_found() -> None:
+def test_an_ended_request_is_not_found() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(), NAME) as exchange:
             assert await exchange.start() == 200
@@ -85,7 +85,7 @@ def test_one_that_has_ended_is_not_found() -> None:
     play(scene)
 
 
-def test_another_key_can_neither_cancel_it_nor_learn_of_it() -> None:
+def test_another_key_can_neither_cancel_nor_detect_a_request() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
             await asyncio.sleep(STEP)

@@ -46,7 +46,7 @@ def api() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), ASKED)
-def test_answers_are_as_described_whatever_is_asked(
+def test_responses_match_the_openapi_document(
     api: Any, method: str, path: str, mode: GenerationMode
 ) -> None:
     @given(case=api[path][method].as_strategy(generation_mode=mode))

@@ -1,4 +1,4 @@
-"""Text to ids and back, and the prompt that a chat becomes."""
+"""Tokenize, detokenize, and the rendered prompt of a chat."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ async def posted(rig: Rig, path: str, body: object) -> Any:
         return await exchange.json()
 
 
-def test_a_prompt_becomes_ids() -> None:
+def test_tokenize_returns_the_ids_of_a_prompt() -> None:
     async def scene(rig: Rig) -> None:
-        told = await posted(rig, "/tokenize", {"model": MODEL, "prompt": "aä"})
+        result = await posted(rig, "/tokenize", {"model": MODEL, "prompt": "aä"})
         ids = list("aä".encode())
-        assert told == {
+        assert result == {
             "count": 3,
             "max_model_len": CONTEXT,
             "tokens": ids,
@@ -30,28 +30,28 @@ def test_a_prompt_becomes_ids() -> None:
     play(scene)
 
 
-def test_each_token_can_be_shown() -> None:
+def test_tokenize_returns_token_strings_if_requested() -> None:
     async def scene(rig: Rig) -> None:
-        told = await posted(rig, "/tokenize", {"prompt": "aä", "return_token_strs": True})
-        assert told["token_strs"] == ["a", "\ufffd", "\ufffd"]
+        result = await posted(rig, "/tokenize", {"prompt": "aä", "return_token_strs": True})
+        assert result["token_strs"] == ["a", "\ufffd", "\ufffd"]
 
     play(scene)
 
 
-def test_a_conversation_becomes_the_ids_of_its_prompt() -> None:
+def test_tokenize_renders_messages() -> None:
     async def scene(rig: Rig) -> None:
-        told = await posted(rig, "/tokenize", {"messages": USER})
-        assert bytes(told["tokens"]) == b"user:hi\n"
+        result = await posted(rig, "/tokenize", {"messages": USER})
+        assert bytes(result["tokens"]) == b"user:hi\n"
         rendered = await posted(rig, RENDER, chat(max_tokens=5))
-        assert rendered["token_ids"] == told["tokens"]
+        assert rendered["token_ids"] == result["tokens"]
         assert rendered["prompt"] == "user:hi\n"
-        assert rendered["count"] == told["count"] == 8
+        assert rendered["count"] == result["count"] == 8
 
     rig = play(scene)
     assert not rig.ended
 
 
-def test_what_is_rendered_is_what_is_computed() -> None:
+def test_the_rendered_prompt_is_the_prompt_that_is_computed() -> None:
     async def scene(rig: Rig) -> None:
         rendered = await posted(rig, RENDER, chat())
         await posted(rig, CHAT, chat())
@@ -60,12 +60,12 @@ def test_what_is_rendered_is_what_is_computed() -> None:
     play(scene)
 
 
-def test_ids_become_text_again_control_tokens_too() -> None:
+def test_detokenize_returns_text_with_control_tokens() -> None:
     async def scene(rig: Rig) -> None:
         ids = [*"aä".encode(), END, *b"b"]
-        told = await posted(rig, "/detokenize", {"model": MODEL, "tokens": ids})
+        result = await posted(rig, "/detokenize", {"model": MODEL, "tokens": ids})
         special = rig.service.model.tokenizer.token_bytes(END).decode()
-        assert told == {"prompt": f"aä{special}b"}
+        assert result == {"prompt": f"aä{special}b"}
         assert await posted(rig, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
     play(scene)
@@ -91,7 +91,7 @@ def test_ids_become_text_again_control_tokens_too() -> None:
         (RENDER, {"model": "x", "messages": USER}, "model"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(path: str, body: object, param: str) -> None:
+def test_the_error_names_the_invalid_field(path: str, body: object, param: str) -> None:
     async def scene(rig: Rig) -> None:
         error = (await posted(rig, path, body))["error"]
         assert error["param"] == param
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_refused_by_name(path: str, body: object, param: str) -
     play(scene)
 
 
-def test_half_a_surrogate_is_refused_by_name() -> None:
+def test_the_error_names_text_with_an_unpaired_surrogate() -> None:
     async def scene(rig: Rig) -> None:
         for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
             error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]

@@ -22,7 +22,7 @@ def test_a_disconnect_ends_the_request_at_once(stream: bool, after: float) -> No
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
             await asyncio.sleep(after)
-            exchange.leave()
+            exchange.disconnect()
             await exchange.ended()
             assert rig.service.clock() == after
         await asyncio.sleep(STEP)
@@ -79,7 +79,7 @@ def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
             patch.setattr("gateway.web.routes.chat.tokenize_chat", slowly)
             async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
                 await started.wait()
-                exchange.leave()
+                exchange.disconnect()
                 await exchange.ended()
         assert left.is_set()
 
@@ -91,7 +91,7 @@ def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange() -> None:
     async def scene(rig: Rig) -> None:
         headers = {"content-type": "application/json"}
         async with rig.client.send("POST", CHAT, [b'{"model":'], headers) as exchange:
-            exchange.leave()
+            exchange.disconnect()
             await exchange.ended()
 
     play(scene)
@@ -103,7 +103,7 @@ def test_a_disconnect_while_a_write_is_blocked_ends_the_request() -> None:
             await exchange.start()
             exchange.pause()
             await asyncio.sleep(5 * STEP)
-            exchange.leave()
+            exchange.disconnect()
             await exchange.ended()
 
     (request,) = play(scene, Setting(texts=(LONG,))).ended
