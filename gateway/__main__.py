@@ -1,7 +1,7 @@
-"""The front door: `podway COMMAND`, also as `python -m gateway`.
+"""The command line: `podway COMMAND`, also as `python -m gateway`.
 
-Only this file is loaded to say `--help`; each command's module is named as a string and loaded
-when asked for. Everything that ends a command early becomes one line and an exit code here.
+`--help` loads this file only: each command's module is named by a string and imported when the
+command runs. Every error that ends a command becomes one line and an exit code here.
 """
 
 import argparse
@@ -15,15 +15,18 @@ from engine.errors import StartupError
 from gateway.commands.flags import Parser
 
 COMMANDS = {
-    "serve": ("gateway.serve.command:main", "serve a model over OpenAI's API"),
-    "chat": ("gateway.commands.chat.command:main", "talk to a server in the terminal"),
+    "serve": ("gateway.serve.command:main", "serve a model over an OpenAI-compatible API"),
+    "chat": ("gateway.commands.chat.command:main", "chat with a server in the terminal"),
+    "bench": (
+        "gateway.commands.bench.command:main",
+        "send load to a server and report its latencies",
+    ),
     "simulate": (
         "gateway.commands.simulate.command:main",
-        "play a load through the engine in virtual time",
+        "run a workload through the scheduler in virtual time",
     ),
-    "bench": ("gateway.commands.bench.command:main", "drive a server and report its latencies"),
 }
-EXIT_REFUSED = 1
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -33,16 +36,16 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run one command to its end; the exit code."""
+    """Run one command to its end; returns the exit code."""
     try:
         return _dispatch(argv)
-    except StartupError as refusal:
-        sys.stderr.write(f"podway: {refusal}\n")
+    except StartupError as error:
+        sys.stderr.write(f"podway: {error}\n")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
         logging.getLogger("podway").exception("podway ended because of a bug")
-    return EXIT_REFUSED
+    return EXIT_FAILED
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -53,21 +56,22 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    commands = "\n".join(f"  {name:8}{says}" for name, (_, says) in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 2
+    commands = "\n".join(f"  {name:{width}}{text}" for name, (_, text) in COMMANDS.items())
     parser = Parser(
         "podway",
         usage="podway COMMAND [...]",
-        description="An OpenAI-compatible gateway with its own serving engine.",
-        epilog=f"commands:\n{commands}\n\npodway COMMAND --help says more.",
+        description="An OpenAI-compatible LLM gateway with its own serving engine.",
+        epilog=f"commands:\n{commands}\n\nRun podway COMMAND --help for the flags of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="the version, then exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
 
 
 class _Version(argparse.Action):
-    """Reads the version only when it is asked for."""
+    """Reads the version only if it is requested, because importlib.metadata is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         metadata = importlib.import_module("importlib.metadata")

@@ -1,1 +1,1 @@
-"""Clients of any OpenAI-compatible server: a terminal chat and a load generator."""
+"""The commands besides `podway serve`: clients of any OpenAI-compatible server, and simulation."""

@@ -1,36 +1,65 @@
-"""Command lines: a parser whose complaints are one line, and the kinds of values flags take."""
+"""Command-line parsing: errors in one line with a suggestion, and the types of flag values."""
 
 import argparse
 import json
-from typing import Any, NoReturn
+import re
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+N = TypeVar("N")
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<names>.*)\)$")
 
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to a flag's help where there is one worth naming."""
+    """Adds the default value to a flag's help, unless it is empty or false."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and exits with 1; knows no abbreviations."""
+    """Reports an error in one line, with the nearest flag or value, and exits with 1.
+
+    Flags cannot be abbreviated.
+    """
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **kwargs)
 
+    def parse_args(  # type: ignore[override] # argparse's overloads return Any's
+        self, args: Sequence[str] | None = None, namespace: N | None = None
+    ) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
+            self.error(f"{kind} {flag}{did_you_mean(flag, self._option_string_actions)}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
-        self.exit(1, f"{self.prog}: {message} ({self.prog} --help lists what there is)\n")
+        if found := _INVALID_CHOICE.search(message):
+            names = re.findall(r"'([^']*)'", found["names"])
+            message += did_you_mean(found["given"], names)
+        self.exit(1, f"{self.prog}: {message} ({self.prog} --help lists all flags)\n")
+
+
+def did_you_mean(given: str, names: Collection[str]) -> str:
+    """`; did you mean X?` with the name nearest to `given`, or "" if none is near."""
+    nearest = get_close_matches(given, names, n=1, cutoff=0.7)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """A whole number, at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return number
 
 
 def natural(text: str) -> int:
-    """A whole number from 0."""
+    """A whole number, at least 0."""
     if (number := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
     return number
@@ -41,6 +70,16 @@ def above_zero(text: str) -> float:
     if not 0 < (number := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
     return number
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written: checked before the work whose result it will contain."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"directory {path.parent} does not exist")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory, not a file")
+    return path
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""The client's side of OpenAI's wire: addresses, sessions, server-sent events, errors.
+"""An HTTP client for OpenAI-compatible servers: addresses, sessions, server-sent events, errors.
 
-Knows nothing of Podway's own server. Everything that goes wrong on the way is one `ServerError`
-whose text is one line for a person.
+Works with any such server. Every failure is a `ServerError` whose text is one readable line.
 """
 
 import os
@@ -13,23 +12,23 @@ import orjson
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DONE = b"[DONE]"
-_LONGEST_LINE = 1 << 20
-_LONGEST_MESSAGE = 300
+_MAX_LINE = 1 << 20  # bytes
+_MAX_MESSAGE = 300  # characters
 
 
 class ServerError(Exception):
-    """The server refused, failed or cannot be reached."""
+    """The server rejected a request, failed, or cannot be reached."""
 
 
 class EventDecoder:
-    """Cuts a stream of bytes into the payloads of its server-sent events."""
+    """Splits a stream of bytes into the payloads of its server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The payloads that are complete now, comments and other fields left out."""
+        """The payloads that this chunk completes; comments and other fields are skipped."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             line = line.rstrip(b"\r")
@@ -42,7 +41,7 @@ class EventDecoder:
 
 
 def base_url(url: str) -> str:
-    """The address without a trailing slash or `/v1`; a bare host:port is taken as http."""
+    """The address without a trailing slash or `/v1`; `host:port` alone means http."""
     if "://" not in url:
         url = "http://" + url
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -51,13 +50,13 @@ def base_url(url: str) -> str:
 def open_session(
     api_key: str | None, *, timeout: float | None = None, reuse_connections: bool = True
 ) -> aiohttp.ClientSession:
-    """A session for many streams at once; `timeout` bounds one whole request in seconds."""
+    """A session without a limit on connections; `timeout` is for a whole request, in seconds."""
     key = api_key or os.environ.get("OPENAI_API_KEY")
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, force_close=not reuse_connections),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=30),
-        read_bufsize=_LONGEST_LINE,
+        read_bufsize=_MAX_LINE,
     )
 
 
@@ -67,34 +66,39 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get(f"{url}/v1/models") as response:
             body = await response.read()
             if response.status != 200:
-                raise ServerError(refusal(response.status, body))
+                raise ServerError(http_error(response.status, body))
             return str(orjson.loads(body)["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(unreachable(url, error)) from error
+        raise ServerError(connection_error(url, error)) from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise ServerError(f"{url}/v1/models names no model; give one with --model") from error
+        raise ServerError(f"{url}/v1/models lists no model; set one with --model") from error
 
 
-def refusal(status: int, body: bytes) -> str:
-    """One line for an answer that is not 200."""
+def http_error(status: int, body: bytes) -> str:
+    """One line for a response whose status is not 200."""
     try:
-        said = error_text(orjson.loads(body)["error"])
+        message = error_text(orjson.loads(body)["error"])
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        said = " ".join(body.decode(errors="replace").split())[:_LONGEST_MESSAGE]
-    return f"HTTP {status}: {said or 'no reason given'}"
+        message = " ".join(body.decode(errors="replace").split())[:_MAX_MESSAGE]
+    return f"HTTP {status}: {message or 'no reason given'}"
 
 
 def error_text(error: Any) -> str:
     """The message of an OpenAI error object, on one line."""
     message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:_LONGEST_MESSAGE]
+    return " ".join(str(message).split())[:_MAX_MESSAGE]
 
 
-def unreachable(url: str, error: BaseException) -> str:
-    """One line for a connection that failed or broke."""
+def connection_error(url: str, error: BaseException) -> str:
+    """One line for a connection that could not be opened or was lost."""
     if isinstance(error, TimeoutError):
         return f"{url} did not answer in time"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"cannot verify the certificate of {url} ({error.certificate_error}); if it is "
+            "self-signed, set SSL_CERT_FILE to the PEM file of the certificate"
+        )
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
         return f"cannot reach {url}: {os.strerror(number) if number else error.os_error}"
-    return f"the connection to {url} broke: {error or type(error).__name__}"
+    return f"the connection to {url} was lost: {error or type(error).__name__}"

@@ -59,8 +59,8 @@ async def test_a_random_model_is_served_and_measured(
         figures = tmp_path / "run.json"
         flags = ["-c", "4", "-n", "8", "--prompt-tokens", "16", "--output-tokens", "6"]
         args = bench.parser().parse_args([url, *flags, "--ids", "2048..31999"])
-        report = await bench.measure(args)
-        report.write(figures)
+        run = await bench.measure(args)
+        run.report.write(figures)
         found = read_report(figures)
         assert (found.num_ok, found.num_failed, found.output_tokens) == (8, 0, 48)
         assert found.setup["model"] == MODEL

@@ -1,1 +1,1 @@
-"""`podway bench URL`: a load generator for any OpenAI-compatible server."""
+"""`podway bench`: a load generator for any OpenAI-compatible server."""

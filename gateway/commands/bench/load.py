@@ -1,8 +1,8 @@
-"""Sends the requests of a load run, closed loop or open loop, and keeps what was seen of each.
+"""Sends the requests of a load run, closed loop or open loop, and records the times of each.
 
-A closed loop keeps a fixed number of requests in flight; an open loop sends when the shot says,
-whatever the server does, so that queueing shows in the latencies. Times are of one monotonic
-clock; the client does as little as it can between two reads.
+A closed loop keeps a fixed number of requests in flight. An open loop sends each request at its
+planned time, however busy the server is, so that queueing shows in the latencies. All times are of
+one monotonic clock; the client does as little as possible between two reads.
 """
 
 import asyncio
@@ -14,8 +14,14 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.commands.bench.workload import RandomPrompts, Shot
-from gateway.commands.http_client import DONE, EventDecoder, error_text, refusal, unreachable
+from gateway.commands.bench.workload import PlannedRequest, RandomPrompts
+from gateway.commands.http_client import (
+    DONE,
+    EventDecoder,
+    connection_error,
+    error_text,
+    http_error,
+)
 
 _now = time.perf_counter
 _JSON = {"Content-Type": "application/json"}
@@ -23,9 +29,9 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What the client saw of one request. Times in seconds; None until they happened."""
+    """Times and counts of one request. Times are seconds; None until the event has happened."""
 
-    shot: Shot
+    request: PlannedRequest
     sent_at: float
     first_at: float | None = None
     last_at: float | None = None
@@ -43,17 +49,17 @@ class Outcome:
 
     @property
     def output_tokens(self) -> int:
-        """As the server counts them, else one per event."""
+        """The server's count, or else the number of events with text."""
         return self.num_events if self.usage_output is None else self.usage_output
 
     @property
     def prompt_tokens(self) -> int:
-        return self.shot.prompt_tokens if self.usage_prompt is None else self.usage_prompt
+        return self.request.prompt_tokens if self.usage_prompt is None else self.usage_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the load goes and what every request says."""
+    """The server, and the fields that all requests share."""
 
     url: str
     session: aiohttp.ClientSession
@@ -65,18 +71,18 @@ class Target:
     def endpoint(self) -> str:
         return f"{self.url}/v1/{'chat/' if self.is_chat else ''}completions"
 
-    def body(self, shot: Shot) -> bytes:
-        """The request of one shot."""
-        prompt = self.prompts.of(shot)
-        asked = (
+    def body(self, request: PlannedRequest) -> bytes:
+        """The JSON body of a request."""
+        prompt = self.prompts.of(request)
+        fields = (
             {"messages": [{"role": "user", "content": prompt}]}
             if self.is_chat
             else {"prompt": prompt}
         )
         usage = {"include_usage": True}
         return orjson.dumps(
-            {"stream": True, "stream_options": usage, "max_tokens": shot.output_tokens}
-            | asked
+            {"stream": True, "stream_options": usage, "max_tokens": request.output_tokens}
+            | fields
             | self.params
         )
 
@@ -84,87 +90,89 @@ class Target:
 Done = Callable[[Outcome], None]
 
 
-async def closed_loop(target: Target, shots: Iterable[Shot], concurrency: int, done: Done) -> None:
-    """Keep `concurrency` requests in flight until the shots are used up."""
-    waiting = iter(shots)
+async def closed_loop(
+    target: Target, requests: Iterable[PlannedRequest], concurrency: int, done: Done
+) -> None:
+    """Keep `concurrency` requests in flight until all have been sent."""
+    waiting = iter(requests)
 
-    async def keep_busy() -> None:
-        for shot in waiting:
-            done(await send(target, shot, target.body(shot)))
+    async def send_next() -> None:
+        for request in waiting:
+            done(await send(target, request, target.body(request)))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
-            group.create_task(keep_busy())
+            group.create_task(send_next())
 
 
-async def open_loop(target: Target, shots: Iterable[Shot], done: Done) -> float:
-    """Send every shot at its time. Returns by how many seconds the latest was sent late."""
+async def open_loop(target: Target, requests: Iterable[PlannedRequest], done: Done) -> float:
+    """Send each request at its planned time. Returns the largest delay of a send, in seconds."""
     late = 0.0
 
-    async def fire(shot: Shot, body: bytes) -> None:
-        done(await send(target, shot, body))
+    async def send_one(request: PlannedRequest, body: bytes) -> None:
+        done(await send(target, request, body))
 
     async with asyncio.TaskGroup() as group:
         started_at = _now()
-        for shot in shots:
-            body = target.body(shot)
-            await asyncio.sleep(max(0.0, started_at + shot.at - _now()))
-            late = max(late, _now() - started_at - shot.at)
-            group.create_task(fire(shot, body))
+        for request in requests:
+            body = target.body(request)
+            await asyncio.sleep(max(0.0, started_at + request.at - _now()))
+            late = max(late, _now() - started_at - request.at)
+            group.create_task(send_one(request, body))
     return late
 
 
-async def send(target: Target, shot: Shot, body: bytes) -> Outcome:
-    """One request, from the connection to the end of its stream. Never raises for the server."""
-    seen = Outcome(shot, sent_at=_now())
+async def send(target: Target, request: PlannedRequest, body: bytes) -> Outcome:
+    """Send one request and read its stream to the end. Failures are recorded, not raised."""
+    outcome = Outcome(request, sent_at=_now())
     try:
         async with target.session.post(target.endpoint, data=body, headers=_JSON) as response:
             if response.status == 200:
-                await _watch(response, seen)
+                await _read_stream(response, outcome)
             else:
-                seen.error = refusal(response.status, await response.read())
+                outcome.error = http_error(response.status, await response.read())
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        seen.error = unreachable(target.url, error)
+        outcome.error = connection_error(target.url, error)
     except (orjson.JSONDecodeError, AttributeError, TypeError):
-        seen.error = "the server sent an event that is not a completion chunk"
-    seen.ended_at = _now()
-    if seen.error is None and (seen.first_at is None or seen.finished_at is None):
-        seen.error = "the stream ended early"
-    return seen
+        outcome.error = "the server sent an event that is not a completion chunk"
+    outcome.ended_at = _now()
+    if outcome.error is None and (outcome.first_at is None or outcome.finished_at is None):
+        outcome.error = "the stream ended early"
+    return outcome
 
 
-async def _watch(response: aiohttp.ClientResponse, seen: Outcome) -> None:
-    """Read the stream to its end and note every event at the moment its bytes came."""
-    frames = EventDecoder()
+async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    """Read the stream to its end and record each event with the time its bytes arrived."""
+    decoder = EventDecoder()
     async for chunk in response.content.iter_any():
         at = _now()
-        for data in frames.feed(chunk):
+        for data in decoder.feed(chunk):
             if data != DONE:
-                _note(orjson.loads(data), at, seen)
-            elif seen.finished_at is None:
-                seen.finished_at = at
+                _record(orjson.loads(data), at, outcome)
+            elif outcome.finished_at is None:
+                outcome.finished_at = at
 
 
-def _note(event: dict[str, Any], at: float, seen: Outcome) -> None:
+def _record(event: dict[str, Any], at: float, outcome: Outcome) -> None:
     if "error" in event:
-        seen.error = error_text(event["error"])
+        outcome.error = error_text(event["error"])
     if usage := event.get("usage"):
-        seen.usage_output = usage.get("completion_tokens")
-        seen.usage_prompt = usage.get("prompt_tokens")
+        outcome.usage_output = usage.get("completion_tokens")
+        outcome.usage_prompt = usage.get("prompt_tokens")
     for choice in event.get("choices") or ():
         if choice.get("finish_reason") is not None:
-            seen.finished_at = at
-        if _brings_token(choice):
-            seen.num_events += 1
-            if seen.last_at is None:
-                seen.first_at = at
+            outcome.finished_at = at
+        if _has_token(choice):
+            outcome.num_events += 1
+            if outcome.last_at is None:
+                outcome.first_at = at
             else:
-                seen.gaps.append(at - seen.last_at)
-            seen.last_at = at
+                outcome.gaps.append(at - outcome.last_at)
+            outcome.last_at = at
 
 
-def _brings_token(choice: dict[str, Any]) -> bool:
-    """Text, or an event that says nothing because a character is still incomplete."""
+def _has_token(choice: dict[str, Any]) -> bool:
+    """Whether the event stands for a token: it has text, or an incomplete character hides it."""
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text")) or choice.get("finish_reason") is None

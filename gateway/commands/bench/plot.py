@@ -1,4 +1,4 @@
-"""The picture of one or more load runs, as a PNG file."""
+"""The plot of one or more load runs, as a PNG file."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ _PANELS = ("ttft", "itl", "norm")
 
 
 def draw(reports: Sequence[Report], path: Path) -> None:
-    """Three distributions and the tokens delivered over time; one colour a run."""
+    """Plot three distributions and the output tokens over time, one colour per run."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     *panels, timeline = figure.subplots(2, 2).flat
@@ -24,17 +24,17 @@ def draw(reports: Sequence[Report], path: Path) -> None:
         seconds = [0.0] + [at for at, _ in report.ended]
         tokens = [0, *accumulate(count for _, count in report.ended)]
         timeline.step(seconds, tokens, where="post", label=report.label)
-    timeline.set(title="answers completed", xlabel="seconds", ylabel="output tokens")
+    timeline.set(title="completed requests", xlabel="seconds", ylabel="output tokens")
     timeline.legend()
     figure.savefig(path, format="png", dpi=120)
 
 
 def _distribution(axes: Axes, reports: Sequence[Report], measure: str) -> None:
-    """The share of samples (y) at or under a time (x, milliseconds, logarithmic)."""
+    """Plot the percentage of samples (y) up to a time (x, milliseconds, logarithmic)."""
     for report in reports:
         if values := report.quantiles[measure]:
             milliseconds = [max(value * 1e3, 1e-3) for value in values]
             axes.plot(milliseconds, range(101), label=report.label)
-    unit = "ms a token" if measure == "norm" else "ms"
+    unit = "ms/token" if measure == "norm" else "ms"
     axes.set(title=MEASURES[measure], xlabel=unit, ylabel="% of samples", xscale="log")
     axes.grid(alpha=0.3)

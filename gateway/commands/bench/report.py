@@ -1,8 +1,8 @@
-"""The figures of a load run: computed once from the outcomes, then shown or written as JSON.
+"""The results of a load run, computed from the outcomes, then printed or written as JSON.
 
-TTFT: sent to first token. ITL: gaps between events of one stream, pooled. TPOT: first token to the
-finish, over (tokens - 1); tokens that show no text count too. JCT: sent to the end. Normalised
-latency: JCT over output tokens (Orca, section 6).
+TTFT: from send to first token. ITL: gaps between events of one stream, over all streams. TPOT: from
+first token to finish, divided by (tokens - 1), including tokens without text. JCT: from send to
+end. Normalized latency: JCT divided by output tokens (Orca, section 6).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ MEASURES = {
     "ttft": "TTFT",
     "itl": "ITL",
     "tpot": "TPOT",
-    "norm": "normalised latency",
+    "norm": "normalized latency",
     "jct": "JCT",
 }
 _PERCENTILES = (50, 90, 99)
@@ -30,7 +30,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run. `quantiles` maps a measure to 101 values in seconds, its percentiles 0 to 100."""
+    """One run. `quantiles` has, for each measure, its percentiles 0 to 100 in seconds."""
 
     label: str
     setup: dict[str, Any]
@@ -41,15 +41,15 @@ class Report:
     prompt_tokens: int
     counted_by: str
     tokens_per_event: float
-    num_short: int  # answers that ended before the length asked for
-    late_seconds: float  # by how much the latest request was sent after its time
+    num_short: int  # answers with fewer tokens than requested
+    late_seconds: float  # largest delay of a send after its planned time
     quantiles: dict[str, list[float]]
     errors: dict[str, int]
-    ended: list[tuple[float, int]]  # (seconds after the start, output tokens), by time
+    ended: list[tuple[float, int]]  # (seconds after the start, output tokens) of each, by time
 
     @property
     def output_rate(self) -> float:
-        """Output tokens a second over the whole run."""
+        """Output tokens per second over the whole run."""
         return self.output_tokens / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
@@ -65,12 +65,12 @@ class Report:
         return self.num_ok / self.wall_seconds if self.wall_seconds else 0.0
 
     def at(self, measure: str, percentile: int) -> float | None:
-        """Seconds, or None if no request got so far."""
+        """Seconds, or None if no request succeeded."""
         values = self.quantiles[measure]
         return values[percentile] if values else None
 
     def write(self, path: Path) -> None:
-        """As JSON, with the rates beside what they are computed from."""
+        """Write the report as JSON, with its rates."""
         rates = {
             "output_tokens_per_second": self.output_rate,
             "total_tokens_per_second": self.total_rate,
@@ -79,17 +79,17 @@ class Report:
         path.write_bytes(orjson.dumps(asdict(self) | rates, option=orjson.OPT_INDENT_2))
 
 
-def summarise(
+def summarize(
     outcomes: Sequence[Outcome], setup: dict[str, Any], label: str, late_seconds: float = 0.0
 ) -> Report:
-    """The figures of the requests that succeeded; the others are counted by their error."""
-    ok = [seen for seen in outcomes if seen.is_ok]
-    started_at = min((seen.sent_at for seen in outcomes), default=0.0)
-    ended_at = max((seen.ended_at or seen.sent_at for seen in outcomes), default=0.0)
-    output_tokens = sum(seen.output_tokens for seen in ok)
-    num_events = sum(seen.num_events for seen in ok)
-    by_usage = all(seen.usage_output is not None for seen in ok)
-    ends = sorted(((seen.ended_at or 0.0) - started_at, seen.output_tokens) for seen in ok)
+    """The report of the requests that succeeded; failed ones are counted by their error."""
+    ok = [outcome for outcome in outcomes if outcome.is_ok]
+    started_at = min((outcome.sent_at for outcome in outcomes), default=0.0)
+    ended_at = max((outcome.ended_at or outcome.sent_at for outcome in outcomes), default=0.0)
+    output_tokens = sum(outcome.output_tokens for outcome in ok)
+    num_events = sum(outcome.num_events for outcome in ok)
+    by_usage = all(outcome.usage_output is not None for outcome in ok)
+    ends = sorted(((outcome.ended_at or 0.0) - started_at, outcome.output_tokens) for outcome in ok)
     return Report(
         label=label,
         setup=setup,
@@ -97,30 +97,30 @@ def summarise(
         num_failed=len(outcomes) - len(ok),
         wall_seconds=ended_at - started_at,
         output_tokens=output_tokens,
-        prompt_tokens=sum(seen.prompt_tokens for seen in ok),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in ok),
         counted_by="the server's usage" if by_usage else "events",
         tokens_per_event=output_tokens / num_events if num_events else 0.0,
-        num_short=sum(seen.output_tokens < seen.shot.output_tokens for seen in ok),
+        num_short=sum(outcome.output_tokens < outcome.request.output_tokens for outcome in ok),
         late_seconds=late_seconds,
         quantiles={name: _quantiles(values) for name, values in _measures(ok).items()},
-        errors=dict(Counter(seen.error for seen in outcomes if seen.error is not None)),
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None)),
         ended=ends,
     )
 
 
 def read_report(path: Path) -> Report:
-    """A report that `write` wrote; raises `ServerError` with the path."""
+    """Read a file that `Report.write` wrote. Raises `ServerError` that names the path."""
     try:
         fields = orjson.loads(path.read_bytes())
         return Report(**{name: fields[name] for name in Report.__dataclass_fields__})
     except OSError as error:
         raise ServerError(f"cannot read {path}: {error.strerror}") from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise ServerError(f"{path} is not a report of podway bench") from error
+        raise ServerError(f"{path} is not a report of podway bench --json") from error
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
-    """A table with one column a run."""
+    """Print a table with one column per run, then the errors."""
     table = Table("", *(report.label for report in reports), header_style="bold", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -141,9 +141,9 @@ def _rows(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
         ("all tokens/s", [f"{r.total_rate:.1f}" for r in reports]),
         ("tokens in / out", [f"{r.prompt_tokens} / {r.output_tokens}" for r in reports]),
         ("counted by", [r.counted_by for r in reports]),
-        ("tokens an event", [f"{r.tokens_per_event:.2f}" for r in reports]),
-        ("ended short", [str(r.num_short) for r in reports]),
-        ("sent late at most, ms", [f"{r.late_seconds * 1e3:.1f}" for r in reports]),
+        ("tokens per event", [f"{r.tokens_per_event:.2f}" for r in reports]),
+        ("answers cut short", [str(r.num_short) for r in reports]),
+        ("largest send delay, ms", [f"{r.late_seconds * 1e3:.1f}" for r in reports]),
     ]
     for measure, title in MEASURES.items():
         unit = "ms/token" if measure == "norm" else "ms"
@@ -157,19 +157,21 @@ def _ms(seconds: float | None) -> str:
 
 
 def _measures(ok: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Every sample in seconds, by measure."""
+    """All samples of each measure, in seconds."""
     samples: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for seen in ok:
-        assert seen.first_at is not None
-        assert seen.finished_at is not None
-        assert seen.ended_at is not None, "a request that succeeded has all its times"
-        jct = seen.ended_at - seen.sent_at
-        samples["ttft"].append(seen.first_at - seen.sent_at)
-        samples["itl"].extend(seen.gaps)
+    for outcome in ok:
+        assert outcome.first_at is not None
+        assert outcome.finished_at is not None
+        assert outcome.ended_at is not None, "a request that succeeded has all its times"
+        jct = outcome.ended_at - outcome.sent_at
+        samples["ttft"].append(outcome.first_at - outcome.sent_at)
+        samples["itl"].extend(outcome.gaps)
         samples["jct"].append(jct)
-        samples["norm"].append(jct / max(1, seen.output_tokens))
-        if seen.output_tokens > 1:
-            samples["tpot"].append((seen.finished_at - seen.first_at) / (seen.output_tokens - 1))
+        samples["norm"].append(jct / max(1, outcome.output_tokens))
+        if outcome.output_tokens > 1:
+            samples["tpot"].append(
+                (outcome.finished_at - outcome.first_at) / (outcome.output_tokens - 1)
+            )
     return samples
 
 

@@ -1,7 +1,7 @@
-"""What a load run sends and when: lengths, arrivals, traces, and the prompts made up for them.
+"""The requests of a load run: lengths, arrival times, traces, and random prompts.
 
-The same seed gives the same requests. Prompts of token ids are distinct from one another, except
-where a trace says that two share a prefix.
+The same seed gives the same requests. Prompts of token ids differ from each other, except where a
+trace says that two share a prefix.
 """
 
 import itertools
@@ -20,34 +20,34 @@ _WORDS = tuple(_PROSE.split())
 
 
 class WorkloadError(ServerError):
-    """A trace file that cannot be read; the message names the line."""
+    """A trace file that cannot be parsed; the message names the line."""
 
 
-class Span(NamedTuple):
-    """A length in tokens, drawn uniformly from `low` to `high`, both included."""
+class LengthRange(NamedTuple):
+    """A length in tokens, sampled uniformly from `low` to `high`, both included."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> "Span":
-        """`128` or `32..512`; raises ValueError."""
+    def parse(cls, text: str) -> "LengthRange":
+        """Parse `128` or `32..512`. Raises `ValueError`."""
         low, dots, high = text.partition("..")
-        span = cls(int(low), int(high) if dots else int(low))
-        if not 1 <= span.low <= span.high:
+        length_range = cls(int(low), int(high) if dots else int(low))
+        if not 1 <= length_range.low <= length_range.high:
             raise ValueError(f"{text!r} is not a range of lengths")
-        return span
+        return length_range
 
     def __str__(self) -> str:
         return f"{self.low}..{self.high}"
 
-    def draw(self, rng: random.Random) -> int:
+    def sample(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
-    """One request to send: when (seconds after the start), how long, with which shared blocks."""
+class PlannedRequest:
+    """A request to send: `at` seconds after the start, its lengths, its shared prefix blocks."""
 
     index: int
     at: float
@@ -56,55 +56,63 @@ class Shot:
     shared_blocks: tuple[int, ...] = ()
 
 
-def at_once(count: int, prompt: Span, output: Span, seed: int) -> list[Shot]:
-    """Shots without a time of their own, for a closed loop."""
+def closed_loop_requests(
+    count: int, prompt: LengthRange, output: LengthRange, seed: int
+) -> list[PlannedRequest]:
+    """Requests without a planned time, for a closed loop."""
     rng = random.Random(seed)
-    return [Shot(index, 0.0, prompt.draw(rng), output.draw(rng)) for index in range(count)]
+    return [
+        PlannedRequest(index, 0.0, prompt.sample(rng), output.sample(rng)) for index in range(count)
+    ]
 
 
-def at_random(count: int, rate: float, prompt: Span, output: Span, seed: int) -> list[Shot]:
-    """Poisson arrivals, `rate` a second on average (Orca, section 6)."""
+def poisson_requests(
+    count: int, rate: float, prompt: LengthRange, output: LengthRange, seed: int
+) -> list[PlannedRequest]:
+    """Poisson arrivals with a mean of `rate` per second (Orca, section 6)."""
     arrivals = trace.poisson(
-        rate, count, lambda rng: (prompt.draw(rng), output.draw(rng)), random.Random(seed)
+        rate, count, lambda rng: (prompt.sample(rng), output.sample(rng)), random.Random(seed)
     )
-    return list(_shots(arrivals))
+    return list(_planned_requests(arrivals))
 
 
-def read_trace(path: Path, time_scale: float, limit: int | None) -> list[Shot]:
-    """The shots of a CSV or Mooncake JSONL trace, plain or .gz, from its first arrival on.
+def read_trace(path: Path, time_scale: float, limit: int | None) -> list[PlannedRequest]:
+    """The requests of a CSV or Mooncake JSONL trace, plain or .gz; the first is at second 0.
 
-    With `time_scale` 2 they come twice as fast. Raises `WorkloadError`.
+    With `time_scale` 2 they arrive twice as fast. Raises `WorkloadError`.
     """
     try:
         arrivals = trace.read_trace(path)[:limit]
     except trace.BadTrace as error:
         raise WorkloadError(str(error)) from error
-    return list(_shots(trace.sped_up(arrivals, time_scale)))
+    return list(_planned_requests(trace.sped_up(arrivals, time_scale)))
 
 
-def _shots(arrivals: Iterable[trace.Arrival]) -> Iterator[Shot]:
+def _planned_requests(arrivals: Iterable[trace.Arrival]) -> Iterator[PlannedRequest]:
     for index, arrival in enumerate(arrivals):
-        yield Shot(index, arrival.at, arrival.prompt_len, arrival.output_len, arrival.blocks)
+        yield PlannedRequest(
+            index, arrival.at, arrival.prompt_len, arrival.output_len, arrival.blocks
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """Makes prompts up: ids drawn from `ids`, or about as many short words if that is None."""
+    """Random prompts: token ids from the range `ids`, or as many short words if it is None."""
 
     seed: int
-    ids: Span | None
+    ids: LengthRange | None
 
-    def of(self, shot: Shot) -> list[int] | str:
-        """The prompt of one shot; blocks that a trace shares come out the same every time."""
-        size = shot.prompt_tokens
-        blocks = (self._block(block) for block in shot.shared_blocks)
+    def of(self, request: PlannedRequest) -> list[int] | str:
+        """The prompt of a request; a shared block has the same tokens in every prompt."""
+        size = request.prompt_tokens
+        blocks = (self._block(block) for block in request.shared_blocks)
         shared = list(itertools.islice(itertools.chain.from_iterable(blocks), size))
-        tokens = shared + self._draw(f"{self.seed}/{shot.index}", size - len(shared))
+        tokens = shared + self._sample(f"{self.seed}/{request.index}", size - len(shared))
         return tokens if self.ids else " ".join(_WORDS[token] for token in tokens)
 
     def _block(self, block: int) -> list[int]:
-        return self._draw(f"{self.seed}/block/{block}", trace.SHARED_BLOCK)
+        return self._sample(f"{self.seed}/block/{block}", trace.SHARED_BLOCK)
 
-    def _draw(self, seed: str, size: int) -> list[int]:
+    def _sample(self, seed: str, size: int) -> list[int]:
         choice = range(self.ids.low, self.ids.high + 1) if self.ids else range(len(_WORDS))
         return random.Random(seed).choices(choice, k=size)

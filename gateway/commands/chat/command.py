@@ -1,13 +1,13 @@
-"""`podway chat`: a conversation in the terminal with any OpenAI-compatible server.
+"""`podway chat`: a chat session in the terminal with any OpenAI-compatible server.
 
-The prompt is read while no event loop runs; an answer is one run of the loop. So Ctrl-C during
-an answer cancels that run, which closes the stream, and the conversation goes on.
+The event loop runs only while an answer streams, not while the user types. So Ctrl-C during an
+answer cancels that run of the loop, which closes the stream, and the session continues.
 """
 
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,96 +16,99 @@ import aiohttp
 import orjson
 
 from gateway.commands.chat.streamed_answer import StreamedAnswer
-from gateway.commands.flags import Parser, positive
+from gateway.commands.chat.user_input import piped_messages, typed_messages
+from gateway.commands.flags import Parser, did_you_mean, positive
 from gateway.commands.http_client import (
     DEFAULT_URL,
     DONE,
     EventDecoder,
     ServerError,
     base_url,
+    connection_error,
     first_model,
+    http_error,
     open_session,
-    refusal,
-    unreachable,
 )
 
 HELP = """\
 /system TEXT  set the system message (without TEXT: remove it)
 /reset        forget the conversation
 /exit         leave (or Ctrl-D)
-Ctrl-C stops the answer. After a tool call (→) the next line is its result."""
+Text pasted with several lines is one message; so is text between two lines of \"\"\".
+Ctrl-C stops an answer. After a tool call (→) the next message is its result."""
+COMMANDS = ("/system", "/reset", "/exit", "/help")
 
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class ChatSession:
-    """What was said so far; the system message is kept apart and survives a reset."""
+class Conversation:
+    """The messages so far. The system message is kept separately and survives a reset."""
 
     system: str = ""
-    turns: list[Message] = field(default_factory=list)
-    unanswered: list[Message] = field(default_factory=list)  # tool calls whose result is due
+    history: list[Message] = field(default_factory=list)
+    pending_calls: list[Message] = field(default_factory=list)  # tool calls without a result
 
     @property
     def messages(self) -> list[Message]:
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return head + self.turns
+        return head + self.history
 
-    def say(self, line: str) -> bool:
-        """Take the person's next line; False: more tool calls wait for their result."""
-        if not self.unanswered:
-            self.turns.append({"role": "user", "content": line})
+    def add(self, text: str) -> bool:
+        """Add the user's next message; False if more tool calls need a result first."""
+        if not self.pending_calls:
+            self.history.append({"role": "user", "content": text})
             return True
-        call = self.unanswered.pop(0)
-        self.turns.append({"role": "tool", "tool_call_id": call["id"], "content": line})
-        return not self.unanswered
+        call = self.pending_calls.pop(0)
+        self.history.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        return not self.pending_calls
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.turns.clear()
-        self.unanswered.clear()
+        """Forget everything except the system message."""
+        self.history.clear()
+        self.pending_calls.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """The server, the model on it, and what goes into every request."""
+class ChatServer:
+    """A server, and the fields that every request to it has."""
 
     url: str
     session: aiohttp.ClientSession
     params: dict[str, Any]
 
-    async def answer(self, messages: list[Message], hear: Callable[[bytes], None]) -> None:
-        """Stream one answer's events to `hear`. Leaving early closes the connection."""
+    async def answer(self, messages: list[Message], on_event: Callable[[bytes], None]) -> None:
+        """Stream one answer's events to `on_event`. Cancelling this closes the connection."""
         body = {**self.params, "messages": messages, "stream": True}
-        frames = EventDecoder()
+        decoder = EventDecoder()
         try:
             async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as response:
                 if response.status != 200:
-                    raise ServerError(refusal(response.status, await response.read()))
+                    raise ServerError(http_error(response.status, await response.read()))
                 async for chunk in response.content.iter_any():
-                    for data in frames.feed(chunk):
+                    for data in decoder.feed(chunk):
                         if data == DONE:
                             return
-                        hear(data)
+                        on_event(data)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerError(unreachable(self.url, error)) from error
+            raise ServerError(connection_error(self.url, error)) from error
 
 
 def parser() -> Parser:
     """The flags of `podway chat`."""
     parser = Parser(
         "podway chat",
-        description="Talk to an OpenAI-compatible server. Reads turns line by line from a pipe.",
+        description="Chat with an OpenAI-compatible server. From a pipe, each line is a message.",
         epilog="In the conversation:\n" + HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--api-key", help="default: OPENAI_API_KEY")
+    parser.add_argument("--model", help="model name; default: the first that the server lists")
+    parser.add_argument("--api-key", help="API key; default: the variable OPENAI_API_KEY")
     parser.add_argument("--system", default="", help="system message")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=positive)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--temperature", type=float, help="sampling temperature")
+    parser.add_argument("--max-tokens", type=positive, help="maximum tokens of an answer")
+    parser.add_argument("--seed", type=int, help="sampling seed")
     parser.add_argument(
         "--tools", metavar="FILE", help="tools to offer: a JSON array as in the API"
     )
@@ -113,25 +116,26 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Talk until the input ends; 1 if the server cannot be reached or, in a pipe, refuses."""
+    """Chat until the input ends; 1 if the server cannot be reached or, in a pipe, an error."""
     args = parser().parse_args(argv)
     url = base_url(args.url)
-    given = {name: getattr(args, name) for name in ("temperature", "max_tokens", "seed")}
-    params = {name: value for name, value in given.items() if value is not None}
+    flags = {name: getattr(args, name) for name in ("temperature", "max_tokens", "seed")}
+    params = {name: value for name, value in flags.items() if value is not None}
     if args.tools is not None:
         try:
             params["tools"] = _read_tools(args.tools)
         except ServerError as error:
-            _say(str(error))
+            _print_error(str(error))
             return 1
     with asyncio.Runner() as runner:
         session = runner.run(_opened(args.api_key))
         try:
             params["model"] = args.model or runner.run(first_model(session, url))
-            talk = ChatSession(system=args.system)
-            return converse(runner, Peer(url, session, params), talk, is_tty=sys.stdin.isatty())
+            server = ChatServer(url, session, params)
+            talk = Conversation(system=args.system)
+            return converse(runner, server, talk, is_tty=sys.stdin.isatty())
         except ServerError as error:
-            _say(str(error))
+            _print_error(str(error))
             return 1
         finally:
             runner.run(session.close())
@@ -141,85 +145,71 @@ def _read_tools(path: str) -> list[Any]:
     try:
         tools = orjson.loads(Path(path).read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
-        raise ServerError(f"cannot read the tools in {path}: {error}") from error
+        raise ServerError(f"--tools: cannot read {path}: {error}") from error
     if not isinstance(tools, list):
-        raise ServerError(f"{path} is not a JSON array of tools")
+        raise ServerError(f"--tools: {path} must contain a JSON array of tools")
     return tools
 
 
-def converse(runner: asyncio.Runner, peer: Peer, talk: ChatSession, *, is_tty: bool) -> int:
-    """One turn after the other until the input ends."""
+def converse(
+    runner: asyncio.Runner, server: ChatServer, talk: Conversation, *, is_tty: bool
+) -> int:
+    """Answer one message after the other until the input ends; returns the exit code."""
     if is_tty:
-        sys.stdout.write(f"{peer.params['model']} at {peer.url}; /help, /exit\n")
-    for line in _prompted() if is_tty else _piped(sys.stdin):
-        if line == "/exit":
+        sys.stdout.write(f"{server.params['model']} at {server.url}; /help, /exit\n")
+    for text in typed_messages() if is_tty else piped_messages(sys.stdin):
+        if text == "/exit":
             break
-        if line.startswith("/"):
-            _obey(line, talk)
-        elif talk.say(line) and not _take_turn(runner, peer, talk, is_tty=is_tty) and not is_tty:
+        if text.startswith("/") and "\n" not in text:
+            _run_command(text, talk)
+        elif talk.add(text) and not _answer(runner, server, talk, is_tty=is_tty) and not is_tty:
             return 1
     return 0
 
 
-def _take_turn(runner: asyncio.Runner, peer: Peer, talk: ChatSession, *, is_tty: bool) -> bool:
-    """Ask and show; False if the server refused. A stopped answer stays as far as it came."""
+def _answer(
+    runner: asyncio.Runner, server: ChatServer, talk: Conversation, *, is_tty: bool
+) -> bool:
+    """Request and print an answer; False after an error. A stopped answer keeps its text."""
     answer = StreamedAnswer(is_tty)
 
-    def hear(data: bytes) -> None:
+    def on_event(data: bytes) -> None:
         sys.stdout.write(answer.feed(data))
         sys.stdout.flush()
 
     try:
-        runner.run(peer.answer(talk.messages, hear))
+        runner.run(server.answer(talk.messages, on_event))
     except KeyboardInterrupt:
-        answer.calls.clear()  # they may be half
+        answer.calls.clear()  # their arguments may be incomplete
         sys.stdout.write(answer.finish() + " [stopped]")
     except ServerError as error:
         sys.stdout.write(answer.finish())
-        _say(("\n" if answer.has_shown else "") + str(error))
-        talk.turns.pop()
+        _print_error(("\n" if answer.has_output else "") + str(error))
+        talk.history.pop()
         return False
     sys.stdout.write(answer.finish() + "\n")
-    talk.turns.append(answer.message)
-    talk.unanswered = list(answer.calls)
+    talk.history.append(answer.message)
+    talk.pending_calls = list(answer.calls)
     return True
 
 
-def _obey(line: str, talk: ChatSession) -> None:
+def _run_command(line: str, talk: Conversation) -> None:
     command, _, rest = line.partition(" ")
     if command == "/system":
         talk.system = rest.strip()
     elif command == "/reset":
         talk.reset()
+    elif command == "/help":
+        _print_error(HELP)
     else:
-        _say(HELP if command == "/help" else f"unknown command {command}; /help lists them")
-
-
-def _prompted() -> Iterator[str]:
-    """Lines typed at the prompt, empty ones left out; Ctrl-C clears the line, Ctrl-D ends."""
-    import readline  # noqa: F401  # line editing and history, only where a person types
-
-    while True:
-        try:
-            line = input("> ").strip()
-        except KeyboardInterrupt:
-            sys.stdout.write("\n(/exit or Ctrl-D to leave)\n")
-        except EOFError:
-            sys.stdout.write("\n")
-            return
-        else:
-            if line:
-                yield line
-
-
-def _piped(stream: Iterable[str]) -> Iterator[str]:
-    return (line.strip() for line in stream if line.strip())
+        nearest = did_you_mean(command, COMMANDS)
+        _print_error(f"unknown command {command}{nearest or '; /help lists them'}")
 
 
 async def _opened(api_key: str | None) -> aiohttp.ClientSession:
-    """aiohttp wants its session made while the loop runs."""
+    """aiohttp requires a running loop where a session is created."""
     return open_session(api_key)
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     sys.stderr.write(line + "\n")

@@ -1,1 +1,1 @@
-"""`podway bench --offline`: a worker alone, on random weights of a named shape."""
+"""`podway bench --offline`: times a worker with random weights of a named shape."""

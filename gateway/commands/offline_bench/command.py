@@ -1,7 +1,8 @@
-"""`podway bench --offline SHAPE`: decode steps and prefills of a worker alone, beside their floors.
+"""`podway bench --offline SHAPE`: times decode steps and prefills, and compares them with the
+machine's roofline.
 
-The worker runs as it does under a server, in a process of its own; no server, tokenizer or
-scheduler takes part.
+The worker runs in a process of its own, as under a server; there is no server, tokenizer or
+scheduler.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from rich.console import Console
 from engine.errors import EngineError, StartupError
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from gateway.commands.flags import Parser, ShowDefaults, above_zero, positive
+from gateway.commands.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.commands.offline_bench.machine import best_of, measure_limits, read_limits
 from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
 from gateway.commands.offline_bench.roofline import (
@@ -39,23 +40,25 @@ STEP_SECONDS = 600.0  # a prefill may take long on a small machine
 
 
 class PrefillCase(NamedTuple):
-    """So many prompts of so many tokens, computed in one step."""
+    """`num_requests` prompts of `length` tokens, computed in one step."""
 
     num_requests: int
     length: int
 
     @classmethod
     def parse(cls, text: str) -> "PrefillCase":
-        """`512`, or `8x512`."""
+        """Parse `512` (one prompt) or `8x512`. Raises `argparse.ArgumentTypeError`."""
         found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text)
         if found is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither a length nor such as 8x512")
+            raise argparse.ArgumentTypeError(
+                f"must be a length such as 512, or 8x512 for 8 prompts in a step, not {text!r}"
+            )
         return cls(int(found[1] or 1), int(found[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineLoad:
-    """What is to be measured."""
+    """The steps to time: decodes of these batch sizes at `context` tokens, and prefills."""
 
     batch_sizes: Sequence[int]
     context: int
@@ -66,7 +69,7 @@ class OfflineLoad:
         return max([self.context, *(each.length for each in self.prompts)])
 
     def num_blocks(self, size: int) -> int:
-        """Blocks that the largest step needs."""
+        """KV blocks of `size` slots that the largest step needs."""
         decodes = max(self.batch_sizes) * -(-self.context // size)
         return max(
             [decodes, *(each.num_requests * -(-each.length // size) for each in self.prompts)]
@@ -77,27 +80,27 @@ def parser() -> Parser:
     """The flags of `podway bench --offline`."""
     parser = Parser(
         "podway bench --offline",
-        description="Run a worker alone on random weights of a named shape.",
+        description="Time decode steps and prefills of a worker with random weights.",
         usage="podway bench --offline SHAPE [flags]",
         formatter_class=ShowDefaults,
     )
     add = parser.add_argument
-    add("--offline", metavar="SHAPE", required=True, help="a named shape, or a directory")
+    add("--offline", metavar="SHAPE", nargs="?", help="a named shape, or a model directory")
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", metavar="NAME", help="of activations, as for podway serve")
+    add("--dtype", default="auto", metavar="NAME", help="data type, as for podway serve")
     add("--weights", default="auto", metavar="NAME", help="format of the linear layers")
     add("--activation-bits", default="auto", metavar="N", help="of int8 linears: auto, 8 or 14")
-    add("--kv-cache-dtype", default="auto", metavar="NAME", help="of keys and values")
+    add("--kv-cache-dtype", default="auto", metavar="NAME", help="data type of the KV cache")
     add("--attention", default="auto", metavar="NAME", help="attention backend")
     add("--threads", type=int, default=0, metavar="N", help="compute threads; 0: all cores")
     add("--batch-sizes", type=_numbers, default="1,8,32", metavar="N,N", help="of decode steps")
-    add("--context", type=positive, default=512, metavar="N", help="tokens cached when decoding")
+    add("--context", type=positive, default=512, metavar="N", help="cached tokens of a decode")
     add("--prompt-lengths", type=_prompts, default="128,512", metavar="N,BxN", help="of prefills")
-    add("--block-size", type=positive, default=16, metavar="N", help="slots in a KV block")
-    add("--in-flight", type=int, choices=(1, 2), help="steps; by default 2 on a GPU, else 1")
-    add("--seconds", type=above_zero, default=2.0, metavar="S", help="to time steps alike")
-    add("--limits", type=Path, metavar="JSON", help="of an earlier run here, not measured again")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add("--block-size", type=positive, default=16, metavar="N", help="tokens in a KV block")
+    add("--in-flight", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
+    add("--seconds", type=above_zero, default=2.0, metavar="S", help="time for each kind of step")
+    add("--limits", type=Path, metavar="JSON", help="machine limits from an earlier --json file")
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     return parser
 
 
@@ -110,8 +113,11 @@ def _prompts(text: str) -> list[PrefillCase]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure and show; 1 where that cannot be done."""
-    args = parser().parse_args(argv)
+    """Measure and print; 1 if a step fails. Raises `StartupError`."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    if args.offline is None:
+        flags.error("--offline needs a SHAPE: a named shape such as gpt2, or a model directory")
     try:
         with LoadingBars(sys.stderr) as progress:
             report = uvloop.run(measure(args, progress))
@@ -129,27 +135,28 @@ def main(argv: list[str]) -> int:
 async def measure(
     args: argparse.Namespace, progress: Callable[[str, int, int], None]
 ) -> OfflineReport:
-    """One run. Raises `StartupError`, and `StepFailed` or `WorkerLost` where a step fails."""
+    """One run. Raises `StartupError`, or `StepFailed` or `WorkerLost` if a step fails."""
     directory, config = open_shape(args.offline)
     load = OfflineLoad(args.batch_sizes, args.context, args.prompt_lengths)
     sizes = WeightSizes.of(config)
     if load.longest > sizes.max_positions:
         raise StartupError(
-            f"{args.offline} has {sizes.max_positions} positions, {load.longest} were asked for"
+            f"--context and --prompt-lengths need {load.longest} positions, but {args.offline} "
+            f"has {sizes.max_positions}"
         )
     started = os.getloadavg()[0]
-    keeping = MultiprocessSettings(depth=2, step_seconds=STEP_SECONDS, max_restarts=0)
-    executor = MultiprocessExecutor(worker_settings(args, directory, load, sizes), keeping)
+    multiprocess = MultiprocessSettings(depth=2, step_seconds=STEP_SECONDS, max_restarts=0)
+    executor = MultiprocessExecutor(worker_settings(args, directory, load, sizes), multiprocess)
     try:
-        found = await executor.start(progress)
-        in_flight = args.in_flight or (2 if found.device.startswith("cuda") else 1)
+        worker = await executor.start(progress)
+        in_flight = args.in_flight or (2 if worker.device.startswith("cuda") else 1)
         known = None if args.limits is None else await asyncio.to_thread(read_limits, args.limits)
-        limits = known or await measure_limits(found.device, found.threads)
-        check_limits(limits, found)
-        bench = Bench(executor, found, in_flight, args.seconds)
+        limits = known or await measure_limits(worker.device, worker.threads)
+        check_limits(limits, worker)
+        bench = Bench(executor, worker, in_flight, args.seconds)
         timed = await run(bench, load, progress)
         if known is None:
-            limits = best_of(limits, await measure_limits(found.device, found.threads))
+            limits = best_of(limits, await measure_limits(worker.device, worker.threads))
     finally:
         await executor.close()
     rows = [
@@ -158,18 +165,18 @@ async def measure(
             work,
             timing.pace if in_flight > 1 else timing.worker,
             *timing,
-            lower_bound_of(sizes, work, found, limits),
+            lower_bound_of(sizes, work, worker, limits),
         )
         for kind, work, timing in timed
     ]
     ended = os.getloadavg()[0]
-    return OfflineReport(args.offline, found, in_flight, limits, rows, (started, ended))
+    return OfflineReport(args.offline, worker, in_flight, limits, rows, (started, ended))
 
 
 async def run(
     bench: Bench, load: OfflineLoad, progress: Callable[[str, int, int], None]
 ) -> list[tuple[str, Work, Timing]]:
-    """Decodes, then prefills, which write over what decodes read."""
+    """Time the decodes, then the prefills, which overwrite the KV that the decodes read."""
     timed = []
     largest, context = max(load.batch_sizes), load.context
     filled = iter(range(1, largest + 1))
@@ -185,15 +192,15 @@ async def run(
     return timed
 
 
-def check_limits(limits: Mapping[str, Limit], found: WorkerReport) -> None:
-    """Raises `StartupError` where nothing tells how fast the worker's numbers could be."""
-    for name in ("read", weights_of(found), found.dtype):
+def check_limits(limits: Mapping[str, Limit], report: WorkerReport) -> None:
+    """Raise `StartupError` if the limits lack the worker's data types."""
+    for name in ("read", weights_of(report), report.dtype):
         if name not in limits:
-            raise StartupError(f"there is no limit of {name} on {found.device}")
+            raise StartupError(f"the limits of {report.device} have no entry for {name!r}")
 
 
 def open_shape(name: str) -> tuple[Path, Mapping[str, object]]:
-    """The directory of random weights of a shape, and its config; raises `StartupError`."""
+    """The directory of a shape's random weights, and its config. Raises `StartupError`."""
     module = importlib.import_module(CHECKPOINTS)
     directory = cast("Path", module.resolve_checkpoint(f"random:{name}"))
     return directory, cast("Mapping[str, object]", module.read_config(directory))
@@ -202,7 +209,7 @@ def open_shape(name: str) -> tuple[Path, Mapping[str, object]]:
 def worker_settings(
     args: argparse.Namespace, directory: Path, load: OfflineLoad, sizes: WeightSizes
 ) -> WorkerSettings:
-    """A worker with just the room that the load needs, and a host tier for one request."""
+    """A worker with the KV blocks that the load needs, and host KV for one request."""
     size = args.block_size
     host_blocks = -(-load.context // size)
     return WorkerSettings(

@@ -1,4 +1,4 @@
-"""The figures of a worker alone: rows beside their floors, as a table or as JSON."""
+"""Results of `podway bench --offline`: times of steps and their lower bounds, as table or JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +15,8 @@ from gateway.commands.offline_bench.roofline import Limit, LowerBound, Work, wei
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One kind of step. `seconds` is what it takes: the worker's own time, or the pace of results
-    where the next step is in flight already."""
+    """One kind of step. `seconds` is the worker's own time, or, if the next step is in flight
+    already, the time from one result to the next."""
 
     kind: str
     work: Work
@@ -24,7 +24,7 @@ class BenchRow:
     pace: float
     worker: float
     num_steps: int
-    floor: LowerBound
+    lower_bound: LowerBound
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,11 +32,11 @@ class BenchRow:
 
     @property
     def fraction(self) -> float:
-        """Of the limit: 1 would be the machine's best."""
-        return self.floor.seconds / self.seconds
+        """Lower bound over measured time; 1 is the machine's limit."""
+        return self.lower_bound.seconds / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """All of it for JSON, with what follows from it."""
+        """All fields and derived values, for JSON."""
         return {
             "kind": self.kind,
             **self.work._asdict(),
@@ -44,9 +44,9 @@ class BenchRow:
             "pace_seconds": self.pace,
             "worker_seconds": self.worker,
             "num_steps": self.num_steps,
-            "floor_read_seconds": self.floor.reading,
-            "floor_compute_seconds": self.floor.computing,
-            "bound": self.floor.bound,
+            "floor_read_seconds": self.lower_bound.reading,
+            "floor_compute_seconds": self.lower_bound.computing,
+            "bound": self.lower_bound.bound,
             "fraction": self.fraction,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -54,17 +54,17 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
-    """One run; `limits` are the best that was seen before and after the steps."""
+    """One run; `limits` are the best rates measured before and after the steps."""
 
     shape: str
     worker: WorkerReport
     in_flight: int
     limits: Mapping[str, Limit]
     rows: Sequence[BenchRow]
-    load: tuple[float, ...]  # the system's, over one minute, before and after
+    load: tuple[float, ...]  # the system's one-minute load average before and after
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the report as JSON."""
         limits = {name: limit._asdict() for name, limit in self.limits.items()}
         figures = {
             "shape": self.shape,
@@ -78,34 +78,35 @@ class OfflineReport:
 
     @property
     def title(self) -> str:
-        """What ran on what, in a line."""
-        found = self.worker
+        """The model and the worker in one line."""
+        worker = self.worker
+        token_bytes = worker.bytes_per_block / worker.block_size
         return (
-            f"{self.shape}: {found.num_parameters / 1e6:,.0f} M parameters, {found.dtype} with "
-            f"{found.weights} weights on {found.device}, {found.threads} threads, "
-            f"attention {found.attention}, {found.bytes_per_block / found.block_size:,.0f} bytes "
-            f"of {found.kv_dtype} KV a token"
+            f"{self.shape}: {worker.num_parameters / 1e6:,.0f} M parameters, {worker.dtype} with "
+            f"{worker.weights} weights on {worker.device}, {worker.threads} threads, "
+            f"attention {worker.attention}, {token_bytes:,.0f} bytes of {worker.kv_dtype} KV "
+            "per token"
         )
 
     @property
     def limits_line(self) -> str:
-        """The limits that the rows are held against."""
+        """The limits that the rows are compared with, in one line."""
         read, *rates = (self.limits[name] for name in dict.fromkeys(("read", *self._formats)))
-        said = [f"{read.rate / 1e9:,.1f} GB/s read ({read.by})"]
+        parts = [f"{read.rate / 1e9:,.1f} GB/s read ({read.by})"]
         for name, limit in zip(dict.fromkeys(self._formats), rates, strict=True):
-            said.append(f"{limit.rate / 1e9:,.0f} G{name} operations/s ({limit.by})")
-        return "limits: " + ", ".join(said)
+            parts.append(f"{limit.rate / 1e9:,.0f} G{name} operations/s ({limit.by})")
+        return "limits: " + ", ".join(parts)
 
     @property
     def _formats(self) -> tuple[str, str]:
         return weights_of(self.worker), self.worker.dtype
 
 
-COLUMNS = ("step", "requests", "tokens", "ms", "tokens/s", "floor ms", "bound by", "of the limit")
+COLUMNS = ("step", "requests", "tokens", "ms", "tokens/s", "minimum ms", "bound by", "of the limit")
 
 
 def cells(row: BenchRow) -> tuple[str, ...]:
-    """A line of the table."""
+    """A row of the table."""
     tokens = f"at {row.work.context:,}" if row.kind == "decode" else f"{row.work.num_tokens:,}"
     return (
         row.kind,
@@ -113,14 +114,14 @@ def cells(row: BenchRow) -> tuple[str, ...]:
         tokens,
         f"{row.seconds * 1e3:,.2f}",
         f"{row.tokens_per_second:,.1f}",
-        f"{row.floor.seconds * 1e3:,.2f}",
-        row.floor.bound,
+        f"{row.lower_bound.seconds * 1e3:,.2f}",
+        row.lower_bound.bound,
         f"{row.fraction:.0%}",
     )
 
 
 def show(report: OfflineReport, console: Console) -> None:
-    """The table with what it was measured on."""
+    """Print the table under a description of model, worker and limits."""
     console.print(report.title, markup=False, highlight=False)
     console.print(report.limits_line, markup=False, highlight=False)
     table = Table(*COLUMNS, header_style="bold", box=None)

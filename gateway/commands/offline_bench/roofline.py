@@ -1,8 +1,8 @@
-"""How fast a step could be: what it must read and compute, over what the machine can do.
+"""Lower bounds of step times: the bytes and operations of a step over the machine's limits.
 
-A step reads every matrix once and the KV that its tokens see, and multiplies each token by each
-matrix; of the last layer only what makes its KV, except in rows that draw. Norms, embeddings
-and biases are small beside these and left out, so that no floor is too high.
+A step reads every matrix once, and the KV that its tokens attend to, and multiplies each token by
+each matrix. In the last layer only the rows that sample need more than the matrices of k and v.
+Norms, embeddings and biases are small and left out, so no bound is too high.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ LOGIT_BYTES = 4
 
 
 class Limit(NamedTuple):
-    """The best rate that was measured, a second, and who reached it."""
+    """The best measured rate per second, and the kernel that reached it."""
 
     rate: float
     by: str
 
 
 class LowerBound(NamedTuple):
-    """Seconds that a step takes at least, by its bytes and by its operations."""
+    """The minimum seconds of a step, by its bytes and by its operations."""
 
     reading: float
     computing: float
@@ -39,7 +39,7 @@ class LowerBound(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A step of requests alike: each computes `num_tokens` and then has `context` tokens cached."""
+    """A step of equal requests: each computes `num_tokens` and then has `context` cached tokens."""
 
     num_requests: int
     num_tokens: int
@@ -48,20 +48,20 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Matrix elements and attention of a model, as its config.json says them."""
+    """Matrix elements and attention sizes of a model, from its config.json."""
 
     num_layers: int
     kv_elements: int  # of the matrices that make k and v, in one layer
     other_elements: int  # of the other matrices of a layer
     head_elements: int
     attention_width: int  # heads × head size
-    kv_width: int  # the same of keys, or values
+    kv_width: int  # KV heads × head size
     max_positions: int
     window: int | None
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "WeightSizes":
-        """Raises `StartupError` where a field is missing."""
+        """Read a GPT-2 or Llama-like config. Raises `StartupError` for a missing field."""
         if "n_embd" in config:
             hidden, inner = _number(config, "n_embd"), config.get("n_inner")
             mlp = 2 * hidden * (inner if isinstance(inner, int) else 4 * hidden)
@@ -76,8 +76,8 @@ class WeightSizes:
                 window=None,
             )
         hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-        named = config.get("head_dim")
-        dim = named if isinstance(named, int) else hidden // heads
+        head_dim = config.get("head_dim")
+        dim = head_dim if isinstance(head_dim, int) else hidden // heads
         kv_heads = _number(config, "num_key_value_heads") if "num_key_value_heads" in config else 0
         width, kv_width = heads * dim, (kv_heads or heads) * dim
         window = config.get("sliding_window")
@@ -95,51 +95,51 @@ class WeightSizes:
 
     @property
     def elements(self) -> int:
-        """Of all matrices that a step reads."""
+        """Elements of all matrices that a step reads."""
         return self.num_layers * (self.kv_elements + self.other_elements) + self.head_elements
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a KV block in float32: no format takes more."""
+        """Bytes of a KV block in float32, the largest format."""
         return 2 * self.num_layers * block_size * self.kv_width * ITEM_BYTES["float32"]
 
     def products(self, work: Work) -> int:
-        """Operations of the linears."""
+        """Operations of the linear layers."""
         tokens, rows = work.num_requests * work.num_tokens, work.num_requests
         layer = self.kv_elements + self.other_elements
         full = (self.num_layers - 1) * layer + self.kv_elements
         return 2 * (tokens * full + rows * (self.other_elements + self.head_elements))
 
     def attention(self, work: Work) -> int:
-        """Operations of attention: scores and sums of values, causal."""
-        pairs = _seen(work.context, self.window) - _seen(
+        """Operations of causal attention: scores and weighted sums of values."""
+        pairs = _attended(work.context, self.window) - _attended(
             work.context - work.num_tokens, self.window
         )
         last = min(work.context, self.window or work.context)
-        seen = (self.num_layers - 1) * pairs + last
-        return 4 * self.attention_width * work.num_requests * seen
+        all_pairs = (self.num_layers - 1) * pairs + last
+        return 4 * self.attention_width * work.num_requests * all_pairs
 
 
 def lower_bound_of(
     sizes: WeightSizes, work: Work, report: WorkerReport, limits: Mapping[str, Limit]
 ) -> LowerBound:
-    """Of a step on the worker of this report."""
-    seen = min(work.context, sizes.window or work.context)
+    """The lower bound of a step on the worker that `report` describes."""
+    attended = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
     weights = sizes.elements * ITEM_BYTES[weights_of(report)]
-    num_bytes = weights + work.num_requests * seen * token_bytes + written
+    num_bytes = weights + work.num_requests * attended * token_bytes + written
     products = sizes.products(work) / limits[weights_of(report)].rate
     attention = sizes.attention(work) / limits[report.dtype].rate
     return LowerBound(num_bytes / limits["read"].rate, products + attention)
 
 
 def weights_of(report: WorkerReport) -> str:
-    """The format of the linear layers, without how it is computed with."""
+    """The data type of the linear layers, without the rest of the format's name."""
     return report.weights.partition(" ")[0]
 
 
-def _seen(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, over the first `length` tokens."""
+def _attended(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it attends to, over the first `length` tokens."""
     if window is None or length <= window:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window

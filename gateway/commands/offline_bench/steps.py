@@ -1,8 +1,8 @@
-"""Steps for a worker that serves nobody, and how long they take.
+"""Builds steps for a worker without a scheduler, and times them.
 
-Before anything is timed, every block that will be read is written: memory that was never written
-is read faster than any other. One short prompt is computed, copied to the host block by block
-and from there to all requests, in moves such as swapping makes.
+Before the timing, every block that will be read is written, because reading memory that was never
+written is unrealistically fast. One short prompt is computed, copied block by block to the host,
+and from there to all requests, with the same moves as swapping.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from engine.step import (
 from engine.transport.multiprocess import MultiprocessExecutor
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
-FEWEST, MOST = 3, 2000  # steps that are timed
+MIN_STEPS, MAX_STEPS = 3, 2000  # timed steps
 FIRST_TOKENS = 128  # of the prompt that is computed and copied
 
 
 class Timing(NamedTuple):
-    """Of steps alike: medians over `num_steps`, in seconds.
+    """Medians over `num_steps` equal steps, in seconds.
 
-    `pace` is from one result to the next, `worker` what the worker says it spent on a step.
+    `pace` is the time from one result to the next, `worker` the time that the worker reports.
     """
 
     pace: float
@@ -50,12 +50,12 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True)
 class Bench:
-    """Owns the blocks of a worker and runs steps on it, `in_flight` at a time."""
+    """Assigns a worker's KV blocks and runs steps on it, `in_flight` at a time."""
 
     executor: MultiprocessExecutor
     report: WorkerReport
     in_flight: int
-    seconds: float  # how long to time steps alike
+    seconds: float  # time for each kind of step
     _random: Random = field(default_factory=lambda: Random(0))
     _num_steps: int = 0
 
@@ -63,7 +63,7 @@ class Bench:
         return -(-length // self.report.block_size)
 
     async def fill(self, num_requests: int, context: int, tick: Callable[[], object]) -> None:
-        """Write all blocks of requests with so much context."""
+        """Write all blocks of `num_requests` requests of `context` tokens; `tick` after each."""
         each = self.blocks_of(context)
         first = min(context, FIRST_TOKENS)
         piece = range(self.blocks_of(first))
@@ -76,7 +76,7 @@ class Bench:
             tick()
 
     async def decode(self, num_requests: int, context: int) -> Timing:
-        """Steps of one token for each request, the last of its context."""
+        """Time steps that compute one token, the last of the context, for each request."""
         each = self.blocks_of(context)
 
         def steps() -> Iterator[Step]:
@@ -100,7 +100,7 @@ class Bench:
         return await self._time(steps())
 
     async def prefill(self, num_requests: int, length: int) -> Timing:
-        """Steps that compute whole prompts."""
+        """Time steps that compute whole prompts."""
 
         def steps() -> Iterator[Step]:
             while True:
@@ -111,15 +111,15 @@ class Bench:
         return await self._time(steps())
 
     async def _time(self, steps: Iterator[Step]) -> Timing:
-        """Keep steps in flight until time is up; the first does not count."""
+        """Keep steps in flight until the time is over; the first is not counted."""
         waiting: deque[asyncio.Future[StepResult]] = deque()
         ended: list[float] = []
         worker: list[float] = []
         until = 0.0
-        while len(ended) <= FEWEST or (time.perf_counter() < until and len(ended) <= MOST):
+        while len(ended) <= MIN_STEPS or (time.perf_counter() < until and len(ended) <= MAX_STEPS):
             while len(waiting) < self.in_flight:
                 waiting.append(self.executor.submit(next(steps)))
-            result = _sound(await waiting.popleft())
+            result = _checked(await waiting.popleft())
             worker.append(result.seconds)
             ended.append(time.perf_counter())
             until = until or ended[0] + self.seconds
@@ -129,12 +129,12 @@ class Bench:
         return Timing(median(gaps), median(worker[1:]), len(gaps))
 
     async def _move(self, direction: Direction, device: range, host: range) -> None:
-        """With a decode that touches none of these blocks' contents."""
+        """Copy blocks in one step, whose entry does not use them."""
         move = BlockMove(direction, _table(device), _table(host), is_awaited=True)
         await self._run(self._step([self._prompt(0, 1, 0)], (move,)))
 
     def _prompt(self, request: int, length: int, place: int) -> StepEntry:
-        """A prompt of random tokens, in the blocks at its place."""
+        """A prompt of random tokens, in the blocks of the request number `place`."""
         each = self.blocks_of(length)
         tokens = tuple(self._token() for _ in range(length))
         table = _table(range(place * each, (place + 1) * each))
@@ -148,15 +148,15 @@ class Bench:
         return self._random.randrange(self.report.vocab_size)
 
     async def _run(self, step: Step) -> StepResult:
-        return _sound(await self.executor.submit(step))
+        return _checked(await self.executor.submit(step))
 
 
 def _table(blocks: Sequence[int]) -> bytes:
     return array("i", blocks).tobytes()
 
 
-def _sound(result: StepResult) -> StepResult:
-    """The result, if the model computed numbers."""
+def _checked(result: StepResult) -> StepResult:
+    """The result. Raises `StepFailed` if a row failed, for instance with NaN logits."""
     if result.faults:
         raise StepFailed(result.faults[0].message)
     return result

@@ -1,7 +1,7 @@
-"""`podway simulate`: the serving engine in virtual time, on hardware that you describe.
+"""`podway simulate`: runs a workload through the serving engine in virtual time.
 
-Reads the flags, builds workload and setups, plays each policy at each load, and shows a table,
-JSON and a plot; with --capacity it searches for the highest load within the SLO instead.
+The hardware is described by flags. Each policy runs at each load; the results are a table, JSON and
+a plot. With --capacity, the command searches for the highest load that keeps the SLO instead.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from engine.simulated.trace import (
     steady,
 )
 from engine.simulated.verify import RecordingVerifier
-from gateway.commands.flags import Parser, ShowDefaults, above_zero, positive
+from gateway.commands.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
 
 
@@ -41,7 +41,7 @@ def parser() -> Parser:
     """The flags of `podway simulate`."""
     parser = Parser(
         "podway simulate",
-        description="Play a trace or a synthetic load through the serving engine in virtual time.",
+        description="Run a trace or a synthetic load through the scheduler in virtual time.",
         usage="podway simulate [flags]",
         formatter_class=ShowDefaults,
     )
@@ -54,31 +54,40 @@ def main(argv: list[str]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Workload, hardware, engine, results."""
+    """Add the flags for workload, hardware, engine and results."""
     _add_workload(parser)
     add_hardware(parser)
     add_engine(parser)
     add = parser.add_argument_group("results").add_argument
-    add("--slo", type=_slo, default=SLO(), metavar="ttft=S,tpot=S,norm=S,jct=S", help="of goodput")
+    slo = "latency objective in seconds; goodput counts the requests that keep it"
+    add("--slo", type=_slo, default=SLO(), metavar="ttft=S,tpot=S,norm=S,jct=S", help=slo)
     add("--capacity", action="store_true", help="search for the highest requests/s within --slo")
-    add("--share", type=_share, default=0.9, metavar="P", help="of requests that keep the SLO")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
-    add("--plot", type=Path, metavar="FILE", help="write a PNG: over load, or over time if one")
+    share = "share of requests that must keep the SLO for --capacity"
+    add("--share", type=_share, default=0.9, metavar="P", help=share)
+    add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+    plot = "write a PNG plot: over load for several --rate values, else over time"
+    add("--plot", type=output_file, metavar="FILE", help=plot)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--trace", type=Path, metavar="FILE", help="CSV or Mooncake JSONL, plain or .gz")
-    add("--replay", type=Path, metavar="FILE", help="what podway serve --record wrote")
-    add("--lengths", choices=("orca", "skewed"), default="orca", help="without --trace")
-    add("--arrivals", choices=("poisson", "gamma", "steady"), default="poisson", help="likewise")
-    add("--variation", type=above_zero, default=2.0, metavar="CV", help="of gamma's gaps")
-    add("--rate", type=above_zero, nargs="+", metavar="R", help="requests/s; traces are stretched")
-    add("--time-scale", type=above_zero, default=1.0, metavar="X", help="play X times as fast")
-    add("--from", type=float, default=0.0, dest="start", metavar="S", help="second of the trace")
-    add("--to", type=float, default=float("inf"), dest="stop", metavar="S", help="likewise")
-    add("-n", "--requests", type=positive, metavar="N", help="how many (default 1000, or all)")
-    add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals")
+    add("--replay", type=Path, metavar="FILE", help="a file that podway serve --record wrote")
+    lengths = "distribution of prompt and output lengths without --trace"
+    add("--lengths", choices=("orca", "skewed"), default="orca", help=lengths)
+    arrivals = "arrival process without --trace"
+    add("--arrivals", choices=("poisson", "gamma", "steady"), default="poisson", help=arrivals)
+    variation = "coefficient of variation of gamma's gaps"
+    add("--variation", type=above_zero, default=2.0, metavar="CV", help=variation)
+    rate = "requests/s; one run for each; a trace is stretched to the rate"
+    add("--rate", type=above_zero, nargs="+", metavar="R", help=rate)
+    add("--time-scale", type=above_zero, default=1.0, metavar="X", help="replay X times as fast")
+    start, stop = "first second of the trace to use", "last second of the trace to use"
+    add("--from", type=float, default=0.0, dest="start", metavar="S", help=start)
+    add("--to", type=float, default=float("inf"), dest="stop", metavar="S", help=stop)
+    count = "number of requests (default 1000, or the whole trace)"
+    add("-n", "--requests", type=positive, metavar="N", help=count)
+    add("--seed", type=int, default=0, metavar="N", help="seed of lengths and arrivals")
 
 
 def _slo(text: str) -> SLO:
@@ -95,21 +104,21 @@ def _share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and show; 1 with one line if the flags cannot be simulated."""
+    """Simulate and print the results; 1 and one error line if the flags are invalid."""
     try:
         recording = read_recording(args.replay) if args.replay else None
         arrivals = _arrivals(args, recording)
-        wanted = setups(args, recording)
+        all_setups = setups(args, recording)
         if args.capacity:
-            runs, found = _plan(args, wanted, arrivals)
+            runs, capacities = _search(args, all_setups, arrivals)
         else:
-            runs, found = _sweep(args, wanted, arrivals), {}
+            runs, capacities = _sweep(args, all_setups, arrivals), {}
         if recording is not None:
-            runs = [*_followed(args, recording), *runs]
+            runs = [*_reproduced(args, recording), *runs]
     except (EngineError, OSError) as error:
         sys.stderr.write(f"podway simulate: {error}\n")
         return 1
-    _show(args, runs, found)
+    _show(args, runs, capacities)
     return 0
 
 
@@ -120,24 +129,30 @@ def _sweep(
     return [simulate(setup, load) for setup, load in product(setups, loads)]
 
 
-def _plan(
+def _search(
     args: argparse.Namespace, setups: Sequence[Setup], arrivals: Sequence[Arrival]
 ) -> tuple[list[Figures], dict[str, float]]:
-    """Every run of the searches, and the highest rate by label."""
+    """Every run of the searches, and the highest rate of each setup by its label."""
     if args.slo == SLO():
-        raise InvalidRequest("--capacity needs an --slo to stay within", "slo")
+        raise InvalidRequest("--capacity requires --slo", "slo")
     start = args.rate[0] if args.rate else mean_rate(arrivals)
     runs: list[Figures] = []
-    found: dict[str, float] = {}
+    capacities: dict[str, float] = {}
     for setup in setups:
         result = capacity(setup, arrivals, lambda run: run.attainment >= args.share, start)
+        if result.rate == max(result.runs):
+            raise InvalidRequest(
+                f"--capacity found no limit for {setup.label}: {len(arrivals)} requests are so few "
+                "that they keep the SLO even if all arrive at once; use more requests (-n)",
+                "requests",
+            )
         runs.extend(result.runs.values())
-        found[setup.label] = result.rate
-    return runs, found
+        capacities[setup.label] = result.rate
+    return runs, capacities
 
 
-def _followed(args: argparse.Namespace, recording: Recording) -> list[Figures]:
-    """The recorded run itself, if the schedule comes out as it was; a line says whether."""
+def _reproduced(args: argparse.Namespace, recording: Recording) -> list[Figures]:
+    """The recorded run itself, if the simulator reproduces its schedule; prints whether it does."""
     followed = RecordingVerifier(recording).verify(args.slo)
     count = followed.num_iterations
     if followed.figures is None:
@@ -148,10 +163,10 @@ def _followed(args: argparse.Namespace, recording: Recording) -> list[Figures]:
 
 
 def _arrivals(args: argparse.Namespace, recording: Recording | None) -> list[Arrival]:
-    """The load at its own pace, or at one request a second where only --rate sets it."""
+    """The arrivals at their own times; a synthetic load has one request per second."""
     if recording is not None:
         if args.trace:
-            raise InvalidRequest("--replay and --trace exclude each other", "replay")
+            raise InvalidRequest("--replay and --trace cannot be combined", "replay")
         arrivals = between(recording.arrivals, args.start, args.stop)[: args.requests]
         arrivals = sped_up(arrivals, args.time_scale)
     elif args.trace:
@@ -160,9 +175,9 @@ def _arrivals(args: argparse.Namespace, recording: Recording | None) -> list[Arr
     else:
         arrivals = _synthetic(args)
     if (args.rate or args.capacity) and not mean_rate(arrivals):
-        raise InvalidRequest("a rate needs arrivals at more than one moment", "rate")
+        raise InvalidRequest("--rate and --capacity need requests at different times", "rate")
     if not arrivals:
-        raise InvalidRequest("nothing arrives between --from and --to", "from")
+        raise InvalidRequest("no request arrives between --from and --to", "from")
     return arrivals
 
 
@@ -171,12 +186,12 @@ def _synthetic(args: argparse.Namespace) -> list[Arrival]:
     lengths = orca_lengths if args.lengths == "orca" else skewed_lengths()
     if args.arrivals == "gamma":
         return gamma(args.time_scale, count, lengths, random, args.variation)
-    draw = poisson if args.arrivals == "poisson" else steady
-    return draw(args.time_scale, count, lengths, random)
+    process = poisson if args.arrivals == "poisson" else steady
+    return process(args.time_scale, count, lengths, random)
 
 
-def _show(args: argparse.Namespace, runs: Sequence[Figures], found: dict[str, float]) -> None:
-    from gateway.commands.simulate.curves import (  # matplotlib is slow
+def _show(args: argparse.Namespace, runs: Sequence[Figures], capacities: dict[str, float]) -> None:
+    from gateway.commands.simulate.curves import (  # matplotlib takes a second to import
         by_label,
         draw_load,
         draw_time,
@@ -185,11 +200,11 @@ def _show(args: argparse.Namespace, runs: Sequence[Figures], found: dict[str, fl
 
     console = Console()
     show(sorted(runs, key=lambda run: (run.label, run.offered)), console)
-    for label, rate in found.items():
+    for label, rate in capacities.items():
         console.print(f"{label}: {rate:.3g} requests/s with {args.share:.0%} within the SLO")
     if args.json:
-        written = {"capacity": found, "runs": [run.as_json() for run in runs]}
-        args.json.write_text(json.dumps(written))
+        results = {"capacity": capacities, "runs": [run.as_json() for run in runs]}
+        args.json.write_text(json.dumps(results))
     if args.plot:
         series = by_label(runs)
         if any(len(loads) > 1 for loads in series.values()):

@@ -1,4 +1,4 @@
-"""Simulated runs as a table, as curves over load, and as the state of single runs over time."""
+"""Simulated runs as a table, as plots over load, and as plots over time."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,22 +17,22 @@ _LATENCIES = (  # measure, title, unit
     ("norm", "ms/\ntoken", 1e3),
     ("jct", "JCT\ns", 1.0),
 )
-_WIDE = 120  # characters; a narrower screen shows two points of each measure
+_WIDE = 120  # characters; a narrower terminal shows mean and p99 only
 _COUNTS = (
     "offered\n/s", "done\n/s", "good\n%", "out\ntok/s", "pre-\nempted", "swapped\nout",
-    "kslots\nmoved", "queue\nmost",
+    "kslots\nmoved", "peak\nqueue",
 )  # fmt: skip
 
 
 def show(runs: Sequence[Figures], console: Console) -> None:
-    """Rates and counts, one row a run; then latencies, likewise."""
+    """Print a table of rates and counts, then one of latencies; one row per run."""
     points = ("mean", "p50", "p90", "p99") if console.width >= _WIDE else ("mean", "p99")
-    shown = [(*column, point) for column in _LATENCIES for point in points]
+    columns = [(*latency, point) for latency in _LATENCIES for point in points]
     counts = _table(_COUNTS)
-    times = _table([f"{title}\n{point}" for _, title, _, point in shown])
+    times = _table([f"{title}\n{point}" for _, title, _, point in columns])
     for run in runs:
         counts.add_row(_name(run), *_counts(run))
-        times.add_row(_name(run), *(_cell(run, m, unit, point) for m, _, unit, point in shown))
+        times.add_row(_name(run), *(_cell(run, m, unit, point) for m, _, unit, point in columns))
     console.print(counts)
     console.print(times)
 
@@ -69,7 +69,7 @@ def _cell(run: Figures, measure: str, unit: float, point: str) -> str:
 
 
 def by_label(runs: Sequence[Figures]) -> dict[str, list[Figures]]:
-    """The runs of each label, by load."""
+    """The runs of each label, in order of load."""
     series: dict[str, list[Figures]] = {}
     for run in sorted(runs, key=lambda run: run.offered):
         series.setdefault(run.label, []).append(run)
@@ -77,7 +77,7 @@ def by_label(runs: Sequence[Figures]) -> dict[str, list[Figures]]:
 
 
 def draw_load(series: Mapping[str, Sequence[Figures]], path: Path) -> None:
-    """Latencies (solid p50, dashed p99), goodput and preemptions against load, as a PNG."""
+    """Plot latencies (solid p50, dashed p99), goodput and preemptions over load, as a PNG."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3)
@@ -109,14 +109,14 @@ def _over_load(axes: Axes, runs: Sequence[Figures], measure: str, label: str, co
 
 
 def draw_time(runs: Sequence[Figures], path: Path) -> None:
-    """Queue, admitted requests, held slots and preemptions of each run over time, as a PNG."""
+    """Plot queue, admitted requests, used slots and preemptions over time, as a PNG."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
     titles = {
         "waiting": "requests waiting",
         "admitted": "requests with KV",
-        "held_slots": "slots held",
+        "held_slots": "slots in use",
         "preempted": "preemptions so far",
     }
     for axes, (name, title) in zip(panels.flat, titles.items(), strict=True):

@@ -1,5 +1,5 @@
-"""What `podway simulate` plays a load on: the flags of hardware and engine, and the setups they
-make, one for each policy and admission. A recording brings its own; flags win over it."""
+"""The simulated systems of `podway simulate`: flags for hardware and engine, and the `Setup` of
+each policy, admission and swap mode. A recording has its own settings; flags override them."""
 
 import argparse
 import json
@@ -19,57 +19,82 @@ from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
-from gateway.commands.flags import above_zero, natural, positive
+from gateway.commands.flags import above_zero, did_you_mean, natural, positive
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62
-_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS, _SWAPS, _RATIO = 64, 2048, 3, 16, 2.0
+_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS, _SWAPS = 64, 2048, 3, 16
+_RATIO, _LEVELS = PolicySettings().ratio, PolicySettings().num_levels
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Devices and models, or measured seconds."""
+    """Add the flags that describe devices and models, or a measured cost model."""
     add = parser.add_argument_group("hardware").add_argument
     add("--device", default="h100", help=f"JSON file, or {', '.join(DEVICES)}")
     add("--model", default="llama-3.1-8b", help=f"JSON file, or {', '.join(SHAPES)}")
-    add("--stages", type=positive, metavar="N", help="of the pipeline (1)")
+    add("--stages", type=positive, metavar="N", help="pipeline stages (default 1)")
     add("--ranks", type=positive, default=1, metavar="N", help="tensor ranks of each stage")
-    add("--slowdown", type=above_zero, default=1.0, metavar="X", help="stretch every second")
-    add("--cost", type=Path, metavar="FILE", help="measured, as serve saves it")
-    add("--kv-slots", type=positive, metavar="N", help="by default what fits beside the weights")
-    add("--host-kv-slots", type=natural, metavar="N", help="room for what is swapped (0)")
+    slowdown = "multiply the time of every step"
+    add("--slowdown", type=above_zero, default=1.0, metavar="X", help=slowdown)
+    cost = "measured cost model, as podway serve saves it"
+    add("--cost", type=Path, metavar="FILE", help=cost)
+    slots = "KV cache, in tokens; by default the memory that the weights leave"
+    add("--kv-slots", type=positive, metavar="N", help=slots)
+    host = "KV cache in host memory for swapping, in tokens (default 0)"
+    add("--host-kv-slots", type=natural, metavar="N", help=host)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Policies, admissions and bounds; where no default is set, a recording's own is taken."""
-    add = parser.add_argument_group("engine, by default as --replay was recorded").add_argument
+    """Add the flags of the scheduler; a recording's settings are the defaults."""
+    group = parser.add_argument_group("engine (with --replay, by default as recorded)")
+    add = group.add_argument
     known, modes = [*POLICIES, *ORACLES], [mode.value for mode in Admission]
     swaps = [swap.value for swap in SwapMode]
-    policies, admissions = f"{', '.join(known)} (fcfs)", f"{', '.join(modes)} (grow)"
+    policies = f"{', '.join(known)} (default fcfs); one run for each"
+    admissions = f"{', '.join(modes)} (default grow); one run for each"
     add("--policy", nargs="+", choices=known, metavar="P", help=policies)
     add("--admission", nargs="+", choices=modes, metavar="A", help=admissions)
-    sizes = f"requests an iteration ({_BATCH_SIZE})", f"tokens an iteration ({_BATCH_TOKENS})"
-    add("--max-batch-size", type=positive, metavar="N", help=sizes[0])
-    add("--max-batch-tokens", type=positive, metavar="N", help=sizes[1])
-    add("--max-model-len", type=positive, metavar="N", help="by default the model's")
-    add("--max-queue", type=positive, metavar="N", help="requests that wait (any number)")
-    limits = f"of one request ({_PREEMPTIONS})", f"of one request ({_SWAPS})"
-    add("--max-preemptions", type=natural, metavar="N", help=limits[0])
-    told = f"{', '.join(swaps)} (proactive); with --host-kv-slots"
-    add("--swap", nargs="+", choices=swaps, metavar="S", help=told)
-    add("--max-swaps", type=natural, metavar="N", help=limits[1])
-    add("--block-size", type=positive, default=16, metavar="N", help="slots of a KV block")
+    sizes = f"requests per iteration (default {_BATCH_SIZE})"
+    tokens = f"tokens per iteration (default {_BATCH_TOKENS})"
+    add("--max-batch-size", type=positive, metavar="N", help=sizes)
+    add("--max-batch-tokens", type=positive, metavar="N", help=tokens)
+    add("--max-model-len", type=positive, metavar="N", help="by default the model's context")
+    add("--max-queue", type=positive, metavar="N", help="waiting requests (default unlimited)")
+    preemptions = f"preemptions of one request (default {_PREEMPTIONS})"
+    add("--max-preemptions", type=natural, metavar="N", help=preemptions)
+    swap = f"{', '.join(swaps)} (default proactive); with --host-kv-slots"
+    add("--swap", nargs="+", choices=swaps, metavar="S", help=swap)
+    max_swaps = f"swaps of one request (default {_SWAPS})"
+    add("--max-swaps", type=natural, metavar="N", help=max_swaps)
+    add("--block-size", type=positive, default=16, metavar="N", help="tokens in a KV block")
     reuse = "compute every prompt in full"
     add("--no-prefix-reuse", action="store_false", dest="reuse", default=None, help=reuse)
-    add("--base-quantum", type=above_zero, metavar="S", help="mlfq: of the highest queue")
-    ratio = f"mlfq: to the next ({_RATIO:g})"
+    _add_policy(group)
+
+
+def _add_policy(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for the settings of policies."""
+    add = group.add_argument
+    waits = "a request that waits longer between two iterations runs first"
+    add("--starvation-seconds", type=above_zero, metavar="S", help=waits)
+    quantum = "mlfq: quantum of the highest queue; by default the shortest iteration"
+    add("--base-quantum", type=above_zero, metavar="S", help=quantum)
+    ratio = f"mlfq: quantum of a queue over that of the next higher one (default {_RATIO:g})"
     add("--quantum-ratio", type=above_zero, metavar="X", help=ratio)
-    skips = "mlfq: everybody joins the highest queue"
+    levels = f"mlfq: number of queues (default {_LEVELS})"
+    add("--num-levels", type=positive, metavar="N", help=levels)
+    skips = "mlfq: every request joins the highest queue"
     add("--no-skip-join", action="store_false", dest="skips", default=None, help=skips)
-    add("--starvation-seconds", type=above_zero, metavar="S", help="by default the policy's own")
+    weights = (
+        "fair: cost of a prompt token (default 1)",
+        "fair: cost of an output token (default 2)",
+    )
+    add("--input-weight", type=above_zero, metavar="W", help=weights[0])
+    add("--output-weight", type=above_zero, metavar="W", help=weights[1])
 
 
 def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
-    """One for each policy, admission and way to swap. Raises `InvalidRequest`."""
+    """One setup for each policy, admission and swap mode. Raises `InvalidRequest`."""
     base = _described(args) if recording is None else _recorded(args, recording)
     recorded = recording.header if recording is not None else None
     names = args.policy or [recorded.policy if recorded else "fcfs"]
@@ -89,7 +114,7 @@ def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]
 
 
 def _described(args: argparse.Namespace) -> Setup:
-    """The hardware that the flags describe."""
+    """The system that the flags describe."""
     device = _named("device", args.device, DEVICES, DeviceSpec)
     shape = _named("model", args.model, SHAPES, ModelSpec)
     stages = args.stages or 1
@@ -118,7 +143,7 @@ def _described(args: argparse.Namespace) -> Setup:
 
 
 def _recorded(args: argparse.Namespace, recording: Recording) -> Setup:
-    """The server that was recorded, with the cost of its own iterations."""
+    """The recorded server, with a cost model fitted to its iterations."""
     header = recording.header
     host_slots = header.num_host_blocks * header.block_size
     return Setup(
@@ -136,8 +161,8 @@ def _recorded(args: argparse.Namespace, recording: Recording) -> Setup:
 
 
 def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSettings:
-    """The bounds, with what the flags say instead."""
-    said = {
+    """`bounds`, overridden by flags."""
+    flags = {
         "max_batch_size": args.max_batch_size,
         "max_batch_tokens": args.max_batch_tokens,
         "max_model_len": args.max_model_len,
@@ -146,24 +171,27 @@ def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSet
         "max_swaps": args.max_swaps,
         "reuses_prefixes": args.reuse,
     }
-    said = {name: value for name, value in said.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return replace(bounds, **said)
+        return replace(bounds, **given)
     except AssertionError:
         raise InvalidRequest("--max-batch-tokens must be at least --max-batch-size") from None
 
 
 def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySettings:
-    """The knobs of policies, with what the flags say instead."""
+    """The settings of policies, overridden by flags."""
     if args.quantum_ratio is not None and args.quantum_ratio <= 1.0:
         raise InvalidRequest(f"--quantum-ratio must be above 1, not {args.quantum_ratio}")
-    said = {
+    flags = {
         "starvation_seconds": args.starvation_seconds,
         "base_quantum": args.base_quantum,
         "ratio": args.quantum_ratio,
+        "num_levels": args.num_levels,
         "skips": args.skips,
+        "input_weight": args.input_weight,
+        "output_weight": args.output_weight,
     }
-    return replace(settings, **{name: value for name, value in said.items() if value is not None})
+    return replace(settings, **{name: value for name, value in flags.items() if value is not None})
 
 
 def _policy(name: str, settings: PolicySettings, cost: Cost) -> Policy:
@@ -176,7 +204,9 @@ def _named(flag: str, name: str, table: dict[str, T], kind: type[T]) -> T:
         return table[name]
     if not name.endswith(".json"):
         known = ", ".join(table)
-        raise InvalidRequest(f"--{flag} is a .json file or one of {known}, not {name!r}", flag)
+        nearest = did_you_mean(name, table)
+        message = f"--{flag} must be a .json file or one of {known}, not {name!r}{nearest}"
+        raise InvalidRequest(message, flag)
     return parse_spec(kind, _json_object(Path(name)))
 
 
@@ -195,5 +225,5 @@ def _json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InvalidRequest(f"{path} must hold a JSON object")
+        raise InvalidRequest(f"{path} must contain a JSON object")
     return values

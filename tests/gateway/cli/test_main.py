@@ -1,25 +1,27 @@
-"""The front door: commands, exit codes, and how little it loads."""
+"""The command line: commands, exit codes, and the modules that it imports."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from engine.errors import StartupError
-from gateway import __main__ as door
+from gateway import __main__ as command_line
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        door.run(["--help"])
+        command_line.run(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in door.COMMANDS)
+    for name, (_, text) in command_line.COMMANDS.items():
+        assert re.search(rf"^  {name} {{2,}}{re.escape(text)}$", shown, re.MULTILINE)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        door.run([])
+        command_line.run([])
     assert "commands:" in capsys.readouterr().out
 
 
@@ -35,15 +37,19 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_version_is_that_of_the_distribution() -> None:
     command = [sys.executable, "-m", "gateway", "--version"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert said.stdout.startswith("podway 0.")
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("podway 0.")
 
 
-def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_names_the_nearest_one_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        door.run(["sevre"])
+        command_line.run(["sevre"])
     assert ended.value.code == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "did you mean serve?" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -64,19 +70,19 @@ def test_what_ends_a_command_early_becomes_an_exit_code(
         assert argv == ["--flag"]
         raise raised
 
-    monkeypatch.setattr(door, "refusing", command, raising=False)
-    monkeypatch.setitem(door.COMMANDS, "chat", ("gateway.__main__:refusing", ""))
-    assert door.run(["chat", "--flag"]) == code
+    monkeypatch.setattr(command_line, "failing", command, raising=False)
+    monkeypatch.setitem(command_line.COMMANDS, "chat", ("gateway.__main__:failing", ""))
+    assert command_line.run(["chat", "--flag"]) == code
     assert capsys.readouterr().err == says
 
 
-def test_a_bug_is_logged_and_is_no_success(
+def test_a_bug_is_logged_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def command(argv: list[str]) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(door, "broken", command, raising=False)
-    monkeypatch.setitem(door.COMMANDS, "chat", ("gateway.__main__:broken", ""))
-    assert door.run(["chat"]) == 1
+    monkeypatch.setattr(command_line, "broken", command, raising=False)
+    monkeypatch.setitem(command_line.COMMANDS, "chat", ("gateway.__main__:broken", ""))
+    assert command_line.run(["chat"]) == 1
     assert "ZeroDivisionError" in caplog.text

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server, played by hand, in a thread of its own."""
+"""A small scripted OpenAI-compatible server in a thread of its own."""
 
 import asyncio
 import threading
@@ -13,13 +13,16 @@ from aiohttp import web
 
 @dataclass(eq=False)
 class Peer:
-    """Answers with `words`; with `hold` it keeps the stream open after them until left."""
+    """Answers with `words`. With `hold`, or from the request number `hold_from` on, it keeps the
+    stream open after them until the client disconnects; `holding` is then set."""
 
     words: list[str] = field(default_factory=lambda: ["Hel", "lo", "!"])
     deltas: list[dict[str, Any]] = field(default_factory=list)  # of chat, instead of words
     hold: bool = False
+    hold_from: int | None = None
+    holding: threading.Event = field(default_factory=threading.Event)
     break_off: bool = False
-    refuse: tuple[int, str] | None = None
+    reject: tuple[int, str] | None = None
     error_event: str | None = None
     usage: bool = True
     url: str = ""
@@ -39,8 +42,8 @@ class Peer:
     async def _answer(self, http: web.Request, choice: Any) -> web.StreamResponse:
         self.bodies.append(orjson.loads(await http.read()))
         self.headers.append(dict(http.headers))
-        if self.refuse is not None:
-            status, message = self.refuse
+        if self.reject is not None:
+            status, message = self.reject
             return web.json_response({"error": {"message": message}}, status=status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
@@ -48,7 +51,9 @@ class Peer:
         for delta in deltas:
             await _event(response, {"choices": [delta | {"finish_reason": None}]})
         try:
-            if self.hold:
+            is_held = self.hold_from is not None and len(self.bodies) >= self.hold_from
+            if self.hold or is_held:
+                self.holding.set()
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.left.set()
@@ -73,7 +78,7 @@ async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    """A running `Peer`; set its fields before the request that shall see them."""
+    """A running `Peer`; set its fields before the request that they are for."""
     peer = Peer()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

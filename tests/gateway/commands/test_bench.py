@@ -1,5 +1,8 @@
-"""`podway bench` from its flags to its files, against a peer."""
+"""`podway bench` from its flags to its result files, against a small server."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from gateway.commands.bench.report import read_report
 from tests.gateway.commands.conftest import Peer
 
 
-def test_a_closed_loop_writes_its_figures_and_a_plot(
+def test_a_closed_loop_writes_json_and_a_plot(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures, plot = tmp_path / "run.json", tmp_path / "run.png"
@@ -29,7 +32,7 @@ def test_a_closed_loop_writes_its_figures_and_a_plot(
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in [warm_up, *sent])
 
 
-def test_an_open_loop_plays_a_trace_as_chat(peer: Peer, tmp_path: Path) -> None:
+def test_an_open_loop_replays_a_trace_as_chat(peer: Peer, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("0,3,2\n10,4,5\n")
     figures = tmp_path / "run.json"
@@ -62,19 +65,19 @@ def test_runs_are_compared_without_a_server(
     assert len(peer.bodies) == num_sent
 
 
-def test_a_server_that_refuses_the_first_request_is_one_line(
+def test_a_rejected_first_request_is_one_line(
     peer: Peer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peer.refuse = (401, "no such key")
+    peer.reject = (401, "no such key")
     assert bench.main([peer.url]) == 1
     expected = "podway bench: the first request failed: HTTP 401: no such key\n"
     assert capsys.readouterr().err == expected
 
 
-def test_when_nothing_succeeds_the_exit_code_says_so(
+def test_a_run_without_a_success_exits_with_1(
     peer: Peer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peer.refuse = (503, "full")
+    peer.reject = (503, "full")
     assert bench.main([peer.url, "-n", "2", "--warmup", "0"]) == 1
     assert "2 × HTTP 503: full" in capsys.readouterr().out
 
@@ -84,10 +87,63 @@ def test_when_nothing_succeeds_the_exit_code_says_so(
     [["--rate", "0"], ["-n", "0"], ["--prompt-tokens", "9..1"], ["-c", "2", "--rate", "1"],
      ["--extra", "[]"], ["--extra", "{"], ["--prompt", "3"], ["--timeout", "inf"]],
 )  # fmt: skip
-def test_a_wrong_flag_is_one_line_and_exit_code_1(
+def test_an_invalid_flag_is_one_line_and_exit_code_1(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(flags)
     assert ended.value.code == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ctrl_c_reports_the_requests_that_have_ended(peer: Peer, tmp_path: Path) -> None:
+    figures = tmp_path / "run.json"
+    peer.hold_from = 5  # the warm-up and three requests end; the others stay open
+    flags = [peer.url, "-n", "40", "-c", "2", "--json", str(figures)]
+    code = "import sys, gateway.__main__ as m; sys.exit(m.run(['bench', *sys.argv[1:]]))"
+    default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", default + code, *flags]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert peer.holding.wait(60), "no request is held"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "requests ok / failed" in out
+    report = read_report(figures)
+    assert f"interrupted; {report.num_ok} of 40 requests have ended" in err
+    assert report.num_ok in (3, 4)
+    assert report.num_failed == 0
+    assert report.setup["interrupted"] is True
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_result_file_in_a_missing_directory_is_rejected_before_the_run(
+    flag: str, peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(SystemExit) as ended:
+        bench.main([peer.url, flag, str(missing / "run")])
+    assert ended.value.code == 1
+    assert f"argument {flag}: directory {missing} does not exist" in capsys.readouterr().err
+    assert peer.bodies == []
+
+
+def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--concurency", "4"])
+    expected = "podway bench: unknown flag --concurency; did you mean --concurrency?"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_offline_help_needs_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--offline", "--help"])
+    assert ended.value.code == 0
+    assert "--batch-sizes" in capsys.readouterr().out
+
+
+def test_offline_without_a_shape_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--offline"])
+    assert ended.value.code == 1
+    assert "--offline needs a SHAPE" in capsys.readouterr().err

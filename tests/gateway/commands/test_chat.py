@@ -8,6 +8,8 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -27,7 +29,7 @@ def talk(
     return code, captured.out, captured.err
 
 
-def test_lines_of_a_pipe_are_turns_with_history(
+def test_lines_of_a_pipe_are_messages_of_one_conversation(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = talk(
@@ -69,10 +71,10 @@ def test_the_key_is_sent_as_a_bearer_token(
     assert sent == ["Bearer from-env", "Bearer from-flag"]
 
 
-def test_a_refusal_is_one_line_and_ends_a_pipe(
+def test_an_http_error_is_one_line_and_ends_a_pipe(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peer.refuse = (429, "slow down")
+    peer.reject = (429, "slow down")
     code, out, err = talk(monkeypatch, capsys, "Hi\nAgain\n", peer.url)
     assert (code, out, err) == (1, "", "HTTP 429: slow down\n")
     assert len(peer.bodies) == 1
@@ -86,7 +88,7 @@ def test_an_error_in_the_stream_is_shown_after_the_text(
     assert (code, out, err) == (1, "Hello!", "\nthe worker is gone\n")
 
 
-def test_nobody_there_is_one_line(
+def test_an_unreachable_server_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = talk(monkeypatch, capsys, "Hi\n", "http://127.0.0.1:9")
@@ -114,13 +116,13 @@ def test_reasoning_is_dim_on_a_terminal_and_left_out_of_a_pipe(
     assert shown == "\x1b[2mHm.\x1b[0m\n\nYes."
 
 
-def test_reasoning_that_is_cut_leaves_the_screen_bright() -> None:
+def test_an_answer_cut_in_its_reasoning_ends_the_dim_text() -> None:
     answer = StreamedAnswer(is_tty=True)
     shown = answer.feed(b'{"choices": [{"delta": {"reasoning": "Hm"}}]}')
     assert shown + answer.finish() == "\x1b[2mHm\x1b[0m"
 
 
-def test_a_tool_call_is_a_line_and_the_next_line_is_its_result(
+def test_a_tool_call_is_printed_and_the_next_message_is_its_result(
     peer: Peer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -149,7 +151,7 @@ def test_a_tool_call_is_a_line_and_the_next_line_is_its_result(
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": 1}', None])
-def test_tools_that_cannot_be_read_are_one_line(
+def test_a_tools_file_that_cannot_be_read_is_one_line(
     text: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "tools.json"
@@ -159,14 +161,30 @@ def test_tools_that_cannot_be_read_are_one_line(
     assert str(path) in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer) -> None:
-    peer.hold = True
+@contextmanager
+def terminal_chat(peer: Peer, state: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """`podway chat` at a pseudo-terminal: the terminal's other end, and the process."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "gateway", "chat", peer.url]
-    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    code = "import signal, sys, gateway.__main__ as m; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # the parent may ignore it
+    command = [sys.executable, "-c", code + "sys.exit(m.run(['chat', sys.argv[1]]))", peer.url]
+    env = {**os.environ, "XDG_STATE_HOME": str(state), "TERM": "xterm", "INPUTRC": "/dev/null"}
+    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env)
     os.close(slave)
     try:
         read_until(master, rb"/exit.*> ")
+        yield master, child
+        os.write(master, b"\x04")
+        assert child.wait(10) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer, tmp_path: Path) -> None:
+    peer.hold = True
+    with terminal_chat(peer, tmp_path) as (master, child):
         os.write(master, b"Hi\n")
         read_until(master, rb"Hello!")
         child.send_signal(signal.SIGINT)
@@ -175,17 +193,46 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer) -> None:
         peer.hold = False
         os.write(master, b"Again\n")
         read_until(master, rb"Hello!\r\n.*> ")
-        os.write(master, b"\x04")
-        assert child.wait(10) == 0
-        assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "Hello!"}
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
+    assert peer.bodies[1]["messages"][1] == {"role": "assistant", "content": "Hello!"}
+
+
+def test_pasted_lines_are_one_message(peer: Peer, tmp_path: Path) -> None:
+    with terminal_chat(peer, tmp_path) as (master, _):
+        os.write(master, b"\x1b[200~one\ntwo\nthree\x1b[201~\n")
+        read_until(master, rb"Hello!\r\n.*> ")
+    assert [body["messages"][0]["content"] for body in peer.bodies] == ["one\ntwo\nthree"]
+
+
+def test_the_history_is_kept_between_sessions(peer: Peer, tmp_path: Path) -> None:
+    with terminal_chat(peer, tmp_path) as (master, _):
+        os.write(master, b"What is a pod?\n")
+        read_until(master, rb"Hello!\r\n.*> ")
+    history = tmp_path / "podway" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    with terminal_chat(peer, tmp_path) as (master, _):
+        os.write(master, b"\x1b[A\n")  # arrow up
+        read_until(master, rb"Hello!\r\n.*> ")
+    assert [body["messages"][0]["content"] for body in peer.bodies] == ["What is a pod?"] * 2
+
+
+def test_lines_between_quotes_are_one_message(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = '"""\ndef f():\n    return 1\n\n"""\nAgain\n"""\nno end\n'
+    assert talk(monkeypatch, capsys, text, peer.url)[0] == 0
+    contents = [body["messages"][-1]["content"] for body in peer.bodies]
+    assert contents == ["def f():\n    return 1", "Again", "no end"]
+
+
+def test_an_unknown_command_names_the_nearest_one(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, err = talk(monkeypatch, capsys, "/sytem Rhyme.\n", peer.url)
+    assert err == "unknown command /sytem; did you mean /system?\n"
 
 
 def read_until(terminal: int, pattern: bytes) -> None:
-    """Read what the program shows until it matches; raises if the program ends or hangs."""
+    """Read the program's output until it matches; fails if the program ends or hangs."""
     shown = b""
     while not re.search(pattern, shown, re.DOTALL):
         assert select.select([terminal], [], [], 30)[0], f"waited for {pattern!r}, saw {shown!r}"

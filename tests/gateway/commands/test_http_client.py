@@ -1,24 +1,24 @@
-"""Frames and one-line errors."""
+"""Decoding of server-sent events, addresses, and errors in one line."""
 
 import pytest
 
-from gateway.commands.http_client import EventDecoder, base_url, error_text, refusal
+from gateway.commands.http_client import EventDecoder, base_url, error_text, http_error
 
 STREAM = b': hello\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata: one\ndata:two\n\ndata: [DONE]\n\n'
 PAYLOADS = [b'{"a": 1}', b"one\ntwo", b"[DONE]"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, len(STREAM)])
-def test_payloads_do_not_depend_on_how_the_bytes_arrive(size: int) -> None:
-    frames = EventDecoder()
+def test_payloads_do_not_depend_on_chunk_boundaries(size: int) -> None:
+    decoder = EventDecoder()
     pieces = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
-    assert [data for piece in pieces for data in frames.feed(piece)] == PAYLOADS
+    assert [data for piece in pieces for data in decoder.feed(piece)] == PAYLOADS
 
 
-def test_an_event_is_not_given_before_its_blank_line() -> None:
-    frames = EventDecoder()
-    assert list(frames.feed(b"data: x\n")) == []
-    assert list(frames.feed(b"\n")) == [b"x"]
+def test_an_event_is_complete_at_its_blank_line() -> None:
+    decoder = EventDecoder()
+    assert list(decoder.feed(b"data: x\n")) == []
+    assert list(decoder.feed(b"\n")) == [b"x"]
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,16 @@ def test_an_event_is_not_given_before_its_blank_line() -> None:
         ("https://host/prefix/v1/", "https://host/prefix"),
     ],
 )
-def test_an_address_may_be_given_in_many_ways(given: str, url: str) -> None:
+def test_an_address_may_have_several_forms(given: str, url: str) -> None:
     assert base_url(given) == url
 
 
-def test_a_refusal_is_one_line_whatever_the_body() -> None:
+def test_an_http_error_is_one_line_whatever_the_body() -> None:
     assert (
-        refusal(503, b'{"error": {"message": "full,\\n come back"}}') == "HTTP 503: full, come back"
+        http_error(503, b'{"error": {"message": "full,\\n come back"}}')
+        == "HTTP 503: full, come back"
     )
-    assert refusal(502, b"<h1>Bad\ngateway</h1>") == "HTTP 502: <h1>Bad gateway</h1>"
-    assert refusal(500, b"\xff") == "HTTP 500: \ufffd"
-    assert refusal(400, b"") == "HTTP 400: no reason given"
+    assert http_error(502, b"<h1>Bad\ngateway</h1>") == "HTTP 502: <h1>Bad gateway</h1>"
+    assert http_error(500, b"\xff") == "HTTP 500: \ufffd"
+    assert http_error(400, b"") == "HTTP 400: no reason given"
     assert error_text("plain") == "plain"

@@ -1,12 +1,14 @@
-"""`podway simulate`: flags to figures, files written, and refusals in one line."""
+"""`podway simulate`: results for its flags, the files that it writes, and errors in one line."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from gateway.commands.simulate.command import main
-from gateway.commands.simulate.setups import read_cost
+from engine.policy import PolicySettings
+from gateway.commands.simulate.command import main, parser
+from gateway.commands.simulate.setups import read_cost, setups
 
 AZURE = Path(__file__).parents[2] / "data" / "azure_2023_conv_first_1000.csv.gz"
 GOLDEN = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
@@ -20,7 +22,7 @@ def simulated(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, object]]]
     return written
 
 
-def test_every_policy_is_played_at_every_load(tmp_path: Path) -> None:
+def test_every_policy_runs_at_every_load(tmp_path: Path) -> None:
     plot = tmp_path / "load.png"
     flags = ["--policy", "fcfs", "srpt", "--admission", "grow", "request", "--rate", "1", "4"]
     runs = simulated(tmp_path, *SMALL, *flags, "--plot", str(plot))["runs"]
@@ -35,7 +37,7 @@ def test_every_policy_is_played_at_every_load(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_is_cut_and_played_at_its_own_pace(tmp_path: Path) -> None:
+def test_a_part_of_a_trace_runs_at_its_own_pace(tmp_path: Path) -> None:
     plot = tmp_path / "time.png"
     flags = ["--trace", str(AZURE), "--from", "2", "--to", "9", "--plot", str(plot)]
     (run,) = simulated(tmp_path, *flags)["runs"]
@@ -44,13 +46,13 @@ def test_a_trace_is_cut_and_played_at_its_own_pace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "steady"])
-def test_synthetic_loads_come_as_asked(tmp_path: Path, arrivals: str) -> None:
+def test_each_synthetic_load_finishes(tmp_path: Path, arrivals: str) -> None:
     flags = ["--arrivals", arrivals, "--lengths", "skewed", "--rate", "3"]
     (run,) = simulated(tmp_path, *SMALL, *flags)["runs"]
     assert run["num_finished"] == 20
 
 
-def test_capacity_is_planned_within_the_slo(
+def test_capacity_is_the_highest_rate_within_the_slo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--capacity", "--slo", "norm=0.1", "--share", "0.95", "--rate", "2"]
@@ -63,7 +65,7 @@ def test_capacity_is_planned_within_the_slo(
     assert "with 95% within the SLO" in capsys.readouterr().out
 
 
-def test_a_measured_cost_and_a_described_machine_are_read(tmp_path: Path) -> None:
+def test_a_measured_cost_and_a_described_device_are_read(tmp_path: Path) -> None:
     cost, device = tmp_path / "cost.json", tmp_path / "device.json"
     cost.write_text('{"curve": [[0, 0.5], [100, 0.5]], "per_slot": 0, "per_pair": 0}')
     assert read_cost(cost).compute(7, 3) == 0.5
@@ -80,29 +82,34 @@ def test_a_measured_cost_and_a_described_machine_are_read(tmp_path: Path) -> Non
     ("flags", "says"),
     [
         (["--trace", "nowhere.csv"], "nowhere.csv"),
-        (["--device", "abacus"], "--device is a .json file or one of"),
+        (["--device", "abacus"], "--device must be a .json file or one of"),
+        (["--device", "a100-40g"], "did you mean a100-40gb?"),
         (["--device", "l4", "--model", "gpt3-175b"], "does not fit on 1 × l4"),
-        (["--capacity"], "--capacity needs an --slo"),
+        (["--capacity"], "--capacity requires --slo"),
         (["--max-batch-tokens", "8"], "--max-batch-tokens must be at least"),
         (["--quantum-ratio", "1"], "--quantum-ratio must be above 1"),
-        (["-n", "1", "--rate", "2"], "more than one moment"),
+        (["-n", "1", "--rate", "2"], "requests at different times"),
         (["--cost", "nowhere.json"], "nowhere.json"),
         (["--replay", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--replay", str(AZURE)], "is not a recording"),
-        (["--replay", str(GOLDEN), "--trace", str(AZURE)], "exclude each other"),
+        (["--replay", str(GOLDEN), "--trace", str(AZURE)], "cannot be combined"),
+        (
+            ["--capacity", "--slo", "norm=100", "-n", "2", "--rate", "1"],
+            "2 requests are so few that they keep the SLO even if all arrive at once",
+        ),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(
+def test_flags_that_cannot_be_simulated_are_rejected_in_one_line(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 1
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--slo", "speed=1"], ["--policy", "magic"], ["--share", "2"]])
-def test_a_flag_that_makes_no_sense_ends_with_a_line(
+def test_an_invalid_flag_is_named_in_the_error(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -111,7 +118,7 @@ def test_a_flag_that_makes_no_sense_ends_with_a_line(
     assert flags[0] in capsys.readouterr().err
 
 
-def test_a_recording_is_played_again_under_its_own_and_other_policies(
+def test_a_recording_is_replayed_under_its_own_and_other_policies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--replay", str(GOLDEN), "--slo", "ttft=9"]
@@ -125,7 +132,7 @@ def test_a_recording_is_played_again_under_its_own_and_other_policies(
     assert len({run["num_arrived"] for run in runs}) == 1
 
 
-def test_a_recording_that_comes_out_differently_says_where(
+def test_a_recording_that_is_not_reproduced_says_where_it_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cut.jsonl"
@@ -134,3 +141,20 @@ def test_a_recording_that_comes_out_differently_says_where(
     runs = simulated(tmp_path, "--replay", str(path))["runs"]
     assert [run["label"] for run in runs] == ["fcfs grow"]
     assert "the schedule differs after" in capsys.readouterr().err
+
+
+def test_settings_of_policies_are_flags() -> None:
+    flags = ["--starvation-seconds", "3", "--base-quantum", "0.5", "--quantum-ratio", "4"]
+    flags += ["--num-levels", "5", "--no-skip-join", "--input-weight", "2", "--output-weight", "7"]
+    (setup,) = setups(parser().parse_args([*flags, "--max-batch-size", "8"]), None)
+    assert isinstance(setup.policy, partial)
+    assert setup.policy.args[1] == PolicySettings(
+        starvation_seconds=3.0,
+        seats=8,
+        base_quantum=0.5,
+        ratio=4.0,
+        num_levels=5,
+        skips=False,
+        input_weight=2.0,
+        output_weight=7.0,
+    )

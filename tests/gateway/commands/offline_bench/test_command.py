@@ -30,7 +30,7 @@ def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_known_limits")
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_every_step_is_held_against_its_floor(
+def test_every_step_is_compared_with_its_lower_bound(
     weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "run.json"
@@ -55,7 +55,7 @@ def test_every_step_is_held_against_its_floor(
     assert shown.count("decode") == 2
 
 
-def test_steps_may_be_in_flight_together_and_limits_known(tmp_path: Path) -> None:
+def test_two_steps_may_be_in_flight_with_limits_of_an_earlier_run(tmp_path: Path) -> None:
     figures, known = tmp_path / "run.json", tmp_path / "known.json"
     limits = {name: limit._asdict() for name, limit in LIMITS.items()}
     known.write_text(json.dumps({"limits": limits}))
@@ -75,11 +75,11 @@ def test_steps_may_be_in_flight_together_and_limits_known(tmp_path: Path) -> Non
     ("flags", "says"),
     [
         (["--offline", "Llama-9"], "no shape is named 'Llama-9'; known: Llama-3.1-8B, "),
-        (["--offline", "GPT-2", "--context", "1025"], "GPT-2 has 1024 positions, 1025 were asked"),
+        (["--offline", "GPT-2", "--context", "1025"], "need 1025 positions, but GPT-2 has 1024"),
         (["--offline", "TINY", "--batch-sizes", "1000000000"], "are available"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(flags: list[str], says: str) -> None:
+def test_a_load_that_cannot_run_is_rejected_with_its_reason(flags: list[str], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         bench.main(flags)
 
@@ -87,7 +87,7 @@ def test_what_cannot_run_is_refused_by_name(flags: list[str], says: str) -> None
 @pytest.mark.parametrize(
     ("flag", "value"), [("--prompt-lengths", "8x"), ("--batch-sizes", "0"), ("--context", "-1")]
 )
-def test_wrong_numbers_are_refused(
+def test_invalid_numbers_are_rejected(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -96,17 +96,17 @@ def test_wrong_numbers_are_refused(
     assert flag in capsys.readouterr().err
 
 
-async def test_a_device_without_limits_is_refused() -> None:
+async def test_a_device_without_limits_is_rejected() -> None:
     with pytest.raises(StartupError, match="the limits of nowhere could not be measured: "):
         await machine.measure_limits("nowhere", 1)
 
 
-def test_limits_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_limits_that_cannot_be_read_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot read .*none.json: No such file"):
         machine.read_limits(tmp_path / "none.json")
     for text in ("{", "{}", '{"limits": {"read": 3}}'):
         (tmp_path / "some.json").write_text(text)
-        with pytest.raises(StartupError, match=r"some.json was not written by podway bench"):
+        with pytest.raises(StartupError, match=r"some.json is not a report of podway bench"):
             machine.read_limits(tmp_path / "some.json")
 
 

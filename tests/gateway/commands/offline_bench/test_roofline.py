@@ -64,13 +64,13 @@ def test_a_decode_reads_all_matrices_and_the_context_of_each_request() -> None:
     assert found.seconds == found.reading
 
 
-def test_a_prefill_leaves_out_of_the_last_layer_what_nobody_reads() -> None:
+def test_a_prefill_computes_only_sampled_rows_in_the_last_layer() -> None:
     work = Work(num_requests=1, num_tokens=5, context=5)
     assert SMALL.products(work) == 2 * (5 * (2 * 110 + 10) + 100 + 1000)
     assert SMALL.attention(work) == 4 * 8 * (2 * 15 + 5)
 
 
-def test_eight_bits_are_a_quarter_to_read_and_have_a_rate_of_their_own() -> None:
+def test_int8_reads_a_quarter_of_the_bytes_and_has_its_own_rate() -> None:
     work = Work(1, 1, 1)
     limits = {"read": Limit(1e9, ""), "float32": Limit(100.0, ""), "int8": Limit(400.0, "")}
     found = lower_bound_of(SMALL, work, report("int8 (14-bit activations)"), limits)
@@ -79,7 +79,7 @@ def test_eight_bits_are_a_quarter_to_read_and_have_a_rate_of_their_own() -> None
     assert found.bound == "compute"
 
 
-def test_a_window_bounds_what_a_token_sees() -> None:
+def test_a_window_bounds_the_attended_tokens() -> None:
     config = {**SHAPES["Mistral-7B"], "sliding_window": 4}
     sizes = WeightSizes.of(config)
     pairs = 1 + 2 + 3 + 4 + 4 + 4
@@ -88,11 +88,11 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     assert sizes.attention(Work(1, 1, 6)) == 4 * 4096 * 32 * 4
 
 
-def test_what_is_missing_is_named() -> None:
+def test_a_missing_field_is_named_in_the_error() -> None:
     with pytest.raises(StartupError, match="hidden_size is None, expected a positive integer"):
         WeightSizes.of({"vocab_size": 3})
 
 
-def test_the_larger_of_the_two_is_the_floor() -> None:
+def test_the_larger_of_the_two_is_the_lower_bound() -> None:
     assert LowerBound(1.0, 2.0).seconds == 2.0
     assert LowerBound(1.0, 2.0).bound == "compute"
