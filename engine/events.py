@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.ports import Policy
+    from engine.policy.port import Policy
     from engine.request import Request
     from engine.step import BlockMove
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
-    from engine.ports import Clock, Policy, StepExecutor, StepFuture
+    from engine.policy.port import Policy
+    from engine.ports import Clock, StepExecutor, StepFuture
     from engine.step import RequestId
 
 logger = logging.getLogger(__name__)

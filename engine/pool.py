@@ -9,7 +9,7 @@ from engine.request import TERMINAL, Move, Request, State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.ports import Policy
+    from engine.policy.port import Policy
     from engine.step import RequestId
 
 

@@ -6,7 +6,7 @@ from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.cost.model import CostModel, LiveCost
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
-from engine.ports import Policy
+from engine.policy import Policy
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, SamplingParams, StepResult
 

@@ -33,7 +33,7 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.ports import Policy
+    from engine.policy.port import Policy
     from engine.request import Request
 
 Row = dict[str, object]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from engine.kv.ledger import KVLedger
-    from engine.ports import Policy
+    from engine.policy.port import Policy
     from engine.step import Fault, StepResult
 
 

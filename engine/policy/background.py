@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.ports import Policy
+    from engine.policy.port import Policy
     from engine.request import Request, RequestSpec
 
 

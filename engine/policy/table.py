@@ -7,7 +7,8 @@ from engine.policy.background import BackgroundLast
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
-    from engine.ports import Cost, Policy
+    from engine.policy.port import Policy
+    from engine.ports import Cost
 
 POLICIES: dict[str, str] = {
     "fcfs": "engine.policy.fcfs:FirstComeFirstServed",

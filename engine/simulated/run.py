@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from engine.control.scheduler import SchedulerSettings
     from engine.cost.model import CostModel
     from engine.events import Observer
-    from engine.ports import Cost, Policy
+    from engine.policy.port import Policy
+    from engine.ports import Cost
     from engine.simulated.trace import Arrival
     from engine.step import Step
 

@@ -6,8 +6,7 @@ from random import Random
 import pytest
 
 from engine.control.admission import Admission, SwapMode
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
-from engine.ports import Policy
+from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import RequestId
 from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play, run_iteration

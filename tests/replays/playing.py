@@ -13,8 +13,8 @@ from engine.control.admission import Admission
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.control.scheduler import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
-from engine.ports import Cost, Policy
+from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.ports import Cost
 from engine.request import RequestSpec
 from engine.simulated.replay import END, RecordedRequest
 from engine.simulated.run import Setup, simulate

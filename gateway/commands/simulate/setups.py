@@ -13,8 +13,8 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.scheduler import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
-from engine.ports import Cost, Policy
+from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.ports import Cost
 from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording

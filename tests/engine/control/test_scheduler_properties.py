@@ -20,8 +20,7 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
-from engine.policy import ORACLES, POLICIES, PolicySettings, build
-from engine.ports import Policy
+from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves

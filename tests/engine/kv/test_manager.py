@@ -10,8 +10,7 @@ from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
-from engine.policy import build
-from engine.ports import Policy
+from engine.policy import Policy, build
 from engine.request import Abort, Request, State
 from engine.step import BlockMove, Direction, StepResult
 from tests.scheduling import HAND_COST, a_spec, run_iteration

@@ -4,8 +4,7 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
-from engine.policy import POLICIES, build, name_of
-from engine.ports import Policy
+from engine.policy import POLICIES, Policy, build, name_of
 from engine.request import Request, State
 from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play, run_iteration
 

@@ -1,0 +1,44 @@
+"""Policy: the port of a scheduling policy. `engine.policy.table` has all policies by name."""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.request import Request, RequestSpec
+
+
+class Policy(Protocol):
+    """Orders the live requests. It holds no KV, reads no clock and drops no request.
+
+    The scheduler calls `validate` before a request is accepted; `arrive` once per request, in any
+    state of it when policies are switched; `ran` after each iteration that the request was part
+    of, before the sampled token is counted; `leave` when it ends.
+    """
+
+    @property
+    def preempts(self) -> bool:
+        """Whether started requests may be preempted so that a more urgent one can start."""
+        ...
+
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+        """Raise `DeadlineUnmeetable` or `InvalidRequest` if the request cannot meet its deadline;
+        `num_tokens` tokens of its prompt have to be computed."""
+        ...
+
+    def arrive(self, request: "Request", now: float) -> None: ...
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
+        ...
+
+    def leave(self, request: "Request", now: float) -> None: ...
+
+    def order(self, now: float) -> "Iterator[Request]":
+        """All live requests, most urgent first; the last one is the first to be preempted."""
+        ...
+
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
+        is the policy's own; values are only compared with each other."""
+        ...
