@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.errors import StartupError
-from gateway.commands.flags import Parser
+from gateway.serve.flags import Parser
 
 COMMANDS = {
     "serve": ("gateway.serve.command:main", "serve a model over an OpenAI-compatible API"),

@@ -29,7 +29,6 @@ from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from gateway.access.callers import BodyLimits, RequestLog
-from gateway.access.credentials import Credentials, load_credentials
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
@@ -40,6 +39,7 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
+from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import LoadedModel, OnProgress, load_model
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.serve.server_settings import IN_MEMORY

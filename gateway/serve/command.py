@@ -7,8 +7,8 @@ import argparse
 import logging
 import sys
 
-from gateway.commands.flags import Parser
 from gateway.serve.assemble import serve
+from gateway.serve.flags import Parser
 from gateway.serve.load import LoadedModel
 from gateway.serve.options import Option
 from gateway.serve.server_settings import LOCAL_FILE

@@ -23,15 +23,6 @@ from gateway.commands.bench.workload import (
     poisson_requests,
     read_trace,
 )
-from gateway.commands.flags import (
-    Parser,
-    ShowDefaults,
-    above_zero,
-    json_object,
-    natural,
-    output_file,
-    positive,
-)
 from gateway.commands.http_client import (
     DEFAULT_URL,
     ServerError,
@@ -40,6 +31,15 @@ from gateway.commands.http_client import (
     open_session,
 )
 from gateway.commands.offline_bench.command import main as offline
+from gateway.serve.flags import (
+    Parser,
+    ShowDefaults,
+    above_zero,
+    json_object,
+    natural,
+    output_file,
+    positive,
+)
 
 _DEFAULT_REQUESTS = 100
 _WARMUP_TOKENS = 8

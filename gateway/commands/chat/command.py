@@ -17,7 +17,6 @@ import orjson
 
 from gateway.commands.chat.streamed_answer import StreamedAnswer
 from gateway.commands.chat.user_input import piped_messages, typed_messages
-from gateway.commands.flags import Parser, did_you_mean, positive
 from gateway.commands.http_client import (
     DEFAULT_URL,
     DONE,
@@ -29,6 +28,7 @@ from gateway.commands.http_client import (
     http_error,
     open_session,
 )
+from gateway.serve.flags import Parser, did_you_mean, positive
 
 HELP = """\
 /system TEXT  set the system message (without TEXT: remove it)

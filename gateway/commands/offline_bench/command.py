@@ -22,7 +22,6 @@ from rich.console import Console
 from engine.errors import EngineError, StartupError
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from gateway.commands.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.commands.offline_bench.machine import best_of, measure_limits, read_limits
 from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
 from gateway.commands.offline_bench.roofline import (
@@ -33,6 +32,7 @@ from gateway.commands.offline_bench.roofline import (
     weights_of,
 )
 from gateway.commands.offline_bench.steps import Bench, Timing
+from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.serve.terminal import LoadingBars
 
 CHECKPOINTS = "adapters.models.checkpoint"

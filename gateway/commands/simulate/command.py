@@ -33,8 +33,8 @@ from engine.simulated.trace import (
     steady,
 )
 from engine.simulated.verify import RecordingVerifier
-from gateway.commands.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
+from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, positive
 
 
 def parser() -> Parser:
