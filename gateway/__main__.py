@@ -74,8 +74,8 @@ class _Version(argparse.Action):
     """Reads the version only if it is requested, because importlib.metadata is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        metadata = importlib.import_module("importlib.metadata")
-        sys.stdout.write(f"podway {metadata.version('podway')}\n")
+        version = importlib.import_module("gateway.version")
+        sys.stdout.write(f"podway {version.podway_version()}\n")
         parser.exit()
 
 

@@ -124,7 +124,7 @@ def _eight_bits_on_gpu(place: torch.device) -> dict[str, MeasuredLimit]:
     a, b = (
         torch.randint(-127, 128, (size, size), dtype=torch.int8, device=place) for _ in range(2)
     )
-    rate = _rate(operations, lambda: torch._int_mm(a, b), _gpu_seconds)
+    rate = _rate(operations, lambda: torch._int_mm(a, b.t()), _gpu_seconds)  # as linears
     limits = {"int8": MeasuredLimit(rate, "torch._int_mm")}
     if torch.cuda.get_device_capability(place) >= (8, 9):
         x, weight = (torch.randn(size, size, device=place).to(torch.float8_e4m3fn) for _ in "ab")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from datetime import UTC, datetime
-from importlib.metadata import version
+from gateway.version import podway_version
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -189,7 +189,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
 def _served_model(loaded: LoadedModel) -> ServedModel:
     report = loaded.report
     numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
-    facts = f"{version('podway')} {loaded.name} {numbers} {report.device} {report.attention}"
+    facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,
         created=_unix_now(),

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from engine.control.scheduler import UNMEASURED
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
+from gateway.version import podway_version
 
 if TYPE_CHECKING:
     from engine.ports import StepExecutor
@@ -104,7 +104,7 @@ def cost_facts(
     files = [directory] if directory.is_file() else directory.glob("*.safetensors")
     weights = sorted((path.name, path.stat().st_size) for path in files)
     return {
-        "podway": version("podway"),
+        "podway": podway_version(),
         "model": str(directory.resolve()),
         "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else "",
         "weights": [list(pair) for pair in weights],

@@ -5,7 +5,6 @@ Progress bars only on a terminal; plain lines elsewhere.
 
 import json
 import shlex
-from importlib.metadata import version
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from engine.step import WorkerReport
 from gateway.serve.settings import Settings
+from gateway.version import podway_version
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -82,7 +82,7 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
         "per iteration",
         "cost": cost,
     }
-    title = f"Podway {version('podway')} serves {model} at {url}"
+    title = f"Podway {podway_version()} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]
     example = curl_line(url, model, with_key=bool(settings.api_key or settings.api_key_file))
     return "\n".join([title, *lines, "", f"  {example}", "", ""])

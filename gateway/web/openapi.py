@@ -5,7 +5,7 @@ type.
 """
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
+from gateway.version import podway_version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -153,7 +153,7 @@ def describe(routes: "Iterable[BaseRoute]") -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "Podway",
-            "version": version("podway"),
+            "version": podway_version(),
             "description": "An OpenAI-compatible gateway with its own serving engine.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },

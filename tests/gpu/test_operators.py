@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.step import SampleSpec, SamplingParams
+from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.gpu import TorchGpu
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchGemm8Bit
-from engine.worker.cuda.model.kernels import FlashInferKernels, fits, prepare_environment
+from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import Staging

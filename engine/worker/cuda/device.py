@@ -10,13 +10,14 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
+from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.memory import fitting, measure
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit
-from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, prepare_environment
+from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.operators import STORED, CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
-from engine.worker.cuda.requirements import missing
+from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.step.build import make_launcher
 from engine.worker.cuda.step.kv_mover import DeviceMover
@@ -106,7 +107,7 @@ class CudaDevice:
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
         wants_kernels = settings.attention != PLAIN_ATTENTION
-        return cls(settings, gpu, FlashInferKernels() if wants_kernels else None, suits)
+        return cls(settings, gpu, flashinfer_kernels() if wants_kernels else None, suits)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -215,6 +216,18 @@ def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredForm
     if asked == "fp8" and dtype is not torch.bfloat16:
         raise StartupError(f"weights 'fp8' needs dtype bfloat16, not {own}")
     return asked
+
+
+def flashinfer_kernels() -> FlashInferKernels:
+    """FlashInfer's kernels, without its norm where neither headers nor compiled kernels exist."""
+    lacking = () if has_cached_kernels() else missing_norm_headers()
+    if lacking:
+        logger.warning(
+            "FlashInfer's RMS norm cannot be compiled (no %s in the CUDA toolkit or wheels);"
+            " using torch's, which is slower",
+            ", ".join(lacking),
+        )
+    return FlashInferKernels(has_norm=not lacking)
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:

@@ -43,12 +43,17 @@ def missing_kernels() -> str:
 
 def nvcc() -> Path | None:
     """The CUDA compiler, searched for where FlashInfer searches."""
+    found = cuda_home() / "bin" / "nvcc"
+    return found if found.is_file() else None
+
+
+def cuda_home() -> Path:
+    """The folder of the CUDA toolkit, which may not exist."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is not None:
-        candidate = Path(home) / "bin" / "nvcc"
-        return candidate if candidate.is_file() else None
-    found = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    return Path(found) if Path(found).is_file() else None
+        return Path(home)
+    found = shutil.which("nvcc")
+    return Path(found).resolve().parents[1] if found else Path("/usr/local/cuda")
 
 
 def kernel_cache() -> Path:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import WorkerLost
+from engine.worker.cuda.pinned_memory import pinned
 from engine.worker.streams import Graph, StreamEvent
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class CudaStreams:
         return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def pinned(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(sizes), dtype=dtype, pin_memory=True)
+        return pinned(sizes, dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)

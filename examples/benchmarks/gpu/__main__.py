@@ -1,38 +1,41 @@
-"""Everything about a GPU in one command, in under eight minutes: is it right, and how fast.
+"""The GPU check in one command, in under nine minutes: correctness, then speed.
 
-    python -m examples.benchmarks.gpu [--out DIR] [--minutes 8] [--device cuda]
+    python -m examples.benchmarks.gpu [--out DIR] [--minutes 9] [--device cuda] [--resume JSON]
 
-Runs the tests that need a GPU, the worker alone on random weights of named shapes beside the limits
-of this GPU, and the whole server under 256 streams. Needs torch with CUDA and FlashInfer, and no
-network. Each stage has a time of its own; one that fails or takes too long is written down, and the
-others still run. The result is a page and a JSON file named by GPU and date. `--device cpu`
-rehearses the same stages on the smallest shape.
+Builds FlashInfer's kernels, runs the tests that need a GPU, benchmarks a worker on random weights
+of named shapes beside the limits of this GPU, and the whole server under 256 streams. Needs torch
+with CUDA, and no network. Each stage has its own time limit; a stage that fails is reported and
+the others still run. The page and its JSON, named by GPU and date, are written after every stage;
+`--resume` continues a check that was cut short. `--device cpu` rehearses the same stages on the
+smallest shape. `offline_kit` prepares a machine without network.
 """
 
 import argparse
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from examples.benchmarks.gpu.page import page, write
+from examples.benchmarks.gpu.page import page, read, write
 from examples.benchmarks.gpu.plan import Plan
 from examples.benchmarks.gpu.stages import Outcome, run_all
+from gateway.version import podway_version
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 
 
-def missing() -> str:
-    """What this machine lacks, in a line; empty if nothing."""
-    from engine.worker.cuda.requirements import missing as lacks
+def missing(*, wants_kernels: bool) -> str:
+    """What this machine lacks, in one line; empty if nothing."""
+    from engine.worker.cuda import requirements
 
-    return lacks(wants_kernels=True)
+    return requirements.missing(wants_kernels=wants_kernels)
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the figures belong to."""
+    """The machine and the versions that the figures belong to."""
     import torch
 
     name = platform.processor() or platform.machine()
@@ -40,7 +43,8 @@ def machine(device: str) -> dict[str, str]:
         name = torch.cuda.get_device_name(torch.device(device))
     facts = {"device": name if device != "cpu" else f"cpu {name}"}
     facts["when"] = datetime.now(UTC).isoformat(timespec="minutes")
-    for package in ("podway", "torch", "flashinfer-python"):
+    facts["podway"] = podway_version()
+    for package in ("torch", "flashinfer-python"):
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -51,30 +55,47 @@ def machine(device: str) -> dict[str, str]:
     return facts
 
 
-def tell(outcome: Outcome) -> None:
-    """A line on the terminal as a stage ends."""
-    print(f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
-
-
 def main() -> int:
-    """1 if a stage did not come to a good end, or there is no GPU."""
-    parser = argparse.ArgumentParser(
+    """The exit code: 1 if a stage failed or did not run, or there is no GPU."""
+    arguments = parser().parse_args()
+    lacking = "" if arguments.device == "cpu" else missing(wants_kernels=False)
+    if lacking:
+        print(f"the GPU check cannot run here: {lacking}", file=sys.stderr)
+        return 1
+    lacking = "" if arguments.device == "cpu" else missing(wants_kernels=True)
+    facts = machine(arguments.device)
+    if lacking:
+        facts["FlashInfer"] = f"not usable ({lacking}); attention in plain torch"
+
+    def report(outcomes: Sequence[Outcome]) -> None:
+        last = outcomes[-1]
+        write(arguments.out, facts, outcomes)
+        print(f"{last.name}: {last.status}, {last.seconds:.0f} s", flush=True)
+
+    finished = read(arguments.resume) if arguments.resume else {}
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan.of(
+            arguments.device,
+            Path(folder),
+            has_flashinfer=not lacking,
+            kernels=arguments.kernels,
+        )
+        outcomes = run_all(plan.stages(), 60 * arguments.minutes - 10, report, finished)
+    print(f"\n{page(facts, outcomes)}\nwritten to {arguments.out}")
+    return 0 if all(outcome.status == "done" for outcome in outcomes) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a rehearsal")
-    arguments = parser.parse_args()
-    if arguments.device != "cpu" and (lacks := missing()):
-        print(f"no check of a GPU here: {lacks}", file=sys.stderr)
-        return 1
-    facts = machine(arguments.device)
-    with tempfile.TemporaryDirectory() as folder:
-        stages = Plan.of(arguments.device, Path(folder)).stages()
-        outcomes = run_all(stages, 60 * arguments.minutes - 10, tell)
-    path = write(arguments.out, facts, outcomes)
-    print(f"\n{page(facts, outcomes)}\nwritten to {path}")
-    return 0 if all(outcome.status == "done" for outcome in outcomes) else 1
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder for the page and the JSON")
+    found.add_argument("--minutes", type=float, default=9.0)
+    found.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a rehearsal")
+    found.add_argument("--resume", type=Path, metavar="JSON", help="keep its finished stages")
+    found.add_argument("--kernels", type=Path, metavar="DIR", help="copy built kernels to DIR")
+    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The outcome as a page, and as JSON: what was reached beside what was aimed at."""
+"""The results as a Markdown page and as JSON: figures beside the goals."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ Row = tuple[str, str, str, str]  # what, measured, at least, aim
 
 
 def write(folder: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) -> Path:
-    """The page's path; the figures lie beside it. Both are named by device and date."""
+    """Write the page and, beside it, the JSON; returns the page's path. Named by device and
+    date."""
     folder.mkdir(parents=True, exist_ok=True)
     day = datetime.fromisoformat(machine["when"]).date().isoformat()
     words = "".join(each if each.isalnum() else "-" for each in machine["device"].lower())
@@ -23,6 +24,12 @@ def write(folder: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) ->
     path = folder / f"{name}.md"
     path.write_text(page(machine, outcomes))
     return path
+
+
+def read(path: Path) -> dict[str, Outcome]:
+    """The finished stages of an earlier JSON file, by name."""
+    found = [Outcome(**stage) for stage in json.loads(path.read_text())["stages"]]
+    return {outcome.name: outcome for outcome in found if outcome.status == "done"}
 
 
 def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
@@ -43,7 +50,7 @@ def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
 
 
 def goals(found: dict[str, Outcome]) -> Iterator[Row]:
-    """What the issue asks for, as far as it was measured."""
+    """The goals, as far as they were measured."""
     alone = next((each for name, each in found.items() if name.startswith("alone")), None)
     for row in alone.figures.get("rows", []) if alone is not None else []:
         shape = alone.figures["shape"] if alone is not None else ""
@@ -71,7 +78,7 @@ def alone_flight(alone: Outcome | None) -> str:
 
 
 def summary(outcome: Outcome) -> str:
-    """A stage in a few words."""
+    """A stage in one cell."""
     figures = outcome.figures
     if "passed" in figures:
         counts = f"{figures['passed']} passed, {len(figures['failed'])} failed"
@@ -83,7 +90,7 @@ def summary(outcome: Outcome) -> str:
 
 
 def steps(outcome: Outcome) -> Iterator[str]:
-    """The table of a worker alone."""
+    """The table of a worker without server."""
     figures = outcome.figures
     worker, limits = figures["worker"], figures["limits"]
     rates = ", ".join(
@@ -104,13 +111,13 @@ def steps(outcome: Outcome) -> Iterator[str]:
 
 
 def complaints(outcome: Outcome) -> Iterator[str]:
-    """What a failed stage said."""
+    """The errors of a failed stage."""
     failed: dict[str, Any] = outcome.figures.get("failed") or {}
     if isinstance(failed, dict):
         for name, line in failed.items():
             yield f"\n- `{name}`: {line.splitlines()[0] if line else ''}"
-    if outcome.said:
-        yield f"\n## {outcome.name}: what it said\n\n```\n{outcome.said}\n```"
+    if outcome.output:
+        yield f"\n## {outcome.name}: output\n\n```\n{outcome.output}\n```"
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""What is run: tests, the worker alone on random weights, and the whole server over HTTP."""
+"""The stages: kernel builds, the worker alone on random weights, tests, the server over HTTP."""
 
 import json
 import re
@@ -14,12 +14,14 @@ from xml.etree import ElementTree
 
 from examples.benchmarks.gpu.stages import Stage, StageFailed, command, started, tail
 
+# The tests that need a GPU; collecting all tests would need every client library.
+GPU_TESTS = ("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py")
 PODWAY = (sys.executable, "-m", "gateway")
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A run of the worker alone."""
+class WorkerRun:
+    """A benchmark of a worker without server."""
 
     shape: str
     batch_sizes: str
@@ -30,39 +32,47 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The same stages in the size of a GPU, or of a rehearsal on the CPU."""
+    """The stages in the size of a GPU, or of a rehearsal on the CPU."""
 
     device: str
     tests: tuple[str, ...]
-    alone: tuple[Alone, ...]
+    alone: tuple[WorkerRun, ...]
     served: str
     streams: int
     output_tokens: int
     http_seconds: float
-    folder: Path  # for what runs write, among it the limits, which are measured once
+    folder: Path  # for results of runs, and the machine's limits, which are measured once
+    attention: str = "auto"
+    kernels: Path | None = None  # where built kernels are copied to
 
     @classmethod
-    def of(cls, device: str, folder: Path) -> "Plan":
-        """For this device."""
+    def of(
+        cls, device: str, folder: Path, *, has_flashinfer: bool = True, kernels: Path | None = None
+    ) -> "Plan":
+        """The plan for this device; without FlashInfer attention is plain torch."""
         if device == "cpu":
             rehearsal = ("tests/gpu", "-m", "not gpu", "-k", "together")
-            small = Alone("TINY", "1,4", 64, "2x32", 240.0)
+            small = WorkerRun("TINY", "1,4", 64, "2x32", 240.0)
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
-            Alone("Llama-3.1-8B", "64", 1024, "8x2048", 110.0),
-            Alone("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
-            Alone("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
+            WorkerRun("Llama-3.1-8B", "64", 1024, "8x2048", 110.0),
+            WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
+            WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )
-        tests = ("tests", "-m", "gpu")
-        return cls(device, tests, alone, "Llama-3.1-8B", 256, 96, 150.0, folder)
+        tests = (*GPU_TESTS, "-m", "gpu")
+        attention = "auto" if has_flashinfer else "reference"
+        return cls(device, tests, alone, "Llama-3.1-8B", 256, 96, 150.0, folder, attention, kernels)
 
     def stages(self) -> list[Stage]:
-        """All of them, in the order in which they run; what matters most comes first."""
+        """All stages in the order in which they run, the most important first."""
         alone = [
             Stage(f"alone: {one.shape}", one.seconds, partial(run_alone, self, one))
             for one in self.alone
         ]
+        builds = self.device != "cpu" and self.attention == "auto"
+        build = [Stage("kernels", 240.0, partial(build_kernels, self))] if builds else []
         return [
+            *build,
             alone[0],
             Stage("tests", 150.0, partial(run_tests, self.tests)),
             Stage("server over HTTP", self.http_seconds, partial(run_server, self)),
@@ -70,15 +80,28 @@ class Plan:
         ]
 
 
-def run_alone(plan: Plan, one: Alone, seconds: float) -> dict[str, Any]:
-    """The figures of `podway bench --offline`."""
+def build_kernels(plan: Plan, seconds: float) -> dict[str, Any]:
+    """Build FlashInfer's modules side by side; returns the builder's last line."""
+    copy = ["--copy-to", str(plan.kernels)] if plan.kernels else []
+    output = command([sys.executable, "-m", "examples.benchmarks.gpu.kernels", *copy], seconds)
+    return {"built": output.splitlines()[-1]}
+
+
+def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:
+    """The figures of `podway bench --offline`; those measured so far if time runs out."""
     path, limits = plan.folder / "alone.json", plan.folder / "limits.json"
     flags = ["--offline", one.shape, "--device", plan.device, "--batch-sizes", one.batch_sizes]
     flags += ["--context", str(one.context), "--prompt-lengths", one.prompts]
+    flags += ["--attention", plan.attention]
     flags += ["--seconds", "0.2" if plan.device == "cpu" else "2", "--json", str(path)]
     if limits.exists():
         flags += ["--limits", str(limits)]
-    command([*PODWAY, "bench", *flags], seconds)
+    path.unlink(missing_ok=True)
+    try:
+        command([*PODWAY, "bench", *flags], seconds)
+    except StageFailed as failure:
+        measured = json.loads(path.read_bytes()) if path.exists() else {}
+        raise StageFailed(str(failure), measured) from failure
     if not limits.exists():
         limits.write_bytes(path.read_bytes())
     found: dict[str, Any] = json.loads(path.read_bytes())
@@ -86,27 +109,27 @@ def run_alone(plan: Plan, one: Alone, seconds: float) -> dict[str, Any]:
 
 
 def run_tests(words: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Counts, and the first line of each failure."""
+    """Run tests: counts, and the first line of each failure."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         run = [sys.executable, "-m", "pytest", "-q", *words, f"--junitxml={path}"]
-        said = ""
+        output = ""
         try:
             command([*run, "-p", "no:cacheprovider"], seconds)
         except StageFailed as failure:
-            said = str(failure)
+            output = str(failure)
         if not path.exists():
-            raise StageFailed(said or "pytest wrote no results")
+            raise StageFailed(output or "pytest wrote no results")
         figures = read_results(path)
-    if said:
-        raise StageFailed(said, figures)
+    if output:
+        raise StageFailed(output, figures)
     if not figures["passed"]:
         raise StageFailed("all tests were skipped", figures)
     return figures
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Of pytest's JUnit file."""
+    """Counts and failures in pytest's JUnit file."""
     cases = list(ElementTree.parse(path).iter("testcase"))
     bad = [
         (case, found)
@@ -123,32 +146,33 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def run_server(plan: Plan, seconds: float) -> dict[str, Any]:
-    """So many streams at once over HTTP, and the worker alone at that batch and mean context.
+    """Concurrent streams over HTTP, and the worker alone at that batch size and mean context.
 
-    As busy as the worker alone is a server between whose tokens no more time passes than between
-    the worker's steps.
+    The server is as busy as the worker alone if a stream's mean time per output token is the
+    worker's step time. Events are not counted: one event may carry several tokens.
     """
     until = time.monotonic() + seconds
     prompt = 64 if plan.device != "cpu" else 16
     load = over_http(plan, prompt, lambda: until - time.monotonic())
     context = prompt + plan.output_tokens // 2
-    one = Alone(plan.served, str(plan.streams), context, str(prompt), 0.0)
+    one = WorkerRun(plan.served, str(plan.streams), context, str(prompt), 0.0)
     alone = run_alone(plan, one, until - time.monotonic())
-    pace, gap = alone["rows"][0]["pace_seconds"], load["quantiles"]["itl"][50]
+    pace, gap = alone["rows"][0]["pace_seconds"], load["quantiles"]["tpot"][50]
     return {
         "streams": plan.streams,
         "output_tokens_per_second": load["output_tokens_per_second"],
         "failed": load["num_failed"],
-        "token_gap_seconds": gap,
+        "seconds_per_output_token": gap,
         "worker_pace_seconds": pace,
         "as_busy_as_the_worker_alone": pace / max(gap, pace),
     }
 
 
 def over_http(plan: Plan, prompt: int, left: Callable[[], float]) -> dict[str, Any]:
-    """What `podway bench` says of `podway serve`."""
+    """The report of `podway bench` about `podway serve`."""
     most = str(plan.streams)
-    flags = ["--device", plan.device, "--max-batch-size", most, "--max-batch-tokens", "2048"]
+    flags = ["--device", plan.device, "--attention", plan.attention]
+    flags += ["--max-batch-size", most, "--max-batch-tokens", "2048"]
     flags += ["--kv-slots", str(plan.streams * (prompt + plan.output_tokens + 16))]
     flags += ["--port", "0", "--store", "memory", "--cost-model", "none", "--log-level", "error"]
     with tempfile.TemporaryDirectory() as folder:
@@ -158,8 +182,8 @@ def over_http(plan: Plan, prompt: int, left: Callable[[], float]) -> dict[str, A
             url = None
             while url is None:
                 if server.poll() is not None or left() < 1:
-                    with output.open() as said:
-                        raise StageFailed(f"the server did not start\n{tail(said)}")
+                    with output.open() as log:
+                        raise StageFailed(f"the server did not start\n{tail(log)}")
                 time.sleep(0.2)
                 url = re.search(r" at (http://\S+)", output.read_text())
             load = ["-c", most, "-n", str(2 * plan.streams), "--prompt-tokens", str(prompt)]

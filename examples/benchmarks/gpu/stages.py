@@ -1,29 +1,30 @@
-"""One stage of the check: a command with a time of its own, whose end never ends the others."""
+"""Stages of the check: each has its own time limit, and a stage that fails does not end the
+others."""
 
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-SAID_LINES = 25  # kept of what a failed stage said
+OUTPUT_LINES = 25  # kept of the output of a failed stage
 GRACE_SECONDS = 10.0
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "FLASHINFER_NO_DOWNLOAD": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Work that raises `StageFailed`, or returns its figures; `seconds` are the most it gets."""
+    """`work(seconds)` returns figures or raises `StageFailed`; it gets at most `seconds`."""
 
     name: str
     seconds: float
-    work: Callable[[float], dict[str, Any]]  # given the seconds that it has
+    work: Callable[[float], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -34,63 +35,75 @@ class Outcome:
     status: str = "no time"
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
-    said: str = ""  # where it failed
+    output: str = ""  # the last lines of a failed stage
 
 
 class StageFailed(Exception):
-    """A stage came to no good end; the text is for the page. It may have figures all the same."""
+    """A stage failed; the text goes to the page. It may still have the figures measured so far."""
 
-    def __init__(self, said: str, figures: dict[str, Any] | None = None) -> None:
-        super().__init__(said)
+    def __init__(self, output: str, figures: dict[str, Any] | None = None) -> None:
+        super().__init__(output)
         self.figures = figures or {}
 
 
 def run_all(
-    stages: Sequence[Stage], seconds: float, tell: Callable[[Outcome], None]
+    stages: Sequence[Stage],
+    seconds: float,
+    report: Callable[[Sequence[Outcome]], None],
+    finished: Mapping[str, Outcome],
 ) -> list[Outcome]:
-    """Each stage in turn while there is time; `tell` hears of each as it ends."""
+    """Run each stage in turn while there is time; `report` gets all outcomes after each stage.
+
+    Stages in `finished`, by name, are not run again.
+    """
     until = time.monotonic() + seconds
-    outcomes = []
+    outcomes: list[Outcome] = []
     for stage in stages:
-        outcome = Outcome(stage.name)
-        began = time.monotonic()
-        if (left := until - began) > 1.0:
-            run_one(stage, min(left, stage.seconds), outcome)
-        outcome.seconds = time.monotonic() - began
-        tell(outcome)
-        outcomes.append(outcome)
+        outcomes.append(finished.get(stage.name) or run_one(stage, until - time.monotonic()))
+        report(outcomes)
     return outcomes
 
 
-def run_one(stage: Stage, seconds: float, outcome: Outcome) -> None:
-    """Fill in how the stage ended; it is the doorway for whatever it raises."""
+def run_one(stage: Stage, left: float) -> Outcome:
+    """Run a stage within `left` seconds; whatever it raises becomes its outcome."""
+    outcome = Outcome(stage.name)
+    if left <= 1.0:
+        return outcome
+    began = time.monotonic()
     try:
-        outcome.figures = stage.work(seconds)
+        outcome.figures = stage.work(min(left, stage.seconds))
         outcome.status = "done"
     except StageFailed as failure:
-        outcome.status, outcome.said = "failed", str(failure)
+        outcome.status, outcome.output = "failed", str(failure)
         outcome.figures = failure.figures
-    except Exception as error:  # of the check itself: the other stages still run
-        outcome.status, outcome.said = "failed", f"{type(error).__name__}: {error}"
+    except Exception as error:  # a bug of the check itself: the other stages still run
+        outcome.status, outcome.output = "failed", f"{type(error).__name__}: {error}"
+    outcome.seconds = time.monotonic() - began
+    return outcome
 
 
 def command(words: Sequence[str], seconds: float) -> str:
-    """What a command printed. Raises `StageFailed` where it fails or takes longer."""
+    """Run a command and return its output. Raises `StageFailed` if it fails or takes longer."""
     with tempfile.TemporaryFile("w+") as output, started(words, output) as process:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise StageFailed(f"no end after {seconds:.0f} s\n{tail(output)}") from None
+            raise StageFailed(f"still running after {seconds:.0f} s\n{tail(output)}") from None
         if code:
             raise StageFailed(f"exit code {code}\n{tail(output)}")
         output.seek(0)
         return output.read()
 
 
+def python_path() -> str:
+    """The checkout first, then the caller's own path."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
 @contextmanager
 def started(words: Sequence[str], output: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process group of its own, of which nothing is left afterwards."""
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    """A command in its own process group, which is ended on leaving."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         list(words),
         cwd=ROOT,
@@ -113,6 +126,6 @@ def started(words: Sequence[str], output: Any) -> Iterator[subprocess.Popen[str]
 
 
 def tail(output: Any) -> str:
-    """The last lines of a file that was written by a command."""
+    """The last lines of a command's output file."""
     output.seek(0)
-    return "\n".join(output.read().splitlines()[-SAID_LINES:])
+    return "\n".join(output.read().splitlines()[-OUTPUT_LINES:])

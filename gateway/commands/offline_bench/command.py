@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -154,42 +154,51 @@ async def measure(
         limits = known or await measure_limits(worker.device, worker.threads)
         check_limits(limits, worker)
         bench = Bench(executor, worker, in_flight, args.seconds)
-        timed = await run(bench, load, progress)
+        timed: list[tuple[str, Work, Timing]] = []
+
+        def report() -> OfflineReport:
+            rows = [_row(each, in_flight, sizes, worker, limits) for each in timed]
+            loads = started, os.getloadavg()[0]
+            return OfflineReport(args.offline, worker, in_flight, limits, rows, loads)
+
+        async for each in run(bench, load, progress):
+            timed.append(each)
+            if args.json:  # a run that is ended early leaves what it has measured
+                report().write(args.json)
         if known is None:
             limits = best_of(limits, await measure_limits(worker.device, worker.threads))
     finally:
         await executor.close()
-    rows = [
-        BenchRow(
-            kind,
-            work,
-            timing.pace if in_flight > 1 else timing.worker,
-            *timing,
-            lower_bound_of(sizes, work, worker, limits),
-        )
-        for kind, work, timing in timed
-    ]
-    ended = os.getloadavg()[0]
-    return OfflineReport(args.offline, worker, in_flight, limits, rows, (started, ended))
+    return report()
+
+
+def _row(
+    timed: tuple[str, Work, Timing],
+    in_flight: int,
+    sizes: WeightSizes,
+    worker: WorkerReport,
+    limits: Mapping[str, Limit],
+) -> BenchRow:
+    kind, work, timing = timed
+    seconds = timing.pace if in_flight > 1 else timing.worker
+    return BenchRow(kind, work, seconds, *timing, lower_bound_of(sizes, work, worker, limits))
 
 
 async def run(
     bench: Bench, load: OfflineLoad, progress: Callable[[str, int, int], None]
-) -> list[tuple[str, Work, Timing]]:
+) -> AsyncIterator[tuple[str, Work, Timing]]:
     """Time the decodes, then the prefills, which overwrite the KV that the decodes read."""
-    timed = []
     largest, context = max(load.batch_sizes), load.context
     filled = iter(range(1, largest + 1))
     await bench.fill(largest, context, lambda: progress("KV", next(filled), largest))
     for done, size in enumerate(load.batch_sizes, 1):
         work = Work(size, 1, context)
-        timed.append(("decode", work, await bench.decode(size, context)))
+        yield "decode", work, await bench.decode(size, context)
         progress("decode steps", done, len(load.batch_sizes))
     for done, (count, length) in enumerate(load.prompts, 1):
         work = Work(count, length, length)
-        timed.append(("prefill", work, await bench.prefill(count, length)))
+        yield "prefill", work, await bench.prefill(count, length)
         progress("prefills", done, len(load.prompts))
-    return timed
 
 
 def check_limits(limits: Mapping[str, Limit], report: WorkerReport) -> None:

@@ -12,13 +12,19 @@ from engine.errors import StartupError
 from gateway.commands.offline_bench.roofline import Limit
 
 
+def torch_device(described: str) -> str:
+    """The torch device of a worker's described device: "cuda:0 (NVIDIA H200)" is "cuda:0"."""
+    return described.partition(" ")[0]
+
+
 async def measure_limits(device: str, threads: int) -> Mapping[str, Limit]:
     """Limits by name: `read` in bytes per second, data types in operations per second.
 
+    `device` is a torch device, or a worker's described one.
     Raises `StartupError` if the measurement fails.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "engine.worker.roofline", device, str(threads)),
+        *(sys.executable, "-P", "-m", "engine.worker.roofline", torch_device(device), str(threads)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": _import_path()},

@@ -44,3 +44,21 @@ def test_a_gpu_has_limits_for_its_formats() -> None:
     assert {"read", "bfloat16", "float16", "float32", "int8"} <= found.keys()
     assert found["read"].rate > 1e11
     assert found["bfloat16"].rate > found["float32"].rate
+
+
+def test_the_int8_limit_of_a_gpu_multiplies_in_the_layout_of_linears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linears pass `weight.t()`, which is column-major; the row-major product is slower."""
+    strides: list[tuple[int, ...]] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        strides.append(b.stride())
+        return a
+
+    monkeypatch.setattr(torch, "_int_mm", product)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 0))
+    monkeypatch.setattr(limits, "_gpu_seconds", limits._cpu_seconds)
+    monkeypatch.setattr(limits, "GPU_SQUARE", 32)
+    assert set(limits._eight_bits_on_gpu(torch.device("cpu"))) == {"int8"}
+    assert set(strides) == {(1, 32)}

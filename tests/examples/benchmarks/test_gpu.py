@@ -1,4 +1,4 @@
-"""The check of a GPU, rehearsed: its stages end each by itself, and the page tells all."""
+"""The GPU check, rehearsed on the CPU: stages fail independently, and results are written early."""
 
 import json
 import subprocess
@@ -15,15 +15,17 @@ MACHINE = {"device": "NVIDIA H100 80GB HBM3", "when": "2026-11-21T10:00+00:00", 
 
 
 def fails(seconds: float) -> dict[str, object]:
-    raise stages.StageFailed("as told", {"passed": 3, "skipped": 1, "failed": {"a::b": "why\nnot"}})
+    raise stages.StageFailed(
+        "as expected", {"passed": 3, "skipped": 1, "failed": {"a::b": "why\nnot"}}
+    )
 
 
 def breaks(seconds: float) -> dict[str, object]:
     raise KeyError(seconds)
 
 
-def test_a_stage_that_fails_or_breaks_leaves_the_others_alone() -> None:
-    told: list[stages.Outcome] = []
+def test_a_stage_that_fails_or_raises_does_not_stop_the_others() -> None:
+    reports: list[int] = []
     outcomes = stages.run_all(
         [
             stages.Stage("one", 5.0, fails),
@@ -31,25 +33,26 @@ def test_a_stage_that_fails_or_breaks_leaves_the_others_alone() -> None:
             stages.Stage("three", 5.0, lambda seconds: {"given": seconds}),
         ],
         60.0,
-        told.append,
+        lambda outcomes: reports.append(len(outcomes)),
+        {},
     )
-    assert told == outcomes
+    assert reports == [1, 2, 3]
     assert [outcome.status for outcome in outcomes] == ["failed", "failed", "done"]
-    assert outcomes[0].said == "as told"
-    assert outcomes[1].said == "KeyError: 5.0"
+    assert outcomes[0].output == "as expected"
+    assert outcomes[1].output == "KeyError: 5.0"
     assert outcomes[2].figures == {"given": 5.0}
 
 
-def test_without_time_a_stage_is_written_down_and_not_run() -> None:
-    (outcome,) = stages.run_all([stages.Stage("one", 5.0, fails)], 0.5, lambda _: None)
+def test_without_time_a_stage_is_reported_and_not_run() -> None:
+    (outcome,) = stages.run_all([stages.Stage("one", 5.0, fails)], 0.5, lambda _: None, {})
     assert outcome.status == "no time"
 
 
-def test_a_command_has_its_time_and_its_last_words_are_kept() -> None:
+def test_a_command_is_limited_in_time_and_its_last_lines_are_kept() -> None:
     assert stages.command([sys.executable, "-c", "print(7)"], 60.0) == "7\n"
     with pytest.raises(stages.StageFailed, match="exit code 3\nbye"):
         stages.command([sys.executable, "-c", "print('bye'); exit(3)"], 60.0)
-    with pytest.raises(stages.StageFailed, match="no end after 0 s"):
+    with pytest.raises(stages.StageFailed, match="still running after 0 s"):
         stages.command([sys.executable, "-c", "input(); input()"], 0.01)
 
 
@@ -78,7 +81,7 @@ def a_run(kind: str, fraction: float) -> dict[str, object]:
     }
 
 
-def test_the_page_says_what_was_reached_beside_the_aims(tmp_path: Path) -> None:
+def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
     busy = {
         "streams": 256,
         "output_tokens_per_second": 20_000.0,
@@ -103,7 +106,7 @@ def test_the_page_says_what_was_reached_beside_the_aims(tmp_path: Path) -> None:
     assert [stage["status"] for stage in figures["stages"]] == ["done", "failed", "done"]
 
 
-def test_pytests_results_are_read(tmp_path: Path) -> None:
+def test_the_results_of_pytest_are_read(tmp_path: Path) -> None:
     path = tmp_path / "tests.xml"
     path.write_text(
         '<testsuites><testsuite><testcase classname="t" name="good"/>'
@@ -114,7 +117,7 @@ def test_pytests_results_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_is_missing() -> None:
+def test_without_a_gpu_the_missing_requirement_is_named() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "examples.benchmarks.gpu"],
         cwd=ROOT,
@@ -123,8 +126,54 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
         env={"PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 1
-    assert ended.stderr.startswith("no check of a GPU here: ")
+    assert ended.stderr.startswith("the GPU check cannot run here: ")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_finished_stages_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    done = stages.Outcome("one", "done", 9.0, {"figure": 1})
+    path = page.write(tmp_path, MACHINE, [done, stages.Outcome("two")])
+    finished = page.read(path.with_suffix(".json"))
+    assert finished == {"one": done}
+    outcomes = stages.run_all(
+        [stages.Stage("one", 5.0, breaks), stages.Stage("two", 5.0, lambda seconds: {"figure": 2})],
+        60.0,
+        lambda _: None,
+        finished,
+    )
+    assert [outcome.figures for outcome in outcomes] == [{"figure": 1}, {"figure": 2}]
+
+
+def test_rows_measured_before_a_stage_ran_out_of_time_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_slow(words: list[str], seconds: float) -> str:
+        (tmp_path / "alone.json").write_text('{"rows": [7]}')
+        raise stages.StageFailed("still running")
+
+    monkeypatch.setattr(plan, "command", too_slow)
+    the_plan = plan.Plan.of("cpu", tmp_path)
+    with pytest.raises(stages.StageFailed, match="still running") as failure:
+        plan.run_alone(the_plan, the_plan.alone[0], 1.0)
+    assert failure.value.figures == {"rows": [7]}
+
+
+def test_the_callers_python_path_reaches_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    show = "import os; print(os.environ['PYTHONPATH'])"
+    assert stages.command([sys.executable, "-c", show], 60.0) == f"{ROOT}:/site\n"
+
+
+def test_on_a_gpu_kernels_are_built_first_and_only_tests_that_need_one_are_collected(
+    tmp_path: Path,
+) -> None:
+    on_gpu = plan.Plan.of("cuda", tmp_path)
+    assert on_gpu.stages()[0].name == "kernels"
+    assert all((ROOT / each).exists() for each in plan.GPU_TESTS)
+    assert on_gpu.tests[: len(plan.GPU_TESTS)] == plan.GPU_TESTS
+    without = plan.Plan.of("cuda", tmp_path, has_flashinfer=False)
+    assert without.attention == "reference"
+    assert "kernels" not in [stage.name for stage in without.stages()]
 
 
 def test_all_stages_are_rehearsed_on_the_cpu(

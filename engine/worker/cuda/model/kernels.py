@@ -1,11 +1,10 @@
 """FlashInfer's norm and gated-activation kernels; 16-bit dtypes only.
 
-FlashInfer is imported when `FlashInferKernels` is made, after `prepare_environment` has set the
-environment variables that it reads at import.
+FlashInfer is imported when `FlashInferKernels` is made, after
+`build_environment.prepare_environment` has set the variables that FlashInfer reads at import.
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -29,6 +28,11 @@ GATED = {
 class Kernels(Protocol):
     """Fused norms and gated activations."""
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether `rms_norm` can be compiled here."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Into `out`, which may be `x`; `[rows, hidden]`, or `[rows, heads, dim]` with strided
         rows."""
@@ -43,12 +47,13 @@ class Kernels(Protocol):
 class FlashInferKernels:
     """Kernels of the installed FlashInfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_norm: bool = True) -> None:
         """Raises `StartupError` if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
+        self.has_norm = has_norm
         self._package = package
         self._norm = package.rmsnorm
 
@@ -64,19 +69,3 @@ class FlashInferKernels:
 def fits(width: int, dtype: torch.dtype) -> bool:
     """Whether rows of `width` elements are a whole number of vectorised loads."""
     return width * dtype.itemsize % VECTOR_BYTES == 0
-
-
-def prepare_environment(capability: tuple[int, int]) -> None:
-    """Set the environment variables that FlashInfer reads at import, unless they are set already.
-
-    They name the GPU architecture, forbid downloads, and select the CUDA implementation of norms.
-    """
-    major, minor = capability
-    suffix = "a" if major >= 9 else ""
-    wanted = {
-        "FLASHINFER_CUDA_ARCH_LIST": f"{major}.{minor}{suffix}",
-        "FLASHINFER_NO_DOWNLOAD": "1",
-        "FLASHINFER_USE_CUDA_NORM": "1",
-    }
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)

@@ -85,8 +85,9 @@ class CudaOperators(TorchOperators):
         return tensor.to(self._place)
 
     def rms_norm(self, weight: Tensor, eps: float) -> Norm:
-        if self._kernels is None or not fits(len(weight), self._dtype):
+        if not self._has_norm(len(weight)):
             return super().rms_norm(weight, eps)
+        assert self._kernels is not None, "a norm kernel exists"
         norm = FusedRmsNorm(weight, eps, self._kernels)
         self.first_runs.setdefault("norms", lambda: norm(self._zeros(len(weight))))
         return norm
@@ -99,6 +100,10 @@ class CudaOperators(TorchOperators):
         fused = FusedGate(gate, plain)
         self.first_runs.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
         return fused
+
+    def _has_norm(self, width: int) -> bool:
+        kernels = self._kernels
+        return kernels is not None and kernels.has_norm and fits(width, self._dtype)
 
     def _zeros(self, width: int) -> Tensor:
         return torch.zeros(1, width, dtype=self._dtype, device=self._place)

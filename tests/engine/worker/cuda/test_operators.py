@@ -1,6 +1,5 @@
 """Operators of a GPU with kernels that stand in for FlashInfer's and hold to its conditions."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.worker.cuda.model.gemm import TorchGemm8Bit
-from engine.worker.cuda.model.kernels import GATED, prepare_environment
+from engine.worker.cuda.model.kernels import GATED
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, FloatLinear
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
 from engine.worker.model.torch_operators import ACTIVATIONS, RmsNorm, TorchOperators
@@ -25,6 +24,7 @@ class StandingKernels:
     """What FlashInfer asks for is asserted; computed is with torch."""
 
     calls: list[str] = field(default_factory=list)
+    has_norm: bool = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         assert x.dtype in (torch.bfloat16, torch.float16)
@@ -114,21 +114,10 @@ def test_without_kernels_all_is_plain_torch() -> None:
     assert operators.first_runs == {}
 
 
-@pytest.mark.parametrize(("capability", "named"), [((9, 0), "9.0a"), ((8, 6), "8.6")])
-def test_flashinfer_is_told_the_kind_of_gpu_and_to_stay_off_the_network(
-    capability: tuple[int, int], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environ: dict[str, str] = {}
-    monkeypatch.setattr(os, "environ", environ)
-    prepare_environment(capability)
-    assert environ == {
-        "FLASHINFER_CUDA_ARCH_LIST": named,
-        "FLASHINFER_NO_DOWNLOAD": "1",
-        "FLASHINFER_USE_CUDA_NORM": "1",
-    }
-    environ["FLASHINFER_CUDA_ARCH_LIST"] = "8.0"
-    prepare_environment(capability)
-    assert environ["FLASHINFER_CUDA_ARCH_LIST"] == "8.0"
+def test_without_a_compiled_norm_torchs_is_used_and_gates_stay_fused() -> None:
+    operators = make(StandingKernels(has_norm=False))
+    assert isinstance(operators.rms_norm(noise(16), 1e-5), RmsNorm)
+    assert isinstance(operators.activation("silu", is_gated=True), FusedGate)
 
 
 def test_linears_are_computed_as_stored_or_as_asked() -> None:

@@ -1,0 +1,83 @@
+"""The environment in which FlashInfer compiles and links its kernels.
+
+FlashInfer reads these variables when it is imported. Variables that the operator has set are kept.
+A CUDA toolkit without the cuBLAS and cuRAND headers is completed from the NVIDIA wheels that torch
+brings; the driver library `libcuda.so`, which every module links, is found or linked to the
+driver's.
+"""
+
+import ctypes
+import os
+import site
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.worker.cuda.requirements import cuda_home, kernel_cache
+
+NORM_HEADERS = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")  # included by FlashInfer's norm.cu
+DRIVER = "libcuda.so"
+
+
+def prepare_environment(capability: tuple[int, int]) -> None:
+    """Name the GPU architecture, forbid downloads, and add include and library folders."""
+    major, minor = capability
+    suffix = "a" if major >= 9 else ""
+    wanted = {
+        "FLASHINFER_CUDA_ARCH_LIST": f"{major}.{minor}{suffix}",
+        "FLASHINFER_NO_DOWNLOAD": "1",
+        "FLASHINFER_USE_CUDA_NORM": "1",
+        "FLASHINFER_EXTRA_CUDAFLAGS": " ".join(f"-isystem {each}" for each in wheel_includes()),
+        "FLASHINFER_EXTRA_LDFLAGS": " ".join(f"-L{each}" for each in driver_folders()),
+    }
+    for name, value in wanted.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+def missing_norm_headers() -> tuple[str, ...]:
+    """The headers of FlashInfer's norm kernels that no include folder has."""
+    folders = [cuda_home() / "include", *wheel_includes()]
+    return tuple(
+        name for name in NORM_HEADERS if not any((each / name).is_file() for each in folders)
+    )
+
+
+def wheel_includes() -> list[Path]:
+    """Include folders of NVIDIA wheels with headers that the CUDA toolkit lacks."""
+    toolkit = cuda_home() / "include"
+    lacking = [name for name in NORM_HEADERS if not (toolkit / name).is_file()]
+    return [each for each in _wheel_folders() if any((each / name).is_file() for name in lacking)]
+
+
+def _wheel_folders() -> Iterator[Path]:
+    for packages in site.getsitepackages():
+        yield from sorted(Path(packages).glob("nvidia/*/include"))
+
+
+def driver_folders() -> list[Path]:
+    """Folders with a `libcuda.so` to link: the toolkit's stubs, or a link to the driver's
+    library."""
+    stubs = cuda_home() / "lib64" / "stubs"
+    if (stubs / DRIVER).is_file():
+        return [stubs]
+    loaded = _loaded_driver()
+    if loaded is None or (loaded.parent / DRIVER).exists():
+        return []
+    folder = kernel_cache() / "driver"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / DRIVER
+    if not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to(loaded)
+    return [folder]
+
+
+def _loaded_driver() -> Path | None:
+    """The file of the driver library in this process; None without a driver."""
+    try:
+        ctypes.CDLL(f"{DRIVER}.1")
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if DRIVER in line)
+    return next((Path(each) for each in paths), None)

@@ -1,0 +1,83 @@
+"""The variables that FlashInfer's builds read, over toolkits and wheels laid out in a folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.worker.cuda import build_environment, device
+from engine.worker.cuda.build_environment import (
+    NORM_HEADERS,
+    missing_norm_headers,
+    prepare_environment,
+)
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A CUDA toolkit in `cuda`, wheels in `site`, no driver."""
+    found = {"CUDA_HOME": str(tmp_path / "cuda")}
+    monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(build_environment, "_loaded_driver", lambda: None)
+    monkeypatch.setattr(build_environment, "kernel_cache", lambda: tmp_path / "cache")
+    return found
+
+
+def header(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(("capability", "named"), [((9, 0), "9.0a"), ((8, 6), "8.6")])
+def test_the_architecture_is_named_downloads_are_forbidden_and_set_variables_are_kept(
+    capability: tuple[int, int], named: str, environ: dict[str, str], tmp_path: Path
+) -> None:
+    header(tmp_path / "cuda" / "include", *NORM_HEADERS)
+    prepare_environment(capability)
+    assert {name: value for name, value in environ.items() if "PYTEST" not in name} == {
+        "CUDA_HOME": str(tmp_path / "cuda"),
+        "FLASHINFER_CUDA_ARCH_LIST": named,
+        "FLASHINFER_NO_DOWNLOAD": "1",
+        "FLASHINFER_USE_CUDA_NORM": "1",
+    }
+    environ["FLASHINFER_CUDA_ARCH_LIST"] = "8.0"
+    prepare_environment(capability)
+    assert environ["FLASHINFER_CUDA_ARCH_LIST"] == "8.0"
+
+
+def test_headers_that_the_toolkit_lacks_come_from_wheels(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    header(tmp_path / "cuda" / "include", "cublasLt.h")
+    assert missing_norm_headers() == ("cublas_v2.h", "curand_kernel.h")
+    wheel = header(tmp_path / "site" / "nvidia" / "cu13" / "include", *NORM_HEADERS)
+    assert missing_norm_headers() == ()
+    prepare_environment((9, 0))
+    assert environ["FLASHINFER_EXTRA_CUDAFLAGS"] == f"-isystem {wheel}"
+
+
+def test_the_driver_library_is_linked_from_stubs_or_by_a_link_to_the_driver(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "driver" / "libcuda.so.1"
+    header(driver.parent, driver.name)
+    monkeypatch.setattr(build_environment, "_loaded_driver", lambda: driver)
+    prepare_environment((9, 0))
+    link = Path(environ["FLASHINFER_EXTRA_LDFLAGS"].removeprefix("-L")) / "libcuda.so"
+    assert link.resolve() == driver
+    del environ["FLASHINFER_EXTRA_LDFLAGS"]
+    stubs = header(tmp_path / "cuda" / "lib64" / "stubs", "libcuda.so")
+    prepare_environment((9, 0))
+    assert environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{stubs}"
+
+
+def test_missing_norm_headers_are_named_and_only_the_norm_falls_back(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "has_cached_kernels", lambda: False)
+    monkeypatch.setattr(device, "FlashInferKernels", lambda has_norm: f"norm {has_norm}")
+    assert str(device.flashinfer_kernels()) == "norm False"
+    assert "cublasLt.h, cublas_v2.h, curand_kernel.h" in caplog.text
