@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from datetime import UTC, datetime
-from gateway.version import podway_version
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +46,7 @@ from gateway.serve.settings import Settings
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.files import FileLimits
 from gateway.store.store import Store, open_default, open_named, open_store
+from gateway.version import podway_version
 from gateway.web.app import build_app
 from gateway.web.routes.batches import ENDPOINTS
 

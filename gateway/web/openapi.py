@@ -5,7 +5,6 @@ type.
 """
 
 from collections.abc import Iterable, Mapping
-from gateway.version import podway_version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from gateway.schema.openai.completions import CompletionRequest
 from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.request import ResponseRequest
+from gateway.version import podway_version
 from gateway.web.routes.admin import PolicyChoice
 
 if TYPE_CHECKING:
