@@ -17,7 +17,7 @@ from engine.worker.process.worker import Worker
 
 
 @dataclass
-class Heard:
+class RequestOutcome:
     """All that came out of one stream."""
 
     tokens: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ def play(
     dies_in: Sequence[int] = (),
     lookahead: int = 0,
     **bounds: object,
-) -> list[Heard]:
+) -> list[RequestOutcome]:
     """Serve all asks at once, to their end; `num_blocks` less than the worker's: preemptions."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def play(
     return heard
 
 
-async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[Heard]:
+async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[RequestOutcome]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         heard = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
@@ -93,8 +93,8 @@ async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[Heard]:
     return heard
 
 
-async def _listen(engine: Engine, ask: RequestSpec) -> Heard:
-    heard = Heard()
+async def _listen(engine: Engine, ask: RequestSpec) -> RequestOutcome:
+    heard = RequestOutcome()
     with engine.stream(ask) as stream:
         heard.request = stream.request
         while heard.finish is None and heard.error is None:

@@ -1,4 +1,4 @@
-"""A small client for tests that hang up, read slowly, and look at the server's own counts.
+"""A small client for tests that disconnect, read slowly, and read the server's metrics.
 
 What it reads is held to OpenAI's description (`tests.shapes`).
 """
@@ -17,7 +17,7 @@ from tests.shapes import chunk_complaints, whole_complaints
 Json = dict[str, Any]
 
 
-def asked(body: Json, *, stream: bool) -> Json:
+def with_stream(body: Json, *, stream: bool) -> Json:
     """The body as the built-in model's server wants it."""
     return {"model": "builtin", **body, "stream": stream}
 
@@ -35,7 +35,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Ask until nobody runs or waits; the metrics of that moment."""
+    """Poll until no request runs or waits; returns the metrics of that moment."""
     while True:
         counts = await metrics(session, url)
         if not counts["podway_requests_running"] and not counts["podway_requests_waiting"]:
@@ -46,7 +46,7 @@ async def stream(
     session: aiohttp.ClientSession, url: str, body: Json, path: str = "/v1/completions"
 ) -> AsyncIterator[Json]:
     """The chunks of a streamed answer."""
-    async with session.post(f"{url}{path}", json=asked(body, stream=True)) as response:
+    async with session.post(f"{url}{path}", json=with_stream(body, stream=True)) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
             if line.startswith(b"data: {"):
@@ -58,7 +58,7 @@ async def stream(
 
 async def whole(session: aiohttp.ClientSession, url: str, path: str, body: Json) -> Json:
     """An answer that is not streamed."""
-    async with session.post(f"{url}{path}", json=asked(body, stream=False)) as response:
+    async with session.post(f"{url}{path}", json=with_stream(body, stream=False)) as response:
         assert response.status == 200, await response.text()
         answer: Json = await response.json()
     assert whole_complaints("POST", path, 200, answer) == []
@@ -76,7 +76,7 @@ async def streamed_text(session: aiohttp.ClientSession, url: str, body: Json) ->
 async def raw_post(url: str, body: Json) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A request on a socket of its own, whose reading is up to the caller."""
     split = urlsplit(url)
-    data = json.dumps(asked(body, stream=body.get("stream", False))).encode()
+    data = json.dumps(with_stream(body, stream=body.get("stream", False))).encode()
     reader, writer = await asyncio.open_connection(split.hostname, split.port, limit=1 << 10)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {split.netloc}\r\n"

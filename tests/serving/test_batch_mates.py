@@ -1,4 +1,4 @@
-"""A text does not depend on who shares its batch: greedy, and with a seed."""
+"""The text of a request does not depend on other requests in its batch: greedy, and with a seed."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def body(index: int, temperature: float) -> Json:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_64_concurrent_streams_say_what_each_says_alone(
+async def test_64_concurrent_streams_have_the_texts_of_single_runs(
     server_url: str, temperature: float
 ) -> None:
     bodies = [body(index, temperature) for index in range(64)]

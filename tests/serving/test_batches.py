@@ -1,4 +1,4 @@
-"""A real server is killed in the middle of a batch; the next one answers what is left, once."""
+"""A real server is killed during a batch; the next one answers the remaining lines, each once."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
 
 
-def test_a_kill_in_the_middle_of_a_batch_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_a_kill_during_a_batch_loses_and_repeats_no_line(tmp_path: Path) -> None:
     flags = ("--store", str(tmp_path / "store.sqlite"), "--max-batch-size", "8")
     with start_server(tmp_path, *flags) as server, client_of(read_url(server)) as client:
         file = client.files.create(file=lines(), purpose="batch")

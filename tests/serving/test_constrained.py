@@ -1,4 +1,4 @@
-"""Outputs that are held to a grammar, through the whole engine and over the built-in vocabulary.
+"""Constrained outputs, through the whole engine and over the built-in vocabulary.
 
 They match, and are the same whoever shares the batch and whatever is computed twice.
 """
@@ -19,7 +19,7 @@ from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
-from tests.inline import Heard, play
+from tests.inline import RequestOutcome, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 SCHEMA: dict[str, Any] = {
@@ -49,93 +49,95 @@ def table() -> TokenTable:
     return load_token_table(BUILTIN)
 
 
-def an_ask(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> RequestSpec:
+def spec_for(table: TokenTable, grammar: Grammar, seed: int, **changes: Any) -> RequestSpec:
     ends = frozenset({table.special["<|im_end|>"], table.special["<|endoftext|>"]})
     fields: dict[str, Any] = {"end_ids": ends, "max_tokens": 80} | changes
     prompt = tuple(table.encode(f"Write number {seed}, please."))
     return RequestSpec(prompt, sampling=SamplingParams(seed=seed), grammar=grammar, **fields)
 
 
-def text_of(table: TokenTable, heard: Heard) -> str:
-    return b"".join(table.tokens[token] for token in heard.tokens).decode()
+def text_of(table: TokenTable, outcome: RequestOutcome) -> str:
+    return b"".join(table.tokens[token] for token in outcome.tokens).decode()
 
 
-def test_what_finishes_matches(worker: Worker, table: TokenTable) -> None:
-    asks = [an_ask(table, (JSON, MATCHES)[seed % 2], seed) for seed in range(16)]
-    heard = play(worker, asks)
-    assert [one.error for one in heard] == [None] * 16
-    assert sum(one.finish is FinishReason.STOP for one in heard) >= 14
-    for ask, one in zip(asks, heard, strict=True):
+def test_finished_outputs_match_their_grammar(worker: Worker, table: TokenTable) -> None:
+    specs = [spec_for(table, (JSON, MATCHES)[seed % 2], seed) for seed in range(16)]
+    outcomes = play(worker, specs)
+    assert [one.error for one in outcomes] == [None] * 16
+    assert sum(one.finish is FinishReason.STOP for one in outcomes) >= 14
+    for spec, one in zip(specs, outcomes, strict=True):
         if one.finish is FinishReason.STOP:
             text = text_of(table, one)
-            if ask.grammar is JSON:
+            if spec.grammar is JSON:
                 jsonschema.validate(json.loads(text), SCHEMA)
             else:
                 assert re.fullmatch(PATTERN, text)
-    assert len({tuple(one.tokens) for one in heard}) == 16
+    assert len({tuple(one.tokens) for one in outcomes}) == 16
 
 
 def mixed(table: TokenTable) -> list[RequestSpec]:
-    free = replace(an_ask(table, JSON, 90, max_tokens=30), grammar=None)
-    greedy = replace(an_ask(table, JSON, 91), sampling=SamplingParams(temperature=0.0))
-    late_end = an_ask(table, MATCHES, 92, min_tokens=3)
-    long = [an_ask(table, LONG, seed) for seed in (93, 94)]
-    return [an_ask(table, JSON, 1), free, an_ask(table, MATCHES, 2), greedy, late_end, *long]
+    free = replace(spec_for(table, JSON, 90, max_tokens=30), grammar=None)
+    greedy = replace(spec_for(table, JSON, 91), sampling=SamplingParams(temperature=0.0))
+    late_end = spec_for(table, MATCHES, 92, min_tokens=3)
+    long = [spec_for(table, LONG, seed) for seed in (93, 94)]
+    return [spec_for(table, JSON, 1), free, spec_for(table, MATCHES, 2), greedy, late_end, *long]
 
 
-def test_batch_mates_pieces_preemption_and_death_change_nothing(
+def test_batching_chunks_preemption_and_a_lost_worker_change_no_output(
     worker: Worker, table: TokenTable
 ) -> None:
-    asks = mixed(table)
-    alone = [play(worker, [ask])[0].tokens for ask in asks]
-    assert [one.tokens for one in play(worker, asks)] == alone
-    assert [one.tokens for one in play(worker, asks, max_batch_tokens=7, max_batch_size=7)] == alone
-    heard = play(worker, asks, num_blocks=25, max_batch_tokens=16, max_batch_size=7)
-    assert sum(one.request.num_preemptions for one in heard if one.request) > 0
-    assert [one.tokens for one in heard] == alone
-    assert [one.tokens for one in play(worker, asks, dies_in=(4, 9, 20))] == alone
-    ahead = play(worker, asks, num_blocks=25, dies_in=(6, 15), lookahead=1, max_batch_size=7)
+    specs = mixed(table)
+    alone = [play(worker, [spec])[0].tokens for spec in specs]
+    assert [one.tokens for one in play(worker, specs)] == alone
+    assert [
+        one.tokens for one in play(worker, specs, max_batch_tokens=7, max_batch_size=7)
+    ] == alone
+    outcomes = play(worker, specs, num_blocks=25, max_batch_tokens=16, max_batch_size=7)
+    assert sum(one.request.num_preemptions for one in outcomes if one.request) > 0
+    assert [one.tokens for one in outcomes] == alone
+    assert [one.tokens for one in play(worker, specs, dies_in=(4, 9, 20))] == alone
+    ahead = play(worker, specs, num_blocks=25, dies_in=(6, 15), lookahead=1, max_batch_size=7)
     assert [one.tokens for one in ahead] == alone
 
 
-def test_another_worker_goes_on_where_one_stopped(worker: Worker, table: TokenTable) -> None:
-    ask = an_ask(table, JSON, 5)
-    (whole,) = play(worker, [ask])
+def test_another_worker_continues_where_one_stopped(worker: Worker, table: TokenTable) -> None:
+    spec = spec_for(table, JSON, 5)
+    (whole,) = play(worker, [spec])
     fresh = Worker.load(
         WorkerSettings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1), lambda *_: None
     )
-    (first,) = play(fresh, [ask], dies_in=(7,))
+    (first,) = play(fresh, [spec], dies_in=(7,))
     assert first.tokens == whole.tokens
 
 
-def test_a_complete_grammar_ends_though_it_is_told_not_to(
+def test_a_complete_grammar_ends_the_output_despite_ignore_eos(
     worker: Worker, table: TokenTable
 ) -> None:
     once = Grammar(GrammarKind.CHOICE, '["yes"]')
-    ends = an_ask(table, once, 1).end_ids
-    eager = an_ask(table, once, 1, min_tokens=50)
-    ignoring = an_ask(table, once, 1, avoided_ids=ends)
+    ends = spec_for(table, once, 1).end_ids
+    eager = spec_for(table, once, 1, min_tokens=50)
+    ignoring = spec_for(table, once, 1, avoided_ids=ends)
     for one in play(worker, [eager, ignoring]):
         assert (one.finish, text_of(table, one)) == (FinishReason.STOP, "yes")
 
 
-def test_end_tokens_that_are_avoided_wait_for_the_end_of_the_grammar(
+def test_avoided_end_tokens_come_only_when_the_grammar_is_complete(
     worker: Worker, table: TokenTable
 ) -> None:
     grammar = Grammar(GrammarKind.REGEX, "a{0,40}")
-    willing = an_ask(table, grammar, 1)
+    willing = spec_for(table, grammar, 1)
     (short,) = play(worker, [willing])
     (long,) = play(worker, [replace(willing, avoided_ids=willing.end_ids)])
     assert text_of(table, long) == "a" * 40
     assert len(text_of(table, short)) < 40
 
 
-def test_a_stop_token_of_the_caller_comes_when_the_output_is_complete(
+def test_a_stop_token_of_the_request_comes_when_the_output_is_complete(
     worker: Worker, table: TokenTable
 ) -> None:
     (mark,) = table.encode("!")
     for one in play(
-        worker, [an_ask(table, MATCHES, n, end_ids=frozenset({mark})) for n in range(4)]
+        worker, [spec_for(table, MATCHES, n, end_ids=frozenset({mark})) for n in range(4)]
     ):
         assert one.finish is FinishReason.STOP
         assert one.tokens[-1] == mark
@@ -147,15 +149,15 @@ def test_penalties_and_bias_act_within_the_grammar(worker: Worker, table: TokenT
     sampling = SamplingParams(
         temperature=1.2, top_p=0.9, presence_penalty=1.0, logit_bias=((comma, 100.0),), seed=4
     )
-    (one,) = play(worker, [replace(an_ask(table, JSON, 4), sampling=sampling)])
+    (one,) = play(worker, [replace(spec_for(table, JSON, 4), sampling=sampling)])
     if one.finish is FinishReason.STOP:
         jsonschema.validate(json.loads(text_of(table, one)), SCHEMA)
     assert text_of(table, one).startswith("{")
 
 
-def test_log_probabilities_are_not_those_of_the_mask(worker: Worker, table: TokenTable) -> None:
-    ask = an_ask(table, Grammar(GrammarKind.CHOICE, '["zebra"]'), 1, logprobs=3)
-    (one,) = play(worker, [ask])
+def test_log_probabilities_are_those_before_the_mask(worker: Worker, table: TokenTable) -> None:
+    spec = spec_for(table, Grammar(GrammarKind.CHOICE, '["zebra"]'), 1, logprobs=3)
+    (one,) = play(worker, [spec])
     assert len(one.logprobs) == len(one.tokens)
     assert one.logprobs[0].rank > 1
     assert one.logprobs[0].logprob < one.logprobs[0].top[0][1]
@@ -164,15 +166,17 @@ def test_log_probabilities_are_not_those_of_the_mask(worker: Worker, table: Toke
 def test_a_grammar_that_the_worker_cannot_use_fails_its_request_only(
     worker: Worker, table: TokenTable
 ) -> None:
-    asks = [an_ask(table, Grammar(GrammarKind.REGEX, "("), 1), an_ask(table, MATCHES, 2)]
-    failed, good = play(worker, asks)
+    specs = [spec_for(table, Grammar(GrammarKind.REGEX, "("), 1), spec_for(table, MATCHES, 2)]
+    failed, good = play(worker, specs)
     assert isinstance(failed.error, NoAllowedToken)
     assert "its grammar" in str(failed.error)
-    assert good.tokens == play(worker, asks[1:])[0].tokens
+    assert good.tokens == play(worker, specs[1:])[0].tokens
 
 
-def test_a_model_without_end_tokens_is_told_at_the_end(worker: Worker, table: TokenTable) -> None:
-    ask = an_ask(table, Grammar(GrammarKind.CHOICE, '["yes"]'), 1, end_ids=frozenset())
-    (one,) = play(worker, [ask])
+def test_a_model_without_end_tokens_fails_when_its_grammar_is_complete(
+    worker: Worker, table: TokenTable
+) -> None:
+    spec = spec_for(table, Grammar(GrammarKind.CHOICE, '["yes"]'), 1, end_ids=frozenset())
+    (one,) = play(worker, [spec])
     assert isinstance(one.error, NoAllowedToken)
     assert text_of(table, one) == "yes"

@@ -1,4 +1,4 @@
-"""What is wrong with one request of a batch ends that request, with a clear error, and no other."""
+"""A failure of one request of a batch ends that request, with a clear error, and no other."""
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -29,9 +29,9 @@ def good(seed: int) -> RequestSpec:
     return RequestSpec((1, 2, seed), 6, NO_BAD)
 
 
-def test_a_row_that_is_no_number_fails_alone(worker: Worker) -> None:
-    asks = [good(3), RequestSpec((1, BAD, 3), 6, GREEDY), good(4)]
-    first, failed, last = play(worker, asks)
+def test_a_row_of_nan_logits_fails_alone(worker: Worker) -> None:
+    specs = [good(3), RequestSpec((1, BAD, 3), 6, GREEDY), good(4)]
+    first, failed, last = play(worker, specs)
     assert isinstance(failed.error, RowFailed)
     assert failed.tokens == []
     for one, seed in ((first, 3), (last, 4)):
@@ -39,7 +39,7 @@ def test_a_row_that_is_no_number_fails_alone(worker: Worker) -> None:
         assert one.tokens == play(worker, [good(seed)])[0].tokens
 
 
-def test_a_row_may_fail_late(worker: Worker) -> None:
+def test_a_row_may_fail_after_some_tokens(worker: Worker) -> None:
     leads_there = SamplingParams(temperature=0.0, logit_bias=((BAD, 100.0),))
     first, failed = play(worker, [good(3), RequestSpec((5, 6), 6, leads_there)])
     assert failed.tokens == [BAD]
@@ -47,7 +47,7 @@ def test_a_row_may_fail_late(worker: Worker) -> None:
     assert len(first.tokens) == 6
 
 
-def test_a_request_that_bans_every_token_is_told_so(worker: Worker) -> None:
+def test_a_request_that_bans_every_token_fails_with_that_reason(worker: Worker) -> None:
     everything = frozenset(range(VOCAB))
     banning = RequestSpec((1, 2), 6, GREEDY, end_ids=everything, min_tokens=2)
     first, failed = play(worker, [good(3), banning])
@@ -56,13 +56,13 @@ def test_a_request_that_bans_every_token_is_told_so(worker: Worker) -> None:
     assert len(first.tokens) == 6
 
 
-def test_a_prompt_whose_log_probabilities_are_no_numbers_fails_alone(worker: Worker) -> None:
-    asks = [
+def test_a_prompt_with_nan_log_probabilities_fails_alone(worker: Worker) -> None:
+    specs = [
         good(3),
         RequestSpec((1, BAD, 3, 4, 5, 6, 7, 8, 9, 10), 6, GREEDY, prompt_logprobs=1),
         good(4),
     ]
-    first, failed, last = play(worker, asks, max_batch_tokens=4, max_batch_size=3)
+    first, failed, last = play(worker, specs, max_batch_tokens=4, max_batch_size=3)
     assert isinstance(failed.error, RowFailed)
     assert "prompt" in str(failed.error)
     assert len(first.tokens) == len(last.tokens) == 6

@@ -1,4 +1,4 @@
-"""How often a token comes is how probable transformers' own sampling makes it.
+"""Tokens are sampled with the probabilities of transformers' own sampling.
 
 The same prompt, thousands of seeds, through the whole engine; a chi-square test against the
 distribution that transformers' logits processors leave of transformers' logits.
@@ -51,7 +51,7 @@ def expected(pair: Pair, tokens: tuple[int, ...], *processors: Any) -> Doubles:
     return found
 
 
-def assert_drawn_from(counts: Doubles, probs: Doubles) -> None:
+def assert_sampled_from(counts: Doubles, probs: Doubles) -> None:
     """Chi-square at p = 0.0005, over ids expected at least five times and all others as one."""
     assert counts[probs == 0].sum() == 0
     frequent = probs * counts.sum() >= 5
@@ -98,10 +98,10 @@ def test_frequencies_are_those_of_transformers(
     counts = np.zeros(VOCAB)
     for token in drawn(pair, PROMPT, sampling, 1):
         counts[token[0]] += 1
-    assert_drawn_from(counts, expected(pair, PROMPT, *processors))
+    assert_sampled_from(counts, expected(pair, PROMPT, *processors))
 
 
-def test_presence_and_frequency_penalties_shift_what_comes_second(pair: Pair) -> None:
+def test_presence_and_frequency_penalties_change_the_second_token(pair: Pair) -> None:
     """OpenAI's formula on transformers' logits (transformers has no such processor)."""
     presence, frequency = 1.5, 0.8
     sampling = SamplingParams(
@@ -117,23 +117,23 @@ def test_presence_and_frequency_penalties_shift_what_comes_second(pair: Pair) ->
         scores[0, 9] += 100.0 - presence - frequency
         return scores
 
-    assert_drawn_from(second, expected(pair, (*PROMPT, 9), penalise))
+    assert_sampled_from(second, expected(pair, (*PROMPT, 9), penalise))
 
 
 def drawn(
     pair: Pair, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int
 ) -> list[list[int]]:
     """The tokens of `COUNT` requests that differ in their seeds."""
-    asks = [RequestSpec(prompt, max_tokens, replace(sampling, seed=seed)) for seed in range(COUNT)]
-    heard = play(pair.worker, asks, max_batch_size=256, max_queue_requests=COUNT)
-    assert all(len(one.tokens) == max_tokens for one in heard)
-    return [one.tokens for one in heard]
+    specs = [RequestSpec(prompt, max_tokens, replace(sampling, seed=seed)) for seed in range(COUNT)]
+    outcomes = play(pair.worker, specs, max_batch_size=256, max_queue_requests=COUNT)
+    assert all(len(one.tokens) == max_tokens for one in outcomes)
+    return [one.tokens for one in outcomes]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_test_would_notice_a_wrong_temperature(pair: Pair, seed: int) -> None:
+def test_a_wrong_temperature_is_detected(pair: Pair, seed: int) -> None:
     probs = expected(pair, PROMPT, Temperature(0.8))
     counts = np.random.default_rng(seed).multinomial(COUNT, probs).astype(np.float64)
-    assert_drawn_from(counts, probs)
+    assert_sampled_from(counts, probs)
     with pytest.raises(AssertionError):
-        assert_drawn_from(counts, expected(pair, PROMPT))
+        assert_sampled_from(counts, expected(pair, PROMPT))

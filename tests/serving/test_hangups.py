@@ -1,4 +1,4 @@
-"""Clients that leave: the slots are free one iteration later, and nobody else notices."""
+"""Clients that disconnect: slots are free one iteration later; other streams do not change."""
 
 import asyncio
 from random import Random
@@ -18,7 +18,7 @@ from tests.serving.client import (
 LONG: Json = {"prompt": "Tell me a story.", "max_tokens": 4000, "ignore_eos": True}
 
 
-async def test_hundred_clients_hang_up_at_random_moments(server_url: str) -> None:
+async def test_a_hundred_clients_disconnect_at_random_times(server_url: str) -> None:
     """50 streams and 50 plain requests, cut after 0 to 1.5 seconds."""
     random = Random(5)
     async with aiohttp.ClientSession() as session:
@@ -42,7 +42,7 @@ async def test_hundred_clients_hang_up_at_random_moments(server_url: str) -> Non
         assert await streamed_text(session, server_url, {"prompt": "Hello", "max_tokens": 4})
 
 
-async def test_a_reader_of_one_byte_a_second_stalls_nobody(server_url: str) -> None:
+async def test_a_client_that_reads_a_byte_per_second_delays_no_other(server_url: str) -> None:
     async with aiohttp.ClientSession() as session:
         reader, writer = await raw_post(server_url, LONG | {"stream": True})
         assert await reader.read(1)
@@ -58,7 +58,7 @@ async def test_a_reader_of_one_byte_a_second_stalls_nobody(server_url: str) -> N
         assert (await until_idle(session, server_url))["podway_orphan_blocks"] == 0
 
 
-async def test_a_long_prompt_does_not_stop_the_streams_beside_it(server_url: str) -> None:
+async def test_a_long_prompt_does_not_stop_other_streams(server_url: str) -> None:
     async with aiohttp.ClientSession() as session:
         order: list[str] = []
         is_streaming = asyncio.Event()

@@ -1,7 +1,7 @@
 """Log-probabilities of prompt and output are transformers', through the whole engine.
 
 However a prompt is cut, whoever shares the batch, whatever is computed twice: each position is
-told once.
+reported once.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from engine.worker.process.worker import Worker
 from engine.worker.sampling.logits_output import SLICE_BYTES
 from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import load_worker
-from tests.inline import Heard, play
+from tests.inline import RequestOutcome, play
 
 TOLERANCE = 1e-4
 GREEDY = SamplingParams(temperature=0.0)
@@ -47,7 +47,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(make_model(variant), load_worker(directory, attention="cpu"))
 
 
-def an_ask(
+def spec_for(
     length: int, seed: int, sampling: SamplingParams = GREEDY, max_tokens: int = 8
 ) -> RequestSpec:
     rng = Random(seed)
@@ -55,14 +55,14 @@ def an_ask(
     return RequestSpec(prompt, max_tokens, sampling, logprobs=seed % 6, prompt_logprobs=seed % 4)
 
 
-def assert_told(pair: Pair, ask: RequestSpec, heard: Heard) -> None:
-    assert len(heard.tokens) == ask.max_tokens
-    expected = pair.expected([*ask.prompt, *heard.tokens])
-    after_first = [*ask.prompt[1:], *heard.tokens]
-    told = [*heard.prompt_logprobs, *heard.logprobs]
-    for at, (token, found) in enumerate(zip(after_first, told, strict=True)):
-        is_output = at + 1 >= len(ask.prompt)
-        top = ask.logprobs if is_output else ask.prompt_logprobs
+def assert_logprobs(pair: Pair, spec: RequestSpec, outcome: RequestOutcome) -> None:
+    assert len(outcome.tokens) == spec.max_tokens
+    expected = pair.expected([*spec.prompt, *outcome.tokens])
+    after_first = [*spec.prompt[1:], *outcome.tokens]
+    reported = [*outcome.prompt_logprobs, *outcome.logprobs]
+    for at, (token, found) in enumerate(zip(after_first, reported, strict=True)):
+        is_output = at + 1 >= len(spec.prompt)
+        top = spec.logprobs if is_output else spec.prompt_logprobs
         assert top is not None
         assert_one(expected[at], token, found, top)
 
@@ -81,72 +81,74 @@ def assert_one(expected: Tensor, token: int, found: TokenLogprobs, top: int) -> 
 
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_one_request_whole_or_in_chunks(pair: Pair, chunk: int, sampling: SamplingParams) -> None:
-    ask = an_ask(23, 3, sampling)
-    (heard,) = play(pair.worker, [ask], max_batch_tokens=chunk, max_batch_size=1)
-    assert_told(pair, ask, heard)
+def test_one_request_in_one_prefill_or_in_chunks(
+    pair: Pair, chunk: int, sampling: SamplingParams
+) -> None:
+    spec = spec_for(23, 3, sampling)
+    (outcomes,) = play(pair.worker, [spec], max_batch_tokens=chunk, max_batch_size=1)
+    assert_logprobs(pair, spec, outcomes)
 
 
 def test_requests_that_share_batches_and_prefixes(pair: Pair) -> None:
-    asks = [an_ask(1 + 7 * seed, seed, HOT if seed % 2 else GREEDY) for seed in range(8)]
-    asks += asks[5:]  # whose prefixes are cached by then, in part
-    for ask, heard in zip(asks, play(pair.worker, asks, max_batch_tokens=16, max_batch_size=4),
-                          strict=True):  # fmt: skip
-        assert_told(pair, ask, heard)
+    specs = [spec_for(1 + 7 * seed, seed, HOT if seed % 2 else GREEDY) for seed in range(8)]
+    specs += specs[5:]  # whose prefixes are cached by then, in part
+    outcomes = play(pair.worker, specs, max_batch_tokens=16, max_batch_size=4)
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        assert_logprobs(pair, spec, outcome)
 
 
-def test_a_prefix_that_is_cached_is_told_all_the_same(pair: Pair) -> None:
-    ask = an_ask(40, 3)
-    asks = [RequestSpec(ask.prompt, 1, GREEDY), ask, ask]
-    heard = play(pair.worker, asks, max_batch_size=1)
-    for one in heard[1:]:
+def test_a_cached_prefix_has_its_log_probabilities(pair: Pair) -> None:
+    spec = spec_for(40, 3)
+    specs = [RequestSpec(spec.prompt, 1, GREEDY), spec, spec]
+    outcomes = play(pair.worker, specs, max_batch_size=1)
+    for one in outcomes[1:]:
         assert one.request is not None
         assert one.request.num_cached == 0
-        assert_told(pair, ask, one)
+        assert_logprobs(pair, spec, one)
 
 
-def test_preemption_tells_nothing_twice(pair: Pair) -> None:
-    asks = [an_ask(20, seed, HOT, max_tokens=24) for seed in range(4)]
-    heard = play(pair.worker, asks, num_blocks=20, max_batch_tokens=8, max_batch_size=4)
-    requests = [one.request for one in heard if one.request is not None]
+def test_preemption_repeats_no_log_probability(pair: Pair) -> None:
+    specs = [spec_for(20, seed, HOT, max_tokens=24) for seed in range(4)]
+    outcomes = play(pair.worker, specs, num_blocks=20, max_batch_tokens=8, max_batch_size=4)
+    requests = [one.request for one in outcomes if one.request is not None]
     assert sum(request.num_preemptions for request in requests) > 0
-    for ask, one in zip(asks, heard, strict=True):
-        assert_told(pair, ask, one)
+    for spec, one in zip(specs, outcomes, strict=True):
+        assert_logprobs(pair, spec, one)
 
 
 @pytest.mark.parametrize("dies_in", [(2,), (3, 6), (5, 9)])
-def test_the_death_of_a_worker_tells_nothing_twice(pair: Pair, dies_in: tuple[int, ...]) -> None:
-    asks = [an_ask(20, seed) for seed in range(3)]
-    heard = play(pair.worker, asks, dies_in=dies_in, max_batch_tokens=8, max_batch_size=4)
-    for ask, one in zip(asks, heard, strict=True):
-        assert_told(pair, ask, one)
+def test_a_lost_worker_repeats_no_log_probability(pair: Pair, dies_in: tuple[int, ...]) -> None:
+    specs = [spec_for(20, seed) for seed in range(3)]
+    outcomes = play(pair.worker, specs, dies_in=dies_in, max_batch_tokens=8, max_batch_size=4)
+    for spec, one in zip(specs, outcomes, strict=True):
+        assert_logprobs(pair, spec, one)
 
 
-def test_looking_ahead_tells_nothing_twice(pair: Pair) -> None:
-    asks = [an_ask(20, seed, HOT, max_tokens=24) for seed in range(4)]
-    heard = play(pair.worker, asks, num_blocks=20, lookahead=1, max_batch_tokens=8,
+def test_lookahead_repeats_no_log_probability(pair: Pair) -> None:
+    specs = [spec_for(20, seed, HOT, max_tokens=24) for seed in range(4)]
+    outcomes = play(pair.worker, specs, num_blocks=20, lookahead=1, max_batch_tokens=8,
                  max_batch_size=4, dies_in=(9,))  # fmt: skip
-    for ask, one in zip(asks, heard, strict=True):
-        assert_told(pair, ask, one)
+    for spec, one in zip(specs, outcomes, strict=True):
+        assert_logprobs(pair, spec, one)
 
 
-def test_nobody_else_pays_or_is_told(pair: Pair) -> None:
-    asking = an_ask(20, 1)
+def test_other_requests_get_no_log_probabilities(pair: Pair) -> None:
+    asking = spec_for(20, 1)
     plain = RequestSpec(asking.prompt, 8, GREEDY)
-    told, heard = play(pair.worker, [asking, plain])
-    assert heard.tokens == told.tokens
-    assert heard.logprobs == heard.prompt_logprobs == []
+    reported, outcomes = play(pair.worker, [asking, plain])
+    assert outcomes.tokens == reported.tokens
+    assert outcomes.logprobs == outcomes.prompt_logprobs == []
 
 
-def test_slices_of_a_large_vocabulary_are_told_like_the_whole(
+def test_a_sliced_vocabulary_has_the_log_probabilities_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = load_worker(make_checkpoint(tmp_path), attention="cpu")
-    ask = an_ask(50, 3)
-    (whole,) = play(worker, [ask])
+    spec = spec_for(50, 3)
+    (whole,) = play(worker, [spec])
     assert SLICE_BYTES > 4 * 97 * 50
     monkeypatch.setattr("engine.worker.sampling.logits_output.SLICE_BYTES", 4 * 97 * 7)
-    (sliced,) = play(worker, [ask])
+    (sliced,) = play(worker, [spec])
     assert [one.rank for one in sliced.prompt_logprobs] == [
         one.rank for one in whole.prompt_logprobs
     ]

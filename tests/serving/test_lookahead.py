@@ -1,4 +1,4 @@
-"""A server that looks ahead says what one that does not says, and frees as it promises."""
+"""Lookahead changes no text, and slots are freed at most one iteration later."""
 
 import asyncio
 from collections.abc import AsyncIterator

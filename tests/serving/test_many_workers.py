@@ -1,4 +1,4 @@
-"""A real server of four worker processes says what a server of one says, also after a death."""
+"""A real server of four workers gives the texts of one worker, also after a worker is killed."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def texts_of(session: aiohttp.ClientSession, url: str) -> list[str]:
 FLAGS = ["--pipeline-stages=2", "--tensor-ranks=2", "--lookahead=1", "--cost-model=none"]
 
 
-async def test_two_stages_of_two_ranks_say_what_one_worker_says(
+async def test_two_stages_of_two_ranks_give_the_texts_of_one_worker(
     server_url: str, tmp_path: Path
 ) -> None:
     with start_server(tmp_path, *FLAGS, "--trace=trace.json") as server:

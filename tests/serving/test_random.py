@@ -1,4 +1,4 @@
-"""A server of random weights of a named shape: as any other, with no checkpoint on disk."""
+"""A server with random weights of a named shape needs no checkpoint on disk."""
 
 import json
 import signal
@@ -27,14 +27,14 @@ async def served(url: str) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/v1/models") as response:
             assert [one["id"] for one in (await response.json())["data"]] == [MODEL]
-        asked = {
+        with_stream = {
             "prompt": list(range(20_000, 20_040)),
             "max_tokens": 12,
             "temperature": 0,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         }
-        *chunks, last = await events(session, f"{url}/v1/completions", asked)
+        *chunks, last = await events(session, f"{url}/v1/completions", with_stream)
         usage = last["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (40, 12)
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)

@@ -18,7 +18,7 @@ from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
 from examples.benchmarks.grammar.random_schemas import random_schemas
 from tests.checkpoints import make_checkpoint
-from tests.inline import Heard, play
+from tests.inline import RequestOutcome, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 
@@ -37,7 +37,7 @@ def worker(table: TokenTable, tmp_path_factory: pytest.TempPathFactory) -> Worke
     return Worker.load(WorkerSettings(str(directory), kv_slots=8192), lambda *_: None)
 
 
-def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[RequestSpec]:
+def specs_for(schemas: list[dict[str, object]], table: TokenTable) -> list[RequestSpec]:
     return [
         RequestSpec(
             prompt=tuple(table.encode(f"Number {number}: ")),
@@ -50,21 +50,21 @@ def asks_for(schemas: list[dict[str, object]], table: TokenTable) -> list[Reques
     ]
 
 
-def text_of(heard: Heard, table: TokenTable) -> str:
-    return b"".join(table.tokens[token] for token in heard.tokens).decode()
+def text_of(outcome: RequestOutcome, table: TokenTable) -> str:
+    return b"".join(table.tokens[token] for token in outcome.tokens).decode()
 
 
-def test_outputs_that_finish_validate_and_the_same_alone_as_together(
+def test_finished_outputs_validate_and_do_not_depend_on_batching(
     worker: Worker, table: TokenTable
 ) -> None:
     schemas = random_schemas(50, seed=7)
-    asks = asks_for(schemas, table)
-    heard = play(worker, asks, max_batch_size=32)
-    assert [one.error for one in heard] == [None] * 50
-    assert sum(one.finish is FinishReason.STOP for one in heard) > 25
-    for schema, one in zip(schemas, heard, strict=True):
+    specs = specs_for(schemas, table)
+    outcomes = play(worker, specs, max_batch_size=32)
+    assert [one.error for one in outcomes] == [None] * 50
+    assert sum(one.finish is FinishReason.STOP for one in outcomes) > 25
+    for schema, one in zip(schemas, outcomes, strict=True):
         if one.finish is FinishReason.STOP:
             value = json.loads(text_of(one, table))
             jsonschema.Draft202012Validator(schema).validate(value)
-    for ask, one in list(zip(asks, heard, strict=True))[::5]:
-        assert play(worker, [ask])[0].tokens == one.tokens
+    for spec, one in list(zip(specs, outcomes, strict=True))[::5]:
+        assert play(worker, [spec])[0].tokens == one.tokens

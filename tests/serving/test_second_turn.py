@@ -1,4 +1,4 @@
-"""A second turn on a real server: cheaper by what the first had computed, and no other text."""
+"""A second turn on a real server reuses the first turn's KV, without another text."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def cached(replies: list[Json]) -> list[int]:
     return [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
 
 
-async def test_a_second_turn_reuses_the_first_and_says_the_same(
+async def test_a_second_turn_reuses_the_first_without_changing_the_text(
     server_url: str, tmp_path: Path
 ) -> None:
     async with aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""Tools, formats and log-probabilities of a real server: what comes out holds what was promised."""
+"""Tools, formats and log-probabilities of a real server."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def calls_of(choice: Json) -> list[Json]:
     return [call["function"] for call in choice["message"].get("tool_calls", ())]
 
 
-async def test_the_model_calls_a_tool_that_fits(server_url: str) -> None:
+async def test_the_model_calls_a_suitable_tool(server_url: str) -> None:
     simple = json.loads(json.dumps(WEATHER))
     simple["function"]["parameters"] = {
         "type": "object",
@@ -72,7 +72,7 @@ async def test_the_model_calls_a_tool_that_fits(server_url: str) -> None:
         {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
     ],
 )
-async def test_a_call_that_must_come_comes_however_wild_the_model(
+async def test_a_required_call_comes_at_any_temperature(
     server_url: str, fields: dict[str, Any]
 ) -> None:
     body = {"messages": HELLO, "tools": [WEATHER, OTHER], "temperature": 1.3, "max_tokens": 120}
@@ -94,7 +94,7 @@ async def test_a_call_that_must_come_comes_however_wild_the_model(
                 assert fields["tool_choice"] == "required"
 
 
-async def test_an_answer_in_a_format_matches_it(server_url: str) -> None:
+async def test_an_answer_matches_its_response_format(server_url: str) -> None:
     named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY, "strict": True}}
     body = {"messages": HELLO, "response_format": named, "temperature": 1.3, "max_tokens": 80}
     async with aiohttp.ClientSession() as session:
@@ -106,7 +106,9 @@ async def test_an_answer_in_a_format_matches_it(server_url: str) -> None:
         jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
 
 
-async def test_a_strict_tool_beside_a_format_is_called_or_answered_around(server_url: str) -> None:
+async def test_a_strict_tool_and_a_format_give_a_call_or_a_formatted_answer(
+    server_url: str,
+) -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY}}
     body = {"messages": HELLO, "tools": [strict], "response_format": named, "max_tokens": 80}
@@ -121,13 +123,13 @@ async def test_a_strict_tool_beside_a_format_is_called_or_answered_around(server
                 jsonschema.validate(json.loads(call["arguments"]), CITY)
 
 
-async def test_an_answer_echoed_as_a_prompt_has_the_log_probabilities_it_had(
+async def test_an_echoed_answer_has_the_same_log_probabilities(
     server_url: str,
 ) -> None:
-    asked = {"prompt": "What is Podway?", "temperature": 0.8, "seed": 3, "max_tokens": 12}
-    asked |= {"logprobs": 2, "return_token_ids": True}
+    with_stream = {"prompt": "What is Podway?", "temperature": 0.8, "seed": 3, "max_tokens": 12}
+    with_stream |= {"logprobs": 2, "return_token_ids": True}
     async with aiohttp.ClientSession() as session:
-        (answer,) = (await whole(session, server_url, TEXT, asked))["choices"]
+        (answer,) = (await whole(session, server_url, TEXT, with_stream))["choices"]
         shown = len(answer["logprobs"]["tokens"])
         ids = answer["prompt_token_ids"] + answer["token_ids"][:shown]
         again = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
@@ -141,11 +143,11 @@ async def test_an_answer_echoed_as_a_prompt_has_the_log_probabilities_it_had(
         assert echoed["text"].startswith(token, at)
 
 
-async def test_the_best_of_several_has_the_highest_mean(server_url: str) -> None:
-    asked = {"prompt": "Once upon a time", "seed": 5, "max_tokens": 8, "logprobs": 0}
+async def test_best_of_returns_the_highest_mean_log_probability(server_url: str) -> None:
+    with_stream = {"prompt": "Once upon a time", "seed": 5, "max_tokens": 8, "logprobs": 0}
     async with aiohttp.ClientSession() as session:
-        all_of_them = await whole(session, server_url, TEXT, {**asked, "n": 5})
-        best = await whole(session, server_url, TEXT, {**asked, "best_of": 5, "n": 1})
+        all_of_them = await whole(session, server_url, TEXT, {**with_stream, "n": 5})
+        best = await whole(session, server_url, TEXT, {**with_stream, "best_of": 5, "n": 1})
     said = {
         choice["text"]: choice["logprobs"]["token_logprobs"] for choice in all_of_them["choices"]
     }

@@ -1,4 +1,4 @@
-"""A real server whose workers are killed: it says so while it lasts, and then it goes on."""
+"""A real server whose workers are killed: it reports unavailable, and then serves again."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import aiohttp
 import psutil
 
 from tests.conftest import Server, read_url, start_server
-from tests.serving.client import Json, asked, streamed_text
+from tests.serving.client import Json, streamed_text, with_stream
 
 SHORT: Json = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -28,7 +28,7 @@ async def until_ready(session: aiohttp.ClientSession, url: str, status: int) -> 
                 return response.headers
 
 
-async def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks(
+async def test_a_worker_that_dies_while_idle_is_replaced_before_the_next_request(
     tmp_path: Path,
 ) -> None:
     with start_server(tmp_path, "--max-restarts", "1") as server:
@@ -43,7 +43,7 @@ async def test_a_worker_that_dies_while_idle_is_replaced_before_anybody_asks(
             os.kill(worker_of(server), signal.SIGKILL)
             while "retry-after" in await until_ready(session, url, 503):
                 pass  # its end has not been reaped yet
-            body = asked(SHORT, stream=False)
+            body = with_stream(SHORT, stream=False)
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 503
                 assert "restarted 1 times" in (await response.json())["error"]["message"]

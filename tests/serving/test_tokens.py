@@ -1,4 +1,4 @@
-"""The built-in model's own tokenizer and template: a prompt is the same both ways."""
+"""The built-in model's tokenizer and template, through the token endpoints."""
 
 import aiohttp
 
@@ -12,7 +12,7 @@ async def posted(session: aiohttp.ClientSession, url: str, body: Json) -> Json:
         return told
 
 
-async def test_a_rendered_prompt_survives_both_ways(server_url: str) -> None:
+async def test_a_rendered_prompt_is_the_same_after_detokenize_and_tokenize(server_url: str) -> None:
     chat = {"model": "builtin", "messages": [{"role": "user", "content": "Grüße! 🙂" * 500}]}
     async with aiohttp.ClientSession() as session:
         rendered = await posted(session, f"{server_url}/v1/chat/completions/render", chat)

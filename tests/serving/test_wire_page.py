@@ -1,4 +1,4 @@
-"""What the page of the wire shows works when it is copied; only the port is another one here."""
+"""The examples of the HTTP API reference work when copied, except for the port."""
 
 import json
 import re
@@ -15,7 +15,7 @@ def block(language: str, word: str) -> str:
     return str(found)
 
 
-def test_the_batch_runs(server_url: str, tmp_path: Path) -> None:
+def test_the_batch_example_runs(server_url: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(block("json", "custom_id"))
     program = block("python", "batches").replace("http://127.0.0.1:8000", server_url)
     shown = subprocess.run(

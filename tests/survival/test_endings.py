@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import Server, read_url, start_server
-from tests.serving.client import Json, asked
+from tests.serving.client import Json, with_stream
 
 LONG: Json = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 FLAGS = ("--pipeline-stages", "2", "--cost-model", "none")
@@ -62,7 +62,7 @@ async def streaming(url: str) -> AsyncIterator[aiohttp.ClientResponse]:
     """A streamed response whose first line has arrived."""
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", json=asked(LONG, stream=True)) as response,
+        session.post(f"{url}/v1/completions", json=with_stream(LONG, stream=True)) as response,
     ):
         assert (await response.content.readline()).startswith(b"data: ")
         yield response

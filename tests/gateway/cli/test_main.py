@@ -25,7 +25,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "commands:" in capsys.readouterr().out
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_large_module() -> None:
     heavy = {"torch", "numpy", "pydantic", "aiohttp", "starlette", "rich", "asyncio"}
     code = (
         "import sys\nfrom gateway.__main__ import run\n"
@@ -59,7 +59,7 @@ def test_an_unknown_command_names_the_nearest_one_in_one_line(
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_ends_a_command_early_becomes_an_exit_code(
+def test_an_error_that_ends_a_command_becomes_an_exit_code(
     raised: BaseException,
     code: int,
     says: str,

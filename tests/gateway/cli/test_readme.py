@@ -1,4 +1,4 @@
-"""What the README says works when it is copied; only the port is another one here."""
+"""The commands in the README work when copied, except for the port."""
 
 import json
 import re
@@ -33,13 +33,13 @@ def test_the_curl_line_streams_an_answer(server_url: str) -> None:
     assert shown.stdout.strip().endswith("data: [DONE]")
 
 
-def test_the_policy_is_changed_by_the_line_that_says_so(server_url: str) -> None:
+def test_the_line_that_changes_the_policy_works(server_url: str) -> None:
     command = block_with("/admin/policy", "sh").replace(ADDRESS, server_url)
-    told = []
+    policies = []
     for line in (command, command.replace("mlfq", "fcfs")):
         shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-        told.append(json.loads(shown.stdout)["policy"])
-    assert told == ["mlfq", "fcfs"]
+        policies.append(json.loads(shown.stdout)["policy"])
+    assert policies == ["mlfq", "fcfs"]
 
 
 def test_every_policy_has_its_row() -> None:
@@ -74,7 +74,7 @@ def test_bench_measures_the_server(server_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(examples/[\w.]+)`", README))))
-def test_the_examples_that_it_names_are_there(path: str) -> None:
+def test_the_examples_that_it_names_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 

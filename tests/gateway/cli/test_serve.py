@@ -1,4 +1,4 @@
-"""`podway serve` as a process: how it starts, refuses and ends."""
+"""`podway serve` as a process: start, errors at the start, and exit."""
 
 import asyncio
 import os
@@ -48,34 +48,34 @@ def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -
         (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
     ],
 )
-def test_a_start_that_cannot_work_is_refused_in_one_line(
+def test_an_impossible_start_is_rejected_in_one_line(
     flags: list[str], says: str, tmp_path: Path
 ) -> None:
-    refused = subprocess.run(
+    failed = subprocess.run(
         [sys.executable, "-m", "gateway", "serve", *flags],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
     )
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1].startswith(says)
-    assert "Traceback" not in refused.stderr
-    assert refused.stdout == ""
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith(says)
+    assert "Traceback" not in failed.stderr
+    assert failed.stdout == ""
 
 
-def test_a_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_rejected_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refused = subprocess.run(
+        failed = subprocess.run(
             [sys.executable, "-m", "gateway", "serve", "--port", str(port)],
             cwd=tmp_path,
             capture_output=True,
             text=True,
         )
-    assert refused.returncode == 1
-    assert str(port) in refused.stderr.splitlines()[-1]
-    assert "Traceback" not in refused.stderr
+    assert failed.returncode == 1
+    assert str(port) in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
 
 
 async def test_ctrl_c_ends_the_server_with_130(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Pa
         assert server.wait(60) == 0
 
 
-def test_what_was_measured_at_one_start_is_known_at_the_next(tmp_path: Path) -> None:
+def test_costs_measured_at_one_start_are_used_at_the_next(tmp_path: Path) -> None:
     origins = []
     for _ in range(2):
         with start_server(tmp_path) as server:
@@ -117,7 +117,7 @@ def test_what_was_measured_at_one_start_is_known_at_the_next(tmp_path: Path) -> 
     assert str(tmp_path / "cache" / "costs") in origins[1]
 
 
-async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> None:
+async def test_keys_and_certificate_are_reloaded_on_sighup(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path, "one")
     keys = tmp_path / "keys.toml"
     keys.write_text('[old]\nkey = "k1"')
@@ -149,7 +149,7 @@ async def test_keys_and_certificate_are_read_again_on_sighup(tmp_path: Path) -> 
         assert server.wait(30) == 0
 
 
-async def test_a_recorded_server_is_followed_event_by_event(tmp_path: Path) -> None:
+async def test_a_recording_of_a_server_is_reproduced_event_by_event(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     with start_server(tmp_path, "--record", str(path), "--max-batch-size", "2") as server:
         url = read_url(server)

@@ -1,4 +1,4 @@
-"""The settings object: where values come from, and what is said of wrong ones."""
+"""The settings object: the sources of values, and the errors for invalid ones."""
 
 from pathlib import Path
 
@@ -11,21 +11,21 @@ from gateway.serve.engine_settings import BUILTIN_MODEL
 from gateway.serve.settings import Settings, load, options
 
 
-def refusal(**flags: str) -> str:
-    with pytest.raises(StartupError) as refused:
+def startup_error(**flags: str) -> str:
+    with pytest.raises(StartupError) as failed:
         load(flags)
-    line = str(refused.value)
+    line = str(failed.value)
     assert "\n" not in line
     return line
 
 
-def test_without_anything_said_the_builtin_model_is_served_on_this_machine_only() -> None:
+def test_by_default_the_builtin_model_is_served_on_loopback() -> None:
     settings = load({})
     assert (settings.model, settings.host, settings.port) == (BUILTIN_MODEL, "127.0.0.1", 8000)
     assert (settings.policy, settings.admission) == ("fcfs", "grow")
 
 
-def test_flags_win_over_environment_over_named_file_over_local_file_over_defaults(
+def test_flags_override_environment_then_named_file_then_local_file_then_defaults(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (bare / "podway.toml").write_text(
@@ -51,10 +51,10 @@ def test_the_file_may_be_named_in_the_environment(
     assert load({}).port == 2
 
 
-def test_every_setting_can_be_said_by_flag_environment_and_file(
+def test_every_setting_can_be_set_by_flag_environment_and_file(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {
+    values = {
         "model": "m",
         "served_model_name": "n",
         "dtype": "float32",
@@ -113,12 +113,12 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
         "drain_seconds": "1.5",
         "log_level": "debug",
     }
-    assert said.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
-    by_flag = load(said)
-    (bare / "podway.toml").write_text("\n".join(f'{key} = "{said[key]}"' for key in said))
+    assert values.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
+    by_flag = load(values)
+    (bare / "podway.toml").write_text("\n".join(f'{key} = "{values[key]}"' for key in values))
     assert load({}) == by_flag
     (bare / "podway.toml").unlink()
-    for key, value in said.items():
+    for key, value in values.items():
         monkeypatch.setenv(f"PODWAY_{key.upper()}", value)
     assert load({}) == by_flag
     assert by_flag.api_key == ("a", "b")
@@ -130,7 +130,7 @@ def test_every_setting_can_be_said_by_flag_environment_and_file(
 @pytest.mark.parametrize(
     ("text", "size"), [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096)]
 )
-def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
+def test_memory_sizes_have_units(text: str, size: int) -> None:
     assert load({"kv_memory": text}).kv_memory == size
 
 
@@ -167,29 +167,31 @@ def test_memory_is_said_with_a_unit(text: str, size: int) -> None:
         ("kv_memory", "2 cows", "--kv-memory must be a size such as 512MiB or 2GiB, not '2 cows'"),
     ],
 )
-def test_a_wrong_value_names_the_flag_and_what_is_allowed(name: str, value: str, says: str) -> None:
-    assert refusal(**{name: value}) == says
+def test_an_invalid_value_names_the_flag_and_the_allowed_values(
+    name: str, value: str, says: str
+) -> None:
+    assert startup_error(**{name: value}) == says
 
 
-def test_a_wrong_value_from_elsewhere_says_where(
+def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (bare / "podway.toml").write_text("block_size = 'big'")
     line = "--block-size must be a whole number from 1 to 4096, not 'big' (from the settings file)"
-    assert refusal() == line
+    assert startup_error() == line
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
-    assert refusal(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
+    assert startup_error(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
 
 
 @pytest.mark.parametrize(
     ("flags", "is_on"), [([], True), (["--prefix-cache"], True), (["--no-prefix-cache"], False)]
 )
 def test_a_switch_takes_no_value(flags: list[str], is_on: bool) -> None:
-    said = vars(parser().parse_args(flags))
-    assert load({k: v for k, v in said.items() if v is not None}).prefix_cache is is_on
+    values = vars(parser().parse_args(flags))
+    assert load({k: v for k, v in values.items() if v is not None}).prefix_cache is is_on
 
 
-def test_a_flag_wins_over_the_environment_for_a_switch_too(
+def test_a_switch_overrides_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PODWAY_PREFIX_CACHE", "false")
@@ -197,31 +199,35 @@ def test_a_flag_wins_over_the_environment_for_a_switch_too(
     assert load({"prefix_cache": True}).prefix_cache is True
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    assert refusal(launcher="ray", device="cuda").startswith("--launcher ray runs workers on CPU")
-    assert refusal(kv_slots="64", kv_memory="1GiB").startswith("--kv-slots and --kv-memory exclude")
-    line = refusal(max_batch_size="64", max_batch_tokens="63")
+def test_settings_that_contradict_each_other_are_rejected() -> None:
+    assert startup_error(launcher="ray", device="cuda").startswith(
+        "--launcher ray runs workers on CPU"
+    )
+    assert startup_error(kv_slots="64", kv_memory="1GiB").startswith(
+        "--kv-slots and --kv-memory exclude"
+    )
+    line = startup_error(max_batch_size="64", max_batch_tokens="63")
     assert line.startswith("--max-batch-tokens (63) must be at least --max-batch-size (64)")
 
 
-def test_a_file_that_cannot_be_used_is_named(bare: Path) -> None:
-    assert refusal(config="none.toml").endswith("none.toml: No such file or directory")
+def test_a_settings_file_that_cannot_be_read_is_named(bare: Path) -> None:
+    assert startup_error(config="none.toml").endswith("none.toml: No such file or directory")
     (bare / "bad.toml").write_text("port = ")
-    assert "bad.toml is not TOML" in refusal(config="bad.toml")
+    assert "bad.toml is not TOML" in startup_error(config="bad.toml")
     (bare / "latin.toml").write_bytes(b"host = '\xe9'")
-    assert refusal(config="latin.toml").endswith("latin.toml: it is not UTF-8 text")
+    assert startup_error(config="latin.toml").endswith("latin.toml: it is not UTF-8 text")
     (bare / "typo.toml").write_text("prot = 1")
-    assert refusal(config="typo.toml") == "unknown setting 'prot' in the settings file"
+    assert startup_error(config="typo.toml") == "unknown setting 'prot' in the settings file"
 
 
-def test_settings_do_not_change_and_do_not_show_keys() -> None:
+def test_settings_are_immutable_and_hide_api_keys() -> None:
     settings = load({"api_key": "secret"})
     with pytest.raises(ValidationError):
         settings.port = 1  # type: ignore[misc]
     assert "secret" not in repr(settings)
 
 
-def test_every_option_has_words_for_its_help() -> None:
+def test_every_option_has_a_help_text() -> None:
     for option in options():
         assert option.description
         assert option.metavar or option.choices

@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_banner_says_where_what_and_how_much() -> None:
+def test_the_banner_has_address_model_and_memory() -> None:
     text = banner(
         "http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms per decode step; a default"
     )
@@ -53,14 +53,14 @@ def test_the_curl_line_can_be_copied() -> None:
     assert "$KEY" in curl_line("http://x", "m", with_key=True)
 
 
-def test_the_url_is_one_that_a_client_here_can_use() -> None:
+def test_the_url_can_be_opened_on_this_machine() -> None:
     assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
     assert url_of("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert url_of("::1", 1) == "http://[::1]:1"
     assert url_of("::", 1) == "http://[::1]:1"
 
 
-def test_without_a_terminal_loading_is_two_plain_lines_a_label() -> None:
+def test_without_a_terminal_each_loading_label_is_two_plain_lines() -> None:
     stream = io.StringIO()
     with LoadingBars(stream) as progress:
         for done in range(4):
@@ -69,7 +69,7 @@ def test_without_a_terminal_loading_is_two_plain_lines_a_label() -> None:
     assert stream.getvalue() == "weights: 0 of 3\nweights: 3 of 3\nwarm-up: 1 of 1\n"
 
 
-def test_on_a_terminal_loading_is_a_bar_that_goes_away() -> None:
+def test_on_a_terminal_loading_is_a_bar_that_is_removed() -> None:
     stream = Terminal()
     with LoadingBars(stream) as progress:
         progress("weights", 1, 2)
@@ -77,6 +77,6 @@ def test_on_a_terminal_loading_is_a_bar_that_goes_away() -> None:
     assert "weights" in stream.getvalue()
 
 
-def test_the_banner_says_how_many_workers_compute() -> None:
+def test_the_banner_has_the_number_of_workers() -> None:
     shown = banner("u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), "c")
     assert "2 stages × 3 ranks, 2 threads" in shown
