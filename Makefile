@@ -1,31 +1,42 @@
-# make serve    make the virtual environment, install, serve the built-in model
-# make test     the same, and run the tests
-# Flags go in ARGS:  make serve ARGS="--port 8123"
+# make serve      install what serving needs, then serve the built-in model
+# make test       the tests of the product, in less than 5 minutes on 2 cores
+# make test-all   all tests: also fault injection, examples, other projects' clients and fuzzing
+# make lint       format, style, types, import contracts
+#
+# Flags go in ARGS:                  make serve ARGS="--port 8123"
+# An index of PyTorch's CPU builds:  make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# (used by itself where there is no NVIDIA driver; TORCH_INDEX=none takes what pip finds)
 
 PYTHON ?= python3
 VENV ?= .venv
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+SERVING := $(VENV)/.serving
+DEVELOPMENT := $(VENV)/.development
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: serve test lint fmt clients
+.PHONY: serve test test-all lint fmt clients
 
-serve: $(STAMP)
-	@$(BIN)/python -m gateway serve $(ARGS) || test $$? -eq 130
+serve: $(SERVING)
+	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
 
-test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(DEVELOPMENT)
+	$(PYTEST) -m "not (process or examples or clients or fuzz)" $(ARGS)
 
-lint: $(STAMP)
+test-all: $(DEVELOPMENT)
+	$(PYTEST) $(ARGS)
+
+lint: $(DEVELOPMENT)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fmt: $(STAMP)
+fmt: $(DEVELOPMENT)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# Clients of other people that the tests run; they want an environment of their own.
+# LiteLLM and LlamaIndex pin packages that ours do not fit: an environment of their own.
 CLIENTS ?= .venv-clients
 clients: $(CLIENTS)/.installed
 
@@ -34,8 +45,14 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
 	touch $@
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
-	$(BIN)/python -m engine.worker.cpu
-	touch $@
+$(SERVING): pyproject.toml scripts/install.py
+	@echo "Podway is installed into $(VENV); this happens once."
+	@$(PYTHON) -m venv $(VENV)
+	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/install.py
+	@$(BIN)/python -m engine.worker.cpu
+	@touch $@
+
+$(DEVELOPMENT): $(SERVING)
+	@echo "The tools for development are installed into $(VENV)."
+	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/install.py dev
+	@touch $@

@@ -1,4 +1,4 @@
-"""One served built-in model for every test that wants a real server on a real port."""
+"""A server that the tests share, and the markers that divide the tests into tiers."""
 
 import os
 import signal
@@ -9,6 +9,25 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
+TESTS = Path(__file__).parent
+TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of them
+    "survival": "process",
+    "serving": "process",
+    "examples": "examples",
+    "clients": "clients",
+    "gateway/web/test_fuzz.py": "fuzz",
+    "gateway/web/test_schemathesis.py": "fuzz",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test the marker of its folder or file."""
+    for item in items:
+        for path, marker in TIERS.items():
+            if item.path.is_relative_to(TESTS / path):
+                item.add_marker(marker)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -80,6 +81,13 @@ def output_file(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a directory, not a file")
     return path
+
+
+def plot_file(text: str) -> Path:
+    """An output file for a plot; rejected where matplotlib, an extra, is not installed."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'podway[plots]'")
+    return output_file(text)
 
 
 def json_object(text: str) -> dict[str, Any]:

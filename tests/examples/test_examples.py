@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import EXAMPLES, run, run_script
+from tests.examples.running import EXAMPLES, run, run_here, run_script
 
 
 def test_10_curl_shows_the_events_to_the_last(server_url: str) -> None:
@@ -77,13 +77,13 @@ def test_30_nothing_is_left_behind_by_a_client_that_leaves(server_url: str) -> N
 
 
 def test_40_the_engine_answers_without_a_server() -> None:
-    shown = run_script("40_offline_engine.py", "Hello!", "What is 2 + 3?")
+    shown = run_here("40_offline_engine.py", "Hello!", "What is 2 + 3?")
     assert shown.count("> ") == 2
     assert "iterations" in shown
 
 
 def test_50_iteration_level_scheduling_is_compared_with_request_level() -> None:
-    shown = run_script("50_compare_policies.py", "--requests", "200")
+    shown = run_here("50_compare_policies.py", "--requests", "200")
     rows = {line[:16].strip(): line[16:].split() for line in shown.splitlines()[2:]}
     modes = ("grow", "reserve", "request")
     assert rows.keys() == {f"{policy} {mode}" for policy in ("fcfs", "mlfq") for mode in modes}

@@ -23,7 +23,8 @@ from engine.simulated.figures import SLO, Figures
 from engine.simulated.hardware import Deployment
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import read_trace
-from gateway.commands.simulate.curves import draw_time, show
+from gateway.commands.simulate.curves import draw_time
+from gateway.commands.simulate.tables import show
 
 SAMPLE = Path(__file__).parents[3] / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
 UNBOUNDED = 10**9

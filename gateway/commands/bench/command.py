@@ -38,6 +38,7 @@ from gateway.serve.flags import (
     json_object,
     natural,
     output_file,
+    plot_file,
     positive,
 )
 
@@ -135,7 +136,7 @@ def _add_results(parser: Parser) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--label", default="run", help="name of the run in tables and plots")
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    add("--plot", type=output_file, metavar="FILE", help="write a PNG plot")
+    add("--plot", type=plot_file, metavar="FILE", help="write a PNG plot")
     add(
         "--compare",
         type=Path,

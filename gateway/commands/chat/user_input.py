@@ -5,6 +5,7 @@ the line. Text between two lines of three double quotes is one message on every 
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,8 @@ def line_editing() -> Iterator[None]:
     """Line editing, multi-line paste, and a history that is kept between sessions."""
     import readline  # changes how input() behaves, so it is imported only for a terminal
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup for instance
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     readline.parse_and_bind("set enable-bracketed-paste on")
     path = history_file()
     with suppress(OSError):  # there is no history yet, or it cannot be read

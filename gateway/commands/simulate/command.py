@@ -34,7 +34,8 @@ from engine.simulated.trace import (
 )
 from engine.simulated.verify import RecordingVerifier
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
-from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, positive
+from gateway.commands.simulate.tables import show
+from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, plot_file, positive
 
 
 def parser() -> Parser:
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--share", type=_share, default=0.9, metavar="P", help=share)
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     plot = "write a PNG plot: over load for several --rate values, else over time"
-    add("--plot", type=output_file, metavar="FILE", help=plot)
+    add("--plot", type=plot_file, metavar="FILE", help=plot)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +192,6 @@ def _synthetic(args: argparse.Namespace) -> list[Arrival]:
 
 
 def _show(args: argparse.Namespace, runs: Sequence[Figures], capacities: dict[str, float]) -> None:
-    from gateway.commands.simulate.curves import (  # matplotlib takes a second to import
-        by_label,
-        draw_load,
-        draw_time,
-        show,
-    )
-
     console = Console()
     show(sorted(runs, key=lambda run: (run.label, run.offered)), console)
     for label, rate in capacities.items():
@@ -205,7 +199,9 @@ def _show(args: argparse.Namespace, runs: Sequence[Figures], capacities: dict[st
     if args.json:
         results = {"capacity": capacities, "runs": [run.as_json() for run in runs]}
         args.json.write_text(json.dumps(results))
-    if args.plot:
+    if args.plot:  # matplotlib takes a second to import
+        from gateway.commands.simulate.curves import by_label, draw_load, draw_time
+
         series = by_label(runs)
         if any(len(loads) > 1 for loads in series.values()):
             draw_load(series, args.plot)

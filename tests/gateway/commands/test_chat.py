@@ -165,9 +165,8 @@ def test_a_tools_file_that_cannot_be_read_is_one_line(
 def terminal_chat(peer: Peer, state: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """`podway chat` at a pseudo-terminal: the terminal's other end, and the process."""
     master, slave = pty.openpty()
-    code = "import signal, sys, gateway.__main__ as m; "
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # the parent may ignore it
-    command = [sys.executable, "-c", code + "sys.exit(m.run(['chat', sys.argv[1]]))", peer.url]
+    run = 'trap "" INT; exec "$@"'  # Ctrl-C must work also where the parent ignores SIGINT
+    command = ["sh", "-c", run, "sh", sys.executable, "-m", "gateway", "chat", peer.url]
     env = {**os.environ, "XDG_STATE_HOME": str(state), "TERM": "xterm", "INPUTRC": "/dev/null"}
     child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env)
     os.close(slave)
