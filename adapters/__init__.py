@@ -1,1 +1,1 @@
-"""One folder per foreign thing, each behind a port that the engine or the gateway declares."""
+"""Adapters of external libraries and formats to the ports of the engine and the gateway."""

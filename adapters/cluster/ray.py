@@ -1,9 +1,9 @@
 """Workers as Ray actors, spread over the nodes of a cluster.
 
-Ray places the actors and sees to their end; what is said to them goes over TCP connections that
-they open to the loop and on which both sides prove that they hold the launch's secret. The data
-plane joins them at an address that the first of them listens on. Podway, its model and its
-dependencies are expected on every node.
+Ray places and ends the actors. Steps and results go over TCP connections that the actors open to
+the server, on which both sides prove that they know the secret of this launch. The data plane
+meets at an address on which the first actor listens. Podway, the model and the dependencies must
+be installed on every node.
 """
 
 import asyncio
@@ -28,29 +28,29 @@ from engine.worker.process import remote
 
 logger = logging.getLogger(__name__)
 
-PLACING_SECONDS = 60.0  # for Ray to find room and start the processes
+PLACEMENT_SECONDS = 60.0  # for Ray to find resources and start the processes
 HANDSHAKE_SECONDS = 10.0
 SECRET_BYTES = 32
 
 
 class RayActor:
-    """What runs inside an actor; made remote by the launcher."""
+    """The class that runs inside an actor; the launcher makes it remote."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
 
     def place(self) -> "Place":
-        """Where Ray has put it."""
+        """The node and process that Ray has chosen."""
         return Place(ray.util.get_node_ip_address(), os.getpid())
 
     def listen(self) -> int:
-        """Open the port at which the data plane meets, on all addresses; which it is."""
+        """Listen for the data plane on all addresses; returns the port."""
         self._listener = socket.create_server(("", 0))
         port: int = self._listener.getsockname()[1]
         return port
 
     def serve(self, worker: str, loop: tuple[str, int], secret: bytes, index: int) -> int:
-        """The worker's whole life: connect to the loop and obey. The exit code."""
+        """Connect to the server and run steps until it says goodbye. Returns the exit code."""
         listener = None if self._listener is None else self._listener.fileno()
         return remote.serve(worker, loop, secret, index, listener)
 
@@ -65,32 +65,32 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RayWorker:
-    """A `LaunchedWorker`; `life` is Ray's reference to the answer of its `serve`."""
+    """A `LaunchedWorker`; `serving` is Ray's reference to the return value of its `serve`."""
 
     placement: Placement
     connection: socket.socket
     pid: int
     actor: Any
-    life: Any
+    serving: Any
 
     def kill(self) -> None:
-        """See `LaunchedWorker`."""
+        """Kill the actor without waiting."""
         with contextlib.suppress(RayError):
             ray.kill(self.actor)
 
     async def end(self, grace: float) -> str:
-        """See `LaunchedWorker`."""
+        """Close the connection and kill the actor if it does not exit within `grace` seconds."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         try:
-            return await asyncio.to_thread(self._outlast, grace)
+            return await asyncio.to_thread(self._wait_for_exit, grace)
         finally:
             self.kill()
             self.connection.close()
 
-    def _outlast(self, grace: float) -> str:
+    def _wait_for_exit(self, grace: float) -> str:
         try:
-            return f"ended with exit code {ray.get(self.life, timeout=grace)}"
+            return f"ended with exit code {ray.get(self.serving, timeout=grace)}"
         except GetTimeoutError:
             return "was killed"
         except RayError as error:
@@ -101,7 +101,7 @@ class RayLauncher:
     """A `Launcher` on the cluster at `address`; `cpus` are reserved for each worker."""
 
     def __init__(self, worker: str, address: str, cpus: int) -> None:
-        """Joins the cluster. Raises `StartupError` if there is none."""
+        """Join the cluster. Raises `StartupError` if there is none at `address`."""
         self._worker = worker
         self._cpus = cpus
         try:
@@ -111,12 +111,12 @@ class RayLauncher:
         self._address = ray.util.get_node_ip_address()
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[RayWorker]:
-        """See `Launcher`. Ray spreads the workers over nodes while there are nodes."""
+        """Start one actor per worker; Ray spreads them over as many nodes as there are."""
         make = ray.remote(num_cpus=self._cpus, scheduling_strategy="SPREAD")(RayActor)
         actors = [make.remote() for _ in range(num_stages * num_ranks)]
         try:
-            places, port = await asyncio.to_thread(self._settle, actors)
-            return await self._meet(actors, places, port, placements(num_stages, num_ranks))
+            places, port = await asyncio.to_thread(self._await_placement, actors)
+            return await self._connect(actors, places, port, placements(num_stages, num_ranks))
         except BaseException:
             for actor in actors:
                 ray.kill(actor)
@@ -126,35 +126,36 @@ class RayLauncher:
         """Leave the cluster."""
         await asyncio.to_thread(ray.shutdown)
 
-    def _settle(self, actors: Sequence[Any]) -> tuple[list[Place], int]:
-        """Wait until every actor has a process; where they are, and the port of the first."""
+    def _await_placement(self, actors: Sequence[Any]) -> tuple[list[Place], int]:
+        """Wait until every actor has a process. Returns their places and the first one's port."""
         try:
             places: list[Place] = ray.get(
-                [actor.place.remote() for actor in actors], timeout=PLACING_SECONDS
+                [actor.place.remote() for actor in actors], timeout=PLACEMENT_SECONDS
             )
-            port: int = ray.get(actors[0].listen.remote(), timeout=PLACING_SECONDS)
+            port: int = ray.get(actors[0].listen.remote(), timeout=PLACEMENT_SECONDS)
         except GetTimeoutError as error:
             raise StartupError(
-                f"the Ray cluster has no room for {len(actors)} workers of {self._cpus} CPUs"
+                f"the Ray cluster did not place {len(actors)} workers of {self._cpus} CPUs "
+                f"within {PLACEMENT_SECONDS:g} s"
             ) from error
         except RayError as error:
             raise StartupError(f"Ray could not start the workers: {error}") from error
         return places, port
 
-    async def _meet(
+    async def _connect(
         self, actors: Sequence[Any], places: Sequence[Place], port: int, seats: list[Placement]
     ) -> list[RayWorker]:
-        """Have every actor connect, and let in those that hold the secret."""
+        """Make every actor connect to this process and authenticate itself."""
         secret = secrets.token_bytes(SECRET_BYTES)
         neighbours = Counter(place.address for place in places)
         with socket.create_server((self._address, 0)) as listener:
             listener.setblocking(False)
             where = listener.getsockname()[:2]
-            lives = [
+            serving = [
                 actor.serve.remote(self._worker, where, secret, index)
                 for index, actor in enumerate(actors)
             ]
-            connections = await self._admit_all(listener, secret, lives)
+            connections = await self._accept_all(listener, secret, serving)
         return [
             RayWorker(
                 placement=replace(
@@ -169,22 +170,22 @@ class RayLauncher:
                 connection=connections[seat.index],
                 pid=place.pid,
                 actor=actors[seat.index],
-                life=lives[seat.index],
+                serving=serving[seat.index],
             )
             for seat, place in zip(seats, places, strict=True)
         ]
 
-    async def _admit_all(
-        self, listener: socket.socket, secret: bytes, lives: Sequence[Any]
+    async def _accept_all(
+        self, listener: socket.socket, secret: bytes, serving: Sequence[Any]
     ) -> dict[int, socket.socket]:
-        """Let everybody in who holds the secret, until all workers are here."""
+        """Accept connections until all workers have authenticated. Sockets by worker index."""
         loop = asyncio.get_running_loop()
         connections: dict[int, socket.socket] = {}
         try:
-            async with asyncio.timeout(PLACING_SECONDS):
-                while len(connections) < len(lives):
+            async with asyncio.timeout(PLACEMENT_SECONDS):
+                while len(connections) < len(serving):
                     connection, peer = await loop.sock_accept(listener)
-                    index = await _admit_one(connection, secret, str(peer))
+                    index = await _authenticated_index(connection, secret, str(peer))
                     if index is not None:
                         connections[index] = connection
         except BaseException as error:
@@ -193,29 +194,29 @@ class RayLauncher:
             if not isinstance(error, TimeoutError):
                 raise
             raise StartupError(
-                f"{len(connections)} of {len(lives)} workers connected to {self._address}: "
-                f"{await asyncio.to_thread(_why, lives)}"
+                f"only {len(connections)} of {len(serving)} workers connected to "
+                f"{self._address}: {await asyncio.to_thread(_error_of, serving)}"
             ) from error
         return connections
 
 
-def _why(lives: Sequence[Any]) -> str:
-    """What ended a worker before it connected, if one did."""
-    ended, _ = ray.wait(list(lives), timeout=0)
+def _error_of(serving: Sequence[Any]) -> str:
+    """The error of a worker that ended before it connected, if one did."""
+    ended, _ = ray.wait(list(serving), timeout=0)
     try:
         ray.get(ended)
     except RayError as error:
         return " ".join(str(error).split())[-300:]
-    return "the others said nothing"
+    return "the others reported no error"
 
 
-async def _admit_one(connection: socket.socket, secret: bytes, peer: str) -> int | None:
-    """Who came, None for a stranger, who is shown the door."""
+async def _authenticated_index(connection: socket.socket, secret: bytes, peer: str) -> int | None:
+    """The index of the worker that connected; None if authentication failed."""
     connection.setblocking(False)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             return await accept_worker(connection, secret)
     except (HandshakeFailed, OSError, TimeoutError) as error:
-        logger.warning("a stranger at %s was turned away: %s", peer, error)
+        logger.warning("rejected an unauthenticated connection from %s: %s", peer, error)
         connection.close()
         return None

@@ -1,4 +1,4 @@
-"""How models want conversations written: chat templates behind the `ChatTemplate` port."""
+"""Chat templates and dialects: how a model's prompts are formatted and its output is parsed."""
 
 from adapters.dialects.choosing import choose_dialect
 from adapters.dialects.loading import load_chat_template

@@ -1,10 +1,10 @@
-"""Which dialect a checkpoint speaks: asked for by name, or seen in its chat template."""
+"""Chooses a checkpoint's dialect, by name or from its chat template."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
-from adapters.dialects.parser import Marks
+from adapters.dialects.parser import ReasoningMarkers
 from adapters.dialects.tool_calls import (
     HERMES_CLOSE,
     HERMES_OPEN,
@@ -38,7 +38,7 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         special_tokens=_MISTRAL,
         new_id=short_id,
     ),
-    "mistral-args": ToolStyle(  # since 2025; both are read alike
+    "mistral-args": ToolStyle(  # since 2025; one parser reads both forms
         read_mistral,
         mark=MISTRAL_CALLS,
         head="%s" + MISTRAL_ARGS,
@@ -46,14 +46,14 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         new_id=short_id,
     ),
 }
-REASONING_MARKS: Mapping[str, Marks] = {
-    "think": Marks("<think>", "</think>"),
-    "mistral": Marks("[THINK]", "[/THINK]"),
+REASONING_MARKS: Mapping[str, ReasoningMarkers] = {
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
 }
 
 
 def choose_dialect(template: str, tools: str = AUTO, reasoning: str = AUTO) -> ModelDialect:
-    """The dialect of a model whose chat template is `template` ("" without one).
+    """The dialect of a model whose chat template is `template` ("" if it has none).
 
     Raises `StartupError` for a name that is neither "auto", "none" nor in the tables.
     """

@@ -1,13 +1,13 @@
-"""A model's dialect: how it reasons and calls tools, as one object behind the `Dialect` port."""
+"""A model's dialect, behind the `Dialect` port: how it writes reasoning and tool calls."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.dialects.parser import Marks, MessageParser
+from adapters.dialects.parser import MessageParser, ReasoningMarkers
 from adapters.dialects.reader import TextReader
-from adapters.dialects.tool_calls import ReadAnswer
+from adapters.dialects.tool_calls import ParseOutput
 from engine.step import Grammar, GrammarKind
 from gateway.ports import StreamParser, ToolCallGrammar, ToolChoice
 
@@ -18,25 +18,25 @@ _NO_PARAMETERS = {**_ANY_OBJECT, "properties": {}, "additionalProperties": False
 
 
 def long_id(bits: Bits) -> str:
-    """A call's id as OpenAI's look."""
+    """A tool call id in OpenAI's form."""
     return f"call_{bits(96):024x}"
 
 
 def short_id(bits: Bits) -> str:
-    """Nine letters and digits, which is what Mistral's templates insist on."""
+    """A tool call id of nine letters and digits, which Mistral's templates require."""
     return "".join(_ALPHABET[bits(16) % len(_ALPHABET)] for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """How calls are written: who reads them, and what stands around arguments that are held.
+    """The syntax of tool calls: their parser, and the text around constrained arguments.
 
     A call begins with `mark` and `head`, in which `%s` is the name, and ends with `tail`. Without
-    a mark it is a JSON object whose arguments are under `key`. `special_tokens` are marks that
-    some vocabularies have as control tokens.
+    a mark, a call is a JSON object with its arguments under `key`. `special_tokens` are the marks
+    which are control tokens in some vocabularies.
     """
 
-    read: ReadAnswer
+    read: ParseOutput
     mark: str = ""
     head: str = ""
     tail: str = ""
@@ -47,10 +47,10 @@ class ToolStyle:
 
 @dataclass(frozen=True, slots=True)
 class ModelDialect:
-    """`tools` None: the model cannot call; `reasoning` None: it does not think aloud."""
+    """`tools` is None if the model cannot call tools, `reasoning` if it writes no reasoning."""
 
     tools: ToolStyle | None = None
-    reasoning: Marks | None = None
+    reasoning: ReasoningMarkers | None = None
 
     @property
     def reads_calls(self) -> bool:
@@ -58,14 +58,14 @@ class ModelDialect:
 
     @property
     def special_tokens(self) -> Collection[str]:
-        """Marks; some vocabularies have them as control tokens, which must be shown then."""
+        """Marks that are control tokens in some vocabularies; the decoder must not drop them."""
         calls = () if self.tools is None else self.tools.special_tokens
         return (*calls, *(self.reasoning or ()))
 
     def parser(self, prompt: str, wanted: ToolChoice, bits: Bits) -> StreamParser | None:
-        """Who reads the answer to `prompt`; None: it is all content.
+        """The parser of the output after `prompt`; None if all output is content.
 
-        `bits` makes random bits, for the ids of calls.
+        `bits(n)` returns n random bits, for the ids of calls.
         """
         style = self.tools if wanted.names else None
         if style is None and self.reasoning is None:
@@ -80,18 +80,18 @@ class ModelDialect:
         )
 
     def without_reasoning(self, prompt: str) -> str:
-        """What to add to a prompt that opens reasoning, so that the answer comes at once."""
+        """The text that closes the reasoning which `prompt` has opened; "" if it has not."""
         if self.reasoning is None or not self._is_open(prompt):
             return ""
         return f"\n{self.reasoning.close}\n\n"
 
     def hold_calls(self, held: ToolCallGrammar) -> Grammar | None:
-        """What answers match that call so.
+        """The grammar of outputs with such calls.
 
-        None: free text beside calls without a mark cannot be told from them.
+        None if calls have no mark and free text is allowed, since the two cannot be distinguished.
         """
         style = self.tools
-        assert style is not None, "asked of a model that can call"
+        assert style is not None, "the model can call tools"
         if style.mark:
             return _tagged(style, held)
         if not held.must_call and held.answer is None:
@@ -134,14 +134,14 @@ def _json(kind: GrammarKind, value: Any) -> Grammar:
 
 
 def _parameters(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schema of arguments; an empty one is OpenAI's way to say that there are none."""
+    """The schema of arguments; in OpenAI's API an empty schema means that there are none."""
     if parameters is None:
         return _ANY_OBJECT
     return parameters or _NO_PARAMETERS
 
 
 def _call(name: str, parameters: Mapping[str, Any] | None, key: str, place: str) -> dict[str, Any]:
-    """The schema of one call; `place` is where it stands, for references inside."""
+    """The schema of one call; `place` is its JSON pointer, to which `$ref`s are relocated."""
     inside = _moved(_parameters(parameters), f"{place}/properties/{key}")
     return {
         "type": "object",
@@ -152,7 +152,7 @@ def _call(name: str, parameters: Mapping[str, Any] | None, key: str, place: str)
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself still hold when it stands at `place` of another."""
+    """The schema with its local `$ref`s relocated to the JSON pointer `place`."""
     if isinstance(schema, Mapping):
         return {
             name: place + value[1:]

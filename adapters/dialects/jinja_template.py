@@ -1,7 +1,7 @@
-"""A checkpoint's Jinja chat template, rendered as transformers does, in a sandbox with bounds.
+"""A checkpoint's Jinja chat template, rendered as transformers does, in a sandbox with limits.
 
-The template's own complaints (`raise_exception`) and its failures on odd messages are the
-caller's to read: both become `InvalidRequest` for `messages`.
+Errors that the template raises (`raise_exception`) and errors in rendering become
+`InvalidRequest` for `messages`.
 """
 
 import json
@@ -18,8 +18,8 @@ from engine.errors import InvalidRequest, StartupError
 
 Message = Mapping[str, Any]
 
-# What one rendering may use, whatever the messages, and how much more for their number and text.
-_TURNS, _TURNS_PER_MESSAGE = 100_000, 500
+# The budget of one rendering: a constant part, a part per message, a part per character.
+_STEPS, _STEPS_PER_MESSAGE = 100_000, 500
 _CHARS, _CHARS_PER_CHAR = 1 << 25, 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -37,7 +37,7 @@ class JinjaTemplate:
         special_tokens: Mapping[str, Any],
         now: Callable[[], datetime] = _local_now,
     ) -> None:
-        """Compile `sources`. `special_tokens` are what templates see as `bos_token` and so on.
+        """Compile `sources`. `special_tokens` are template variables such as `bos_token`.
 
         Raises `StartupError` for a template that does not compile.
         """
@@ -48,7 +48,7 @@ class JinjaTemplate:
         self.source = "\n".join(sources.values())
 
     def variant(self, source: str) -> "JinjaTemplate":
-        """The same model's template with another source; `InvalidRequest` if it is none."""
+        """This template with another source. Raises `InvalidRequest` if it does not compile."""
         try:
             return JinjaTemplate({"default": source}, self._special_tokens, self._now)
         except (StartupError, RecursionError, SyntaxError, ValueError) as error:
@@ -59,8 +59,8 @@ class JinjaTemplate:
     ) -> str:
         """The prompt. `kwargs` are template variables such as `tools`.
 
-        The role "developer" is shown as "system" to a template that has never heard of it.
-        Raises `InvalidRequest` with the template's own words.
+        The role "developer" becomes "system" if the template does not mention it. Raises
+        `InvalidRequest` with the template's message.
         """
         name = self._name(has_tools=kwargs.get("tools") is not None)
         shown = [_with_reasoning(message) for message in messages]
@@ -92,7 +92,7 @@ def _rendered(template: Template, variables: Mapping[str, Any]) -> str:
     except TemplateError as error:
         raise InvalidRequest(error.message or "The chat template failed.", "messages") from error
     except RecursionError as error:
-        raise InvalidRequest("The chat template calls itself without end.", "messages") from error
+        raise InvalidRequest("The chat template recurses too deeply.", "messages") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         message = f"The chat template does not accept these messages: {error}"
         raise InvalidRequest(message, "messages") from error
@@ -105,10 +105,11 @@ def _compiled(name: str, source: str, now: Callable[[], datetime]) -> Template:
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: now().strftime(format),
         "namespace": _TemplateNamespace,
-        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # the type has ways to write
+        # A function, since the attributes of the type would allow mutation.
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
     try:
-        return environment.bounded(source)
+        return environment.compile_bounded(source)
     except TemplateSyntaxError as error:
         raise StartupError(
             f"chat template {name!r}, line {error.lineno}: {error.message}"
@@ -116,11 +117,11 @@ def _compiled(name: str, source: str, now: Callable[[], datetime]) -> Template:
 
 
 class _TemplateNamespace(Namespace):
-    """Jinja's, without names that begin with an underscore."""
+    """Jinja's namespace without names that begin with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace may not hold {name!r}")
+            raise SecurityError(f"a namespace may not have the attribute {name!r}")
         super().__setitem__(name, value)
 
 
@@ -145,7 +146,7 @@ def _tojson(
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Reasoning under the two names that templates read, whichever the caller used."""
+    """The message with its reasoning under both names that templates read."""
     given = (message[name] for name in _REASONING if message.get(name) is not None)
     reasoning = next(given, None)
     if reasoning is None:
@@ -161,5 +162,5 @@ def _budget(messages: Sequence[Message]) -> RenderBudget:
     contents = (message.get("content") for message in messages)
     chars = sum(len(content) for content in contents if isinstance(content, str))
     return RenderBudget(
-        _TURNS + _TURNS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars
+        _STEPS + _STEPS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars
     )

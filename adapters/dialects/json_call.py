@@ -1,7 +1,8 @@
-"""A tool call in JSON, `{"name": …, "arguments": {…}}`, streamed as soon as it is surely one.
+"""Parses a tool call in JSON, `{"name": …, "arguments": {…}}`, and streams its arguments.
 
-Written in this order, the call begins when its arguments do, and they are passed on as they
-come. An object in another order is read whole. What is no call is left in the reader.
+In this order of keys the call is emitted when its arguments begin, and they are emitted as they
+arrive. An object with another order is parsed when it is complete. Text that is not a call stays
+in the reader.
 """
 
 import json
@@ -10,18 +11,18 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 from adapters.dialects.json_span import JsonSpan
-from adapters.dialects.reader import Reads, TextReader
+from adapters.dialects.reader import Parsing, TextReader
 
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_MAX_HEADER = 512  # characters; a longer one is read whole
+_MAX_HEADER = 512  # characters; a call with a longer header is parsed when it is complete
 _FIRST_KEY = re.compile(r'\s*\{\s*(?:"([^"\\]*)"|[^"\s])')
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
 
 
-class Anything:
-    """A container of all names: whatever is called is a call."""
+class AnyName:
+    """A container of all names, so that a call of any tool is accepted."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -32,10 +33,10 @@ class _Call(NamedTuple):
     arguments: str
 
 
-def read_call(reader: TextReader, names: Container[str]) -> Reads[bool]:
-    """Read one call of a tool in `names` from the reader; False: there is none, nothing is taken.
+def read_call(reader: TextReader, names: Container[str]) -> Parsing[bool]:
+    """Parse one call of a tool in `names`, with its closing brace if there is one.
 
-    Afterwards the closing brace is taken too, if it is there.
+    Returns False and takes no text if there is no call.
     """
     span, num_scanned = JsonSpan(), 0
     while True:
@@ -45,34 +46,34 @@ def read_call(reader: TextReader, names: Container[str]) -> Reads[bool]:
             if name not in names:
                 return False
             reader.take(header.end())
-            reader.call(name)
+            reader.begin_call(name)
             yield from read_arguments(reader)
             yield from _close(reader)
-            reader.passed = ""
+            reader.skipped = ""
             return True
         end = span.feed(reader.text[num_scanned:])
         if end is not None:
             return _read_whole(reader, num_scanned + end, names)
         num_scanned = len(reader.text)
-        if span.is_broken or reader.is_ended or not _may_be_call(reader.text):
+        if span.is_invalid or reader.is_ended or not _may_be_call(reader.text):
             return False
         yield
 
 
-def read_arguments(reader: TextReader) -> Reads[None]:
-    """Pass on the JSON object that comes next, up to its end or to where it is none."""
+def read_arguments(reader: TextReader) -> Parsing[None]:
+    """Emit the next JSON object as arguments, up to its end or to the first invalid character."""
     span = JsonSpan()
     while True:
         end = span.feed(reader.text)
         if text := reader.take(len(reader.text) if end is None else end):
-            reader.argue(text)
+            reader.emit_arguments(text)
         if end is not None or reader.is_ended:
             return
         yield
 
 
-def _close(reader: TextReader) -> Reads[None]:
-    """The rest of the object around the arguments; a brace that was forgotten is forgiven."""
+def _close(reader: TextReader) -> Parsing[None]:
+    """Skip the rest of the object around the arguments; its closing brace may be missing."""
     following = yield from reader.peek()
     if following == "}":
         yield from reader.accept("}")
@@ -80,8 +81,8 @@ def _close(reader: TextReader) -> Reads[None]:
         yield from _skip_object(reader)
 
 
-def _skip_object(reader: TextReader) -> Reads[None]:
-    """Over what else a call may say, such as an id."""
+def _skip_object(reader: TextReader) -> Parsing[None]:
+    """Skip other fields of a call, such as an id."""
     span = JsonSpan(depth=1)
     while True:
         end = span.feed(reader.text)
@@ -96,13 +97,13 @@ def _read_whole(reader: TextReader, size: int, names: Container[str]) -> bool:
     if found is None or found.name not in names:
         return False
     reader.take(size)
-    reader.passed = ""
-    reader.call(*found)
+    reader.skipped = ""
+    reader.begin_call(*found)
     return True
 
 
 def _parsed(text: str) -> _Call | None:
-    """A call written in any order, `{"type": "function", "function": {…}}` too."""
+    """A call with any order of keys, or in the form `{"type": "function", "function": {…}}`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -124,7 +125,7 @@ def _arguments(given: Any) -> str | None:
 
 
 def _may_be_call(text: str) -> bool:
-    """Whether an object that begins like this is worth waiting for."""
+    """Whether more text could turn `text` into a call."""
     if not text.lstrip():
         return True
     if not text.lstrip().startswith("{"):

@@ -1,7 +1,7 @@
-"""Finds the end of a JSON object or array in a text that comes in pieces.
+"""Finds the end of a JSON object or array in text that arrives in pieces.
 
-Brackets are counted outside strings; nothing else is checked, so the text is passed on while it
-is still being written.
+Only brackets outside strings are counted, so the text can be emitted before the value is
+complete.
 """
 
 import re
@@ -10,18 +10,18 @@ _MARKS = re.compile(r'["\\{}\[\]<]')
 
 
 class JsonSpan:
-    """`depth` is that of the brackets open before the first text: 0 if the value begins there."""
+    """`depth` is the number of brackets open before the first text; 0 if the value begins there."""
 
-    __slots__ = ("_depth", "_in_string", "_is_escaped", "is_broken")
+    __slots__ = ("_depth", "_in_string", "_is_escaped", "is_invalid")
 
     def __init__(self, depth: int = 0) -> None:
-        self.is_broken = False  # by a `<` outside strings, which no JSON has: a mark begins there
+        self.is_invalid = False  # a `<` outside strings, which JSON never has: a mark begins there
         self._depth = depth
         self._in_string = False
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the value, if it ends here."""
+        """The number of characters of `text` up to the value's end; None if it does not end."""
         start = 0
         if self._is_escaped and text:
             self._is_escaped = False
@@ -31,14 +31,14 @@ class JsonSpan:
             if self._in_string:
                 start = self._inside(match[0], start, len(text))
             elif match[0] == "<":
-                self.is_broken = True
+                self.is_invalid = True
                 return match.start()
             elif self._closes(match[0]):
                 return start
         return None
 
     def _inside(self, char: str, start: int, size: int) -> int:
-        """Past one character of a string, and past what a backslash escapes."""
+        """Handle a quote or backslash within a string; returns where to search next."""
         if char == '"':
             self._in_string = False
         elif char == "\\":

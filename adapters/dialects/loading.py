@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to its chat template: where Hugging Face keeps such things."""
+"""Loads the chat template of a checkpoint from the files in which Hugging Face stores it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +13,10 @@ from engine.errors import StartupError
 
 
 def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTemplate | None:
-    """The chat template of the checkpoint in `directory`; None for a model without one.
+    """The chat template of the checkpoint in `directory`; None if it has none.
 
-    First comes the Jinja file `instead`, then `chat_template.jinja` with
-    `additional_chat_templates/*.jinja`, then `chat_template` of `tokenizer_config.json`.
+    The first of these is used: the Jinja file `instead`; `chat_template.jinja` with
+    `additional_chat_templates/*.jinja`; `chat_template` of `tokenizer_config.json`.
     Raises `StartupError` for a file that cannot be read or a template that does not compile.
     """
     config = _object(directory / "tokenizer_config.json")
@@ -69,8 +69,8 @@ def _configured(template: object, directory: Path) -> dict[str, str]:
             if len(named) == len(entries):
                 return dict(named)
     raise StartupError(
-        f"{directory / 'tokenizer_config.json'}: chat_template is neither a string "
-        "nor a list of named templates"
+        f"{directory / 'tokenizer_config.json'}: chat_template must be a string "
+        "or a list of named templates"
     )
 
 
@@ -82,7 +82,7 @@ def _named(entry: object) -> tuple[str, str] | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`bos_token`, `eos_token`, … as text; those that are null stay undefined."""
+    """The text of `bos_token`, `eos_token`, …; those that are null are left out."""
     tokens: dict[str, Any] = {}
     for name, value in config.items():
         text = _text(value)

@@ -1,32 +1,32 @@
-"""The `StreamParser` port: reasoning first, then content and tool calls, as a dialect says."""
+"""The `StreamParser` of a dialect: optional reasoning, then content and tool calls."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from adapters.dialects.reader import Reads, TextReader
-from adapters.dialects.tool_calls import ReadAnswer, pour_rest
+from adapters.dialects.reader import Parsing, TextReader
+from adapters.dialects.tool_calls import ParseOutput, emit_rest
 from gateway.ports import Piece, Reasoning
 
 
-class Marks(NamedTuple):
-    """What stands around a model's reasoning."""
+class ReasoningMarkers(NamedTuple):
+    """The marks around a model's reasoning."""
 
     open: str
     close: str
 
 
 class MessageParser:
-    """Reads one answer.
+    """Parses the output of one choice.
 
-    Reasoning is looked for at the very beginning only, `is_reasoning` where the prompt opened it.
-    Once nothing can come but content, text passes straight through.
+    Reasoning is recognised only at the start of the output; `is_reasoning` says that the prompt
+    has opened it. Once only content can follow, text is returned unchanged.
     """
 
     def __init__(
         self,
         reader: TextReader,
-        marks: Marks | None,
-        read_answer: ReadAnswer | None,
+        marks: ReasoningMarkers | None,
+        parse_output: ParseOutput | None,
         names: Container[str] = (),
         *,
         is_reasoning: bool = False,
@@ -34,51 +34,51 @@ class MessageParser:
         self.is_reasoning = is_reasoning
         self._reader = reader
         self._marks = marks
-        self._reading = self._read(read_answer, names)
+        self._parsing = self._read(parse_output, names)
         self._is_plain = False
-        self._go_on()
+        self._advance()
 
     @property
     def is_complete(self) -> bool:
-        """Whether as many calls as were wanted have been made, and one more would begin."""
+        """Whether the output has begun one more call than the maximum."""
         return self._reader.is_full
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """The pieces that are certain now."""
+        """Parse more text; returns the pieces that are certain now."""
         if self._is_plain:
             return (text,) if text else ()
         self._reader.text += text
-        self._go_on()
+        self._advance()
         return self._reader.drain()
 
     def finish(self) -> Sequence[Piece]:
-        """What was held."""
+        """The pieces of the text that was withheld, since no more text follows."""
         self._reader.is_ended = True
         if not self._is_plain:
-            self._go_on()
+            self._advance()
         return self._reader.drain()
 
-    def _go_on(self) -> None:
-        next(self._reading, None)
+    def _advance(self) -> None:
+        next(self._parsing, None)
 
-    def _read(self, read_answer: ReadAnswer | None, names: Container[str]) -> Reads[None]:
+    def _read(self, parse_output: ParseOutput | None, names: Container[str]) -> Parsing[None]:
         reader = self._reader
         if self._marks is not None:
             yield from self._read_reasoning(self._marks)
-        if read_answer is not None:
-            yield from read_answer(reader, names)
+        if parse_output is not None:
+            yield from parse_output(reader, names)
         elif not reader.is_ended:
-            reader.say(lambda text: text, len(reader.text))
+            reader.emit(lambda text: text, len(reader.text))
             self._is_plain = True
         else:
-            yield from pour_rest(reader)
+            yield from emit_rest(reader)
 
-    def _read_reasoning(self, marks: Marks) -> Reads[None]:
+    def _read_reasoning(self, marks: ReasoningMarkers) -> Parsing[None]:
         reader = self._reader
         if not self.is_reasoning and not (yield from reader.accept(marks.open)):
             return
         self.is_reasoning = True
         yield from reader.skip_blanks()
-        yield from reader.pour(Reasoning, marks.close)
+        yield from reader.emit_until(Reasoning, marks.close)
         self.is_reasoning = False
         yield from reader.skip_blanks()

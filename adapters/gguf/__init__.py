@@ -1,7 +1,7 @@
-"""GGUF files as if they were Hugging Face directories: their documents and their tensors.
+"""GGUF files read as if they were Hugging Face directories.
 
-Models, tokenizers and dialects read a checkpoint's JSON documents; of a GGUF file they are put
-together from its metadata, in memory. What the file asks and nothing here gives is refused.
+Models, tokenizers and dialects read a checkpoint's JSON documents; for a GGUF file these are built
+in memory from its metadata. Files with unsupported features are rejected.
 """
 
 from pathlib import Path
@@ -10,5 +10,5 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Whether a checkpoint is one file in this format, by its name."""
+    """Whether the path has the suffix of a GGUF file."""
     return checkpoint.suffix.lower() == SUFFIX

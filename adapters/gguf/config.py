@@ -1,6 +1,6 @@
-"""config.json of a GGUF file, from its metadata. A key that is unknown here is refused by name.
+"""Builds config.json from the metadata of a GGUF file. Unknown keys are rejected by name.
 
-Numbers are of 32 bits in the file; the shortest decimal of each is what was meant.
+The file stores numbers in 32 bits; each is read as the shortest decimal that rounds to it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Of the keys that begin with the architecture: read as Hugging Face's field, or without meaning.
+# Metadata keys after the architecture's prefix, and the Hugging Face fields that they become.
 ROTARY_FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -44,16 +44,16 @@ NO_MEANING = {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 
 
 def read_config(file: GgufFile) -> dict[str, object]:
-    """What config.json would say. Raises `StartupError`."""
+    """The content of config.json. Raises `StartupError`."""
     architecture = file.text("general.architecture")
     if architecture not in NAMES:
         known = ", ".join(NAMES)
-        raise file.refuse(f"general.architecture {architecture!r} is not supported; known: {known}")
+        raise file.error(f"general.architecture {architecture!r} is not supported; known: {known}")
     if (file.integer("split.count") or 1) > 1:
-        raise file.refuse("split.count: a model in several files is not supported; merge them")
+        raise file.error("split.count: a model in several files is not supported; merge them")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise file.refuse("tensor token_embd.weight is missing")
+        raise file.error("tensor token_embd.weight is missing")
     config: dict[str, object] = {
         "architectures": [FAMILIES[architecture]],
         "vocab_size": embedding.shape[0],
@@ -73,50 +73,50 @@ def read_config(file: GgufFile) -> dict[str, object]:
 
 
 def _fields(file: GgufFile, architecture: str, names: Mapping[str, str]) -> dict[str, object]:
-    """Hugging Face's fields; refuses other keys of the architecture."""
+    """The Hugging Face fields. Raises `StartupError` for unknown keys of the architecture."""
     fields: dict[str, object] = {}
     for key in file.keys:
         root, _, rest = key.partition(".")
         if root != architecture or rest in CHECKED | SCALING | NO_MEANING:
             continue
         if rest not in names:
-            raise file.refuse(f"{key}={str(file.value(key))[:40]} is not supported")
-        fields[names[rest]] = meant(file.value(key))
+            raise file.error(f"{key}={str(file.value(key))[:40]} is not supported")
+        fields[names[rest]] = shortest_decimal(file.value(key))
     return fields
 
 
-def meant(value: object) -> object:
-    """A number of 32 bits as the shortest decimal that is rounded to it."""
+def shortest_decimal(value: object) -> object:
+    """A float32 as the shortest decimal that rounds to it; other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _check_sizes(file: GgufFile, architecture: str, config: Mapping[str, object]) -> None:
-    """Sizes that could be others than the family's."""
+    """Check that the sizes which the families derive from others have the derived value."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        return  # the family says so
+        return  # the model family rejects this
     head_dim = config.get("head_dim", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         found = file.integer(f"{architecture}.{name}")
         if found not in (None, head_dim):
-            raise file.refuse(f"{architecture}.{name}={found} is not supported; only {head_dim} is")
+            raise file.error(f"{architecture}.{name}={found} is not supported; only {head_dim} is")
 
 
 def _rope(file: GgufFile, architecture: str, theta: object) -> dict[str, object]:
-    """`rope_parameters`; Llama 3's scaling is a tensor of what each frequency is divided by."""
+    """`rope_parameters`. Llama 3's scaling is stored as a tensor of divisors, one per frequency."""
     rope: dict[str, object] = {"rope_theta": theta, "rope_type": "default"}
     kind = file.text(f"{architecture}.rope.scaling.type") or "none"
     if kind == "linear":
-        factor = meant(file.value(f"{architecture}.rope.scaling.factor"))
+        factor = shortest_decimal(file.value(f"{architecture}.rope.scaling.factor"))
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind != "none":
-        raise file.refuse(
+        raise file.error(
             f"{architecture}.rope.scaling.type={kind!r} is not supported; known: none, linear"
         )
     entry = file.tensors.get(ROPE_FACTORS)
     if entry is None:
         return rope
     if kind != "none" or entry.kind is not GGMLQuantizationType.F32:
-        raise file.refuse(f"tensor {ROPE_FACTORS} is not supported with its type or other scaling")
+        raise file.error(f"tensor {ROPE_FACTORS} is not supported with its type or other scaling")
     factors = np.frombuffer(file.data, np.float32, int(np.prod(entry.shape)), entry.start)
     return rope | {"rope_type": "factors", "factors": factors.tolist()}

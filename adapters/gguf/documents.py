@@ -1,4 +1,4 @@
-"""The JSON documents of a Hugging Face directory, as a GGUF file would have them."""
+"""The JSON documents of a Hugging Face directory, built from a GGUF file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +9,13 @@ from adapters.gguf.vocabulary import CONTROL, read_tokenizer, special_token
 
 SPECIAL = ("bos", "eos", "unknown", "padding")
 ENDS = ("eos", "eot", "eom")
-# Control tokens that end an answer by their text, also where the metadata names only one.
+# Control tokens with these texts end an output even if the metadata names only one end token.
 ENDING_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>"}
 TEMPLATE = "tokenizer.chat_template"
 
 
 def read_document(path: Path, name: str) -> dict[str, object]:
-    """A document by its name, empty if there is none; raises `StartupError`."""
+    """A document by its file name; empty if there is none. Raises `StartupError`."""
     reads = DOCUMENTS.get(name)
     return {} if reads is None else reads(GgufFile(path))
 

@@ -1,8 +1,8 @@
-"""The layout of a GGUF file: metadata, what is said of each tensor, and where its bytes lie.
+"""Reads the layout of a GGUF file: metadata, and the type, shape and offset of each tensor.
 
-The `gguf` package reads the same, but makes several arrays of every token of a vocabulary: six
-seconds for 150,000 of them, in each process. Here a value is read when it is asked for. Types and
-block sizes are the package's.
+The `gguf` package reads the same but creates several arrays per vocabulary entry: 6 s for 150,000
+tokens, in each process. Here a value is decoded only when it is requested. Types and block sizes
+come from the package.
 """
 
 import mmap
@@ -18,8 +18,8 @@ from engine.errors import StartupError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
-MOST_DIMENSIONS = 4
+ALIGNMENT = 32  # of tensors in bytes, unless general.alignment is set
+MAX_DIMENSIONS = 4
 
 _NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -38,11 +38,11 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a file says of one tensor; the last dimension lies side by side, as in torch."""
+    """Type, shape and offset of one tensor; the last dimension is contiguous, as in torch."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # byte offset in the file
 
     @property
     def row_bytes(self) -> int:
@@ -55,7 +55,7 @@ class TensorEntry:
 
 
 class _Cursor:
-    """A place in the file that moves on with what is read; past the end is `struct.error`."""
+    """A read position in the file. Reading past the end raises `struct.error`."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -78,12 +78,12 @@ class _Cursor:
         start = self.at + 8
         stop = start + struct.unpack_from("<Q", self._data, self.at)[0]
         if stop > len(self._data):
-            raise struct.error("a text that is longer than the file")
+            raise struct.error("a string extends past the end of the file")
         self.at = stop
         return start
 
     def value(self) -> object:
-        """The value here, with its type before it."""
+        """Read a value, which its type precedes."""
         kind = GGUFValueType(self.integer("I"))
         if kind is GGUFValueType.STRING:
             return self.text()
@@ -95,7 +95,7 @@ class _Cursor:
         return list(self.numbers(_NUMBERS[inner], count))
 
     def skip_value(self) -> None:
-        """Past the value here, without reading what it holds."""
+        """Move past a value without decoding it."""
         kind, count = GGUFValueType(self.integer("I")), 1
         if kind is GGUFValueType.ARRAY:
             kind, count = GGUFValueType(self.integer("I")), self.integer("Q")
@@ -107,29 +107,29 @@ class _Cursor:
 
 
 class GgufFile:
-    """A file that is mapped, with its metadata and its tensors found."""
+    """A memory-mapped file with an index of its metadata and tensors."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `StartupError` for what is no GGUF file, or one cut short."""
+        """Raises `StartupError` if the file is not a complete GGUF file."""
         self.path = path
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise StartupError(f"{path} cannot be read: {error}") from error
-        self._values: dict[str, int] = {}  # where each begins
+        self._values: dict[str, int] = {}  # byte offset of each value
         try:
             self.tensors: Mapping[str, TensorEntry] = self._read()
         except (struct.error, KeyError, ValueError, OverflowError) as error:
-            raise StartupError(f"{path} is not a whole GGUF file: {error}") from error
+            raise StartupError(f"{path} is not a complete GGUF file: {error}") from error
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of all metadata."""
+        """The keys of the metadata."""
         return tuple(self._values)
 
     def value(self, key: str) -> object:
-        """A value of the metadata, None if there is none."""
+        """A value of the metadata; None if the key is absent."""
         if key not in self._values:
             return None
         cursor = _Cursor(self.data)
@@ -139,47 +139,47 @@ class GgufFile:
         except (struct.error, KeyError, ValueError) as error:
             raise StartupError(f"{self.path}: {key} cannot be read: {error}") from error
 
-    def refuse(self, what: str) -> StartupError:
-        """The refusal of this file, to be raised."""
-        return StartupError(f"{self.path.name}: {what}")
+    def error(self, message: str) -> StartupError:
+        """An error that names this file, for the caller to raise."""
+        return StartupError(f"{self.path.name}: {message}")
 
     def text(self, key: str) -> str | None:
-        """A text of the metadata, None if there is none."""
+        """A string of the metadata; None if the key is absent."""
         value = self.value(key)
         if value is None or isinstance(value, str):
             return value
-        raise self._wrong(key, "a text")
+        raise self._wrong(key, "a string")
 
     def integer(self, key: str) -> int | None:
-        """An integer, None if there is none."""
+        """An integer of the metadata; None if the key is absent."""
         value = self.value(key)
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
         raise self._wrong(key, "an integer")
 
     def flag(self, key: str) -> bool | None:
-        """True or false, None if there is none."""
+        """A boolean of the metadata; None if the key is absent."""
         value = self.value(key)
         if value is None or isinstance(value, bool):
             return value
         raise self._wrong(key, "true or false")
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts, empty if there is none."""
+        """A list of strings; empty if the key is absent."""
         value = self.value(key) or []
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
-        raise self._wrong(key, "a list of texts")
+        raise self._wrong(key, "a list of strings")
 
     def numbers(self, key: str) -> list[float]:
-        """A list of numbers, empty if there is none."""
+        """A list of numbers; empty if the key is absent."""
         value = self.value(key) or []
         if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
             return value
         raise self._wrong(key, "a list of numbers")
 
     def _wrong(self, key: str, wanted: str) -> StartupError:
-        return self.refuse(f"{key} is {str(self.value(key))[:60]!r}, expected {wanted}")
+        return self.error(f"{key} is {str(self.value(key))[:60]!r}, expected {wanted}")
 
     def _read(self) -> dict[str, TensorEntry]:
         cursor = _Cursor(self.data)
@@ -188,7 +188,7 @@ class GgufFile:
         cursor.at = 4
         version = cursor.integer("I")
         if version not in VERSIONS:
-            raise ValueError(f"version {version}, known are {VERSIONS}")
+            raise ValueError(f"version {version} is not supported; known: {VERSIONS}")
         num_tensors, num_values = cursor.integer("Q"), cursor.integer("Q")
         for _ in range(num_values):
             key = cursor.text()
@@ -197,23 +197,23 @@ class GgufFile:
         found = [_entry(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment") or ALIGNMENT
         first = -(-cursor.at // alignment) * alignment
-        return {name: self._placed(name, first, entry) for name, entry in found}
+        return {name: self._located(name, first, entry) for name, entry in found}
 
-    def _placed(self, name: str, first: int, entry: TensorEntry) -> TensorEntry:
-        """The entry with its place in the file."""
+    def _located(self, name: str, first: int, entry: TensorEntry) -> TensorEntry:
+        """The entry with its absolute offset in the file."""
         placed = replace(entry, start=first + entry.start)
         per_block, _ = GGML_QUANT_SIZES[entry.kind]
         if entry.shape[-1] % per_block:
-            raise ValueError(f"rows of tensor {name} are no whole blocks")
+            raise ValueError(f"the row length of tensor {name} is not a multiple of {per_block}")
         if placed.start + placed.num_bytes > len(self.data):
             raise ValueError(f"tensor {name} ends past the end of the file")
         return placed
 
 
 def _entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
-    """A tensor's name and entry, `start` counted from the first tensor."""
+    """A tensor's name and entry, with `start` relative to the first tensor."""
     name, num_dimensions = cursor.text(), cursor.integer("I")
-    if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+    if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
     sizes = [int(size) for size in cursor.numbers("Q", num_dimensions)]
     kind = GGMLQuantizationType(cursor.integer("I"))

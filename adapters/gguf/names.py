@@ -1,4 +1,4 @@
-"""What llama.cpp calls the tensors of each architecture, and what Hugging Face does."""
+"""The tensor names of each architecture in llama.cpp, and those of Hugging Face."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -27,16 +27,16 @@ GPT2_BLOCK = {
 
 
 class Names(NamedTuple):
-    """One architecture's names, all without `.weight` and `.bias`."""
+    """The names of one architecture, without `.weight` and `.bias`."""
 
     whole: Mapping[str, str]
     block: Mapping[str, str]
     block_root: str
-    interleaved: frozenset[str] = frozenset()  # whose rows llama.cpp turns in other pairs
-    transposed: frozenset[str] = frozenset()  # that Hugging Face stores as [in, out]
+    interleaved: frozenset[str] = frozenset()  # rows are in llama.cpp's order of RoPE pairs
+    transposed: frozenset[str] = frozenset()  # Hugging Face stores these as [in, out]
 
     def of(self, name: str) -> str:
-        """Hugging Face's name of a tensor; one that nobody knows keeps its own."""
+        """The Hugging Face name of a tensor; an unknown tensor keeps its own name."""
         stem, dot, kind = name.rpartition(".")
         if stem in self.whole:
             return f"{self.whole[stem]}.{kind}"
@@ -54,7 +54,7 @@ class Names(NamedTuple):
 
 
 def _part(name: str) -> str:
-    """What a tensor is within its block."""
+    """The name of a tensor within its block."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -82,9 +82,9 @@ NAMES = {
     "qwen2": _ROTARY,
     "qwen3": _ROTARY,
 }
-ROPE_FACTORS = "rope_freqs.weight"  # a tensor that is part of the config
+ROPE_FACTORS = "rope_freqs.weight"  # a tensor that becomes part of config.json
 
 
 def names_of(architecture: str) -> Names | None:
-    """The names of an architecture, None for one that is not known."""
+    """The names of an architecture; None if it is unknown."""
     return NAMES.get(architecture)

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file as Hugging Face stores them, made floats where they are quantised.
+"""The tensors of a GGUF file in Hugging Face's layout, dequantized to floats.
 
-F32, F16 and BF16 are views of the file; what is quantised is dequantised in float32, exactly as
-its format defines, a few rows at a time.
+F32, F16 and BF16 are views of the file; quantized tensors are dequantized to float32 exactly as
+their format defines, a few rows at a time.
 """
 
 from collections.abc import Sequence, Set
@@ -21,7 +21,7 @@ from engine.worker.weights.mappings import drop_pages
 
 Kind = GGMLQuantizationType
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-NEAR_FLOATS = {*FLOATS, Kind.Q8_0}  # worth computing in float32
+FLOAT_LIKE = {*FLOATS, Kind.Q8_0}  # worth computing in float32
 QUANTISED = {
     *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1),
     *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
@@ -31,12 +31,12 @@ ELEMENTS_AT_ONCE = 1 << 20
 
 
 class GgufTensors:
-    """A GGUF file as `Stored`."""
+    """The `CheckpointFiles` of a GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
         self._architecture = file.text("general.architecture") or ""
-        self._names: Names = NAMES[self._architecture]  # the config was read before
+        self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
         self._stored = {self._names.of(name): name for name in file.tensors if name != ROPE_FACTORS}
 
     @property
@@ -49,9 +49,9 @@ class GgufTensors:
 
     @property
     def suits(self) -> PreferredFormat:
-        """8 bits, if any matrix has fewer; what Q8_0 holds is exact in floats only."""
+        """int8 if any matrix has fewer than 8 bits; Q8_0 is exact only in floats."""
         kinds = {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
-        return PreferredFormat.FLOATS if kinds <= NEAR_FLOATS else PreferredFormat.ROUNDED
+        return PreferredFormat.FLOATS if kinds <= FLOAT_LIKE else PreferredFormat.ROUNDED
 
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]
@@ -88,7 +88,7 @@ class GgufTensors:
         return heads
 
     def _rows(self, entry: TensorEntry, rows: slice) -> Tensor:
-        """Some rows, all columns; of a vector some elements."""
+        """Some rows with all columns, or some elements of a vector."""
         if len(entry.shape) == 1:
             return self._matrix(entry, range(1))[0, rows]
         first, last, _ = rows.indices(entry.shape[0])

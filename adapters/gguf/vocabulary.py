@@ -1,9 +1,9 @@
-"""tokenizer.json of a GGUF file, from the vocabulary in its metadata.
+"""Builds tokenizer.json from the vocabulary in the metadata of a GGUF file.
 
-A byte-level vocabulary comes with its merges and the name of how text is cut before them; the
-expressions are those of the Hugging Face tokenizers that llama.cpp means by these names. One of
-SentencePiece comes with scores: every way to put a piece together from two others is a merge,
-the highest score first, as `transformers` converts such files.
+A byte-level vocabulary has its merges and the name of its pre-tokenization; the regular
+expressions are those of the Hugging Face tokenizers that llama.cpp's names refer to. A
+SentencePiece vocabulary has scores: every split of a piece into two other pieces is a merge, the
+highest score first, as `transformers` converts such files.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from adapters.gguf.file import GgufFile
 Section = dict[str, Any]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-MARK = "▁"  # a blank, in SentencePiece
+MARK = "▁"  # a space in SentencePiece
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,35 +22,35 @@ LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
 
 
-class Cutting(NamedTuple):
-    """What happens to a text before its merges; `pattern` None is GPT-2's own."""
+class PreTokenization(NamedTuple):
+    """How text is split before merging; `pattern` None is GPT-2's expression."""
 
     pattern: str | None
-    composes: bool = False  # NFC
-    looks_up: bool = False  # whole pieces first
-    adds_bos: bool = False  # unless the file says
-    cuts_digits: bool = False
+    normalizes: bool = False  # to NFC
+    ignores_merges: bool = False  # a whole piece that is a token is not merged
+    adds_bos: bool = False  # default; the file may override it
+    splits_digits: bool = False
 
 
-_LLAMA_3 = Cutting(LLAMA_3, looks_up=True, adds_bos=True)
-CUTTINGS = {
-    "gpt-2": Cutting(None),
+_LLAMA_3 = PreTokenization(LLAMA_3, ignores_merges=True, adds_bos=True)
+PRE_TOKENIZATIONS = {
+    "gpt-2": PreTokenization(None),
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
-    "qwen2": Cutting(QWEN_2, composes=True),
-    "smollm": Cutting(None, cuts_digits=True),
+    "qwen2": PreTokenization(QWEN_2, normalizes=True),
+    "smollm": PreTokenization(None, splits_digits=True),
 }
 
 
 def read_tokenizer(file: GgufFile) -> Section:
-    """What tokenizer.json would say. Raises `StartupError`."""
+    """The content of tokenizer.json. Raises `StartupError`."""
     model = file.text("tokenizer.ggml.model")
     tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
     if not tokens:
-        raise file.refuse("tokenizer.ggml.tokens is missing")
+        raise file.error("tokenizer.ggml.tokens is missing")
     if len(types) not in (0, len(tokens)):
-        raise file.refuse("tokenizer.ggml.token_type is not as long as tokenizer.ggml.tokens")
+        raise file.error("tokenizer.ggml.token_type is not as long as tokenizer.ggml.tokens")
     kinds = [int(kind) for kind in types] or [NORMAL] * len(tokens)
     vocabulary = {
         token: place
@@ -65,19 +65,21 @@ def read_tokenizer(file: GgufFile) -> Section:
     if model == "gpt2":
         return _byte_level(file, vocabulary, added)
     if model == "llama":
-        return _sentence_pieces(file, vocabulary, added)
-    raise file.refuse(f"tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+        return _sentencepiece(file, vocabulary, added)
+    raise file.error(f"tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
 
 
 def special_token(file: GgufFile, name: str) -> str | None:
-    """The text of `bos`, `eos`, … as the metadata names it by its id."""
+    """The text of `bos`, `eos`, …, whose id is in the metadata; None if it is absent."""
     place, tokens = file.integer(f"tokenizer.ggml.{name}_token_id"), None
     if place is not None:
         tokens = file.texts("tokenizer.ggml.tokens")
     if place is None or tokens is None:
         return None
     if not 0 <= place < len(tokens):
-        raise file.refuse(f"tokenizer.ggml.{name}_token_id={place} is no token")
+        raise file.error(
+            f"tokenizer.ggml.{name}_token_id={place} is outside the vocabulary of {len(tokens)}"
+        )
     return tokens[place]
 
 
@@ -95,35 +97,35 @@ def _added(place: int, token: str, *, is_special: bool) -> Section:
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]) -> Section:
     name = file.text("tokenizer.ggml.pre")
-    if name not in CUTTINGS:
-        known = ", ".join(CUTTINGS)
-        raise file.refuse(f"tokenizer.ggml.pre {name!r} is not supported; known: {known}")
-    cutting = CUTTINGS[name]
+    if name not in PRE_TOKENIZATIONS:
+        known = ", ".join(PRE_TOKENIZATIONS)
+        raise file.error(f"tokenizer.ggml.pre {name!r} is not supported; known: {known}")
+    pre = PRE_TOKENIZATIONS[name]
     by_bytes = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": cutting.pattern is None,
+        "use_regex": pre.pattern is None,
     }
     steps: list[Section] = [by_bytes]
-    if cutting.pattern is not None:
-        pattern = {"Regex": cutting.pattern}
+    if pre.pattern is not None:
+        pattern = {"Regex": pre.pattern}
         steps.insert(
             0, {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
         )
-    if cutting.cuts_digits:
+    if pre.splits_digits:
         steps.insert(0, {"type": "Digits", "individual_digits": True})
     return {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": {"type": "NFC"} if cutting.composes else None,
+        "normalizer": {"type": "NFC"} if pre.normalizes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": _frame(file, adds_bos=cutting.adds_bos),
+        "post_processor": _post_processor(file, adds_bos=pre.adds_bos),
         "decoder": {**by_bytes, "use_regex": True},
-        "model": _pairs(
+        "model": _bpe_model(
             vocabulary,
             [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")],
-            ignore_merges=cutting.looks_up,
+            ignore_merges=pre.ignores_merges,
         ),
     }
 
@@ -131,16 +133,14 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int], added: list[Secti
 def _pair(file: GgufFile, merge: str) -> list[str]:
     left, blank, right = merge.partition(" ")
     if not blank or not left or not right or " " in right:
-        raise file.refuse(f"tokenizer.ggml.merges: {merge!r} is no pair")
+        raise file.error(f"tokenizer.ggml.merges: {merge!r} is not a pair of tokens")
     return [left, right]
 
 
-def _sentence_pieces(
-    file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]
-) -> Section:
+def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]) -> Section:
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(file.texts("tokenizer.ggml.tokens")):
-        raise file.refuse("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
+        raise file.error("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
     adds_space = file.flag("tokenizer.ggml.add_space_prefix") is not False
     unknown = special_token(file, "unknown")
     replacing = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
@@ -151,7 +151,7 @@ def _sentence_pieces(
         "added_tokens": added,
         "normalizer": {"type": "Sequence", "normalizers": [*prepending, replacing]},
         "pre_tokenizer": None,
-        "post_processor": _frame(file, adds_bos=True),
+        "post_processor": _post_processor(file, adds_bos=True),
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -161,7 +161,7 @@ def _sentence_pieces(
                 *stripping,
             ],
         },
-        "model": _pairs(
+        "model": _bpe_model(
             vocabulary,
             _merges_by_score(vocabulary, scores, {token["content"] for token in added}),
             unk_token=unknown,
@@ -186,8 +186,8 @@ def _merges_by_score(
     return [[left, right] for _, _, left, right in found]
 
 
-def _pairs(vocabulary: Mapping[str, int], merges: list[list[str]], **others: object) -> Section:
-    """A model of byte pairs, with what is left out of it unset."""
+def _bpe_model(vocabulary: Mapping[str, int], merges: list[list[str]], **others: object) -> Section:
+    """The `model` section of a BPE tokenizer, with defaults for the fields not in `others`."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -203,11 +203,11 @@ def _pairs(vocabulary: Mapping[str, int], merges: list[list[str]], **others: obj
     }
 
 
-def _frame(file: GgufFile, *, adds_bos: bool) -> Section | None:
-    """The ids around a text, where the file or its kind of vocabulary asks for any."""
-    said = file.flag("tokenizer.ggml.add_bos_token")
+def _post_processor(file: GgufFile, *, adds_bos: bool) -> Section | None:
+    """The post-processor that adds BOS and EOS; None if the file adds neither."""
+    given = file.flag("tokenizer.ggml.add_bos_token")
     wanted = {
-        "bos": adds_bos if said is None else said,
+        "bos": adds_bos if given is None else given,
         "eos": file.flag("tokenizer.ggml.add_eos_token") is True,
     }
     pieces: list[Section] = [{"Sequence": {"id": "A", "type_id": 0}}]

@@ -1,4 +1,4 @@
-"""Constrained decoding: libraries behind the port `engine.grammar`, by name."""
+"""Constrained decoding: grammar libraries behind the port `engine.grammar`, by name."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ DEFAULT_LIBRARY = "llguidance"
 def open_compiler(
     table: "TokenTable", vocab_size: int, library: str = DEFAULT_LIBRARY
 ) -> "GrammarCompiler":
-    """Grammars over a vocabulary. The library is imported now; large vocabularies take seconds."""
+    """A compiler of grammars over a vocabulary. Imports the library; a large vocabulary takes
+    seconds."""
     module, name = LIBRARIES[library].split(":")
-    makes: MakesGrammarCompiler = getattr(import_module(module), name)
-    return makes(table, vocab_size)
+    make: MakesGrammarCompiler = getattr(import_module(module), name)
+    return make(table, vocab_size)

@@ -1,7 +1,7 @@
-"""Grammars through llguidance (Earley parser over a lexer of regex derivatives, in Rust).
+"""Grammars compiled by llguidance (Earley parser over a lexer of regex derivatives, in Rust).
 
-The library's own end token is an id beyond the vocabulary: which tokens really end an answer is
-the sampler's to know, and the grammar only tells when one may come.
+The library's end token is an id beyond the vocabulary. The sampler knows which tokens end an
+output; the grammar only reports where the output may end.
 """
 
 import json
@@ -17,8 +17,8 @@ MAX_GRAMMAR_SYMBOLS = 100_000
 MAX_LINE_LEN = 300
 
 
-class _Wrapper:
-    """A vocabulary in the form that `LLTokenizer` takes; `end` is its id beyond all tokens."""
+class _TokenizerWrapper:
+    """A vocabulary in the form of `LLTokenizer`; `end` is the id of the end token."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -26,10 +26,10 @@ class _Wrapper:
     def __init__(self, table: TokenTable, end: int) -> None:
         names = {token_id: name.encode() for name, token_id in table.special.items()}
         missing = end - len(table.tokens)
-        shown = [*table.tokens[:end], *[b""] * missing]
+        tokens = [*table.tokens[:end], *[b""] * missing]
         for token_id in (token_id for token_id in names if token_id < end):
-            shown[token_id] = names[token_id]
-        self.tokens = [*shown, b"<|podway end|>"]
+            tokens[token_id] = names[token_id]
+        self.tokens = [*tokens, b"<|podway end|>"]
         self.special_token_ids = sorted({*names, end})
         self.eos_token_id = end
         self._encode = table.encode
@@ -41,12 +41,12 @@ class _Wrapper:
 
 
 class LlguidanceCompiler:
-    """See `GrammarCompiler`."""
+    """A `GrammarCompiler` that calls llguidance."""
 
     def __init__(self, table: TokenTable, vocab_size: int) -> None:
         self._size = vocab_size
         self._special = table.special
-        wrapper = _Wrapper(table, vocab_size)
+        wrapper = _TokenizerWrapper(table, vocab_size)
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size + 1, eos_token=vocab_size)  # type: ignore[arg-type]
         self._limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS, verbose_errors=False)
 
@@ -60,7 +60,7 @@ class LlguidanceCompiler:
         return LlguidanceMatcher(matcher, self._size)
 
     def _source(self, grammar: Grammar) -> str:
-        """The grammar as the library reads it. Raises `ValueError`."""
+        """The grammar in the library's own form. Raises `ValueError`."""
         match grammar.kind:
             case GrammarKind.JSON_OBJECT:
                 return _json_schema('{"type": "object"}')
@@ -80,7 +80,7 @@ class LlguidanceCompiler:
 
 
 class LlguidanceMatcher:
-    """See `Matcher`."""
+    """A `Matcher` over llguidance's `LLMatcher`."""
 
     __slots__ = ("_inner", "_size")
 
@@ -90,7 +90,9 @@ class LlguidanceMatcher:
 
     def feed(self, tokens: Sequence[int]) -> None:
         if not self._inner.consume_tokens(list(tokens)):
-            raise GrammarError(_line(self._inner.get_error()) or "the output has left the grammar")
+            raise GrammarError(
+                _line(self._inner.get_error()) or "the output does not match the grammar"
+            )
 
     def mask(self) -> Mask:
         bits = self._inner.compute_bitmask()
@@ -104,7 +106,7 @@ class LlguidanceMatcher:
 def _json_schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict | bool):
-        raise ValueError("a schema is a JSON object, true or false")
+        raise ValueError("a schema must be a JSON object, true or false")
     if schema is True:
         text = "{}"
     return str(
@@ -115,9 +117,9 @@ def _json_schema(text: str) -> str:
 def _choice(text: str) -> str:
     choices = json.loads(text)
     if not (isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices)):
-        raise ValueError("a choice is an array of at least one string")
+        raise ValueError("choices must be an array of at least one string")
     if "" in choices:
-        raise ValueError("a choice has at least one character")
+        raise ValueError("a choice must have at least one character")
     return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
 
 
@@ -127,7 +129,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _line(text: str) -> str:
-    """The library's words on one line: the first, and the one that says what it means."""
+    """The library's message on one line: its first line and the first one with a cause."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
-    meant = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([lines[0], *meant[:1]])[:MAX_LINE_LEN]
+    causes = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([lines[0], *causes[:1]])[:MAX_LINE_LEN]

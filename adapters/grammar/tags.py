@@ -1,4 +1,4 @@
-"""Free text in which certain words begin a part that must match a schema: calls of tools.
+"""Free text with tagged parts that must match a schema, such as tool calls.
 
 The text of `GrammarKind.TAGS` is JSON:
 
@@ -7,11 +7,12 @@ The text of `GrammarKind.TAGS` is JSON:
                      "schema": {…}, "end": "}</tool_call>"}, …],
      "at_least": 0, "at_most": null, "has_text": true}
 
-Every `begin` starts with a trigger; text goes on freely until a trigger has come, and then one of
-its structures must follow. Instead of `schema` (JSON) a structure may have `regex`. `at_least`
-and `at_most` count structures; without `has_text` nothing stands before, between or after them.
-Then `answer` may be a schema: JSON that matches it may stand in the place of all structures.
-Names of special tokens in `triggers`, `begin` and `end` stand for those tokens.
+Every `begin` starts with a trigger. Text is free until a trigger is generated; then one of the
+trigger's structures must follow. Instead of `schema` (JSON) a structure may have `regex`.
+`at_least` and `at_most` limit the number of structures. If `has_text` is false, no text may come
+before, between or after them, and `answer` may be a schema: the output may then be JSON that
+matches it instead of the structures. Names of special tokens in `triggers`, `begin` and `end`
+stand for those tokens.
 """
 
 import json
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FIELDS = {"triggers", "structures", "at_least", "at_most", "has_text", "answer"}
-# Blanks between the parts of a JSON text: enough to indent, not enough to fill an answer with.
+# Whitespace between JSON tokens: enough to indent, too little to fill an output.
 JSON_BLANKS = r"\x20|\n[\x20\t]{0,32}"
 MAX_STRUCTURES = 128
 MAX_TIMES = 128
@@ -29,7 +30,7 @@ MAX_TIMES = 128
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One part: what it begins with, what stands inside (Lark), what it ends with."""
+    """One tagged part: its beginning, its content (Lark) and its end."""
 
     begin: str
     inside: str
@@ -38,7 +39,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The triggers, the structures, and how many of them there may be (None: any number)."""
+    """The triggers and structures, and how many structures are allowed (None: no limit)."""
 
     triggers: tuple[str, ...]
     structures: tuple[Structure, ...]
@@ -49,13 +50,13 @@ class Tags:
 
 
 def read_tags(text: str) -> Tags:
-    """Raises `ValueError` saying what is wrong with it."""
+    """Parse the JSON form. Raises `ValueError` that names the invalid field."""
     data = json.loads(text)
     if not isinstance(data, dict):
-        raise ValueError("tags are a JSON object")
+        raise ValueError("tags must be a JSON object")
     unknown = data.keys() - _FIELDS
     if unknown:
-        raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
     tags = Tags(
         triggers=_triggers(data.get("triggers")),
         structures=_structures(data.get("structures")),
@@ -65,48 +66,48 @@ def read_tags(text: str) -> Tags:
         answer=_json(data["answer"]) if "answer" in data else "",
     )
     if tags.answer and tags.has_text:
-        raise ValueError("answer is for tags without text")
+        raise ValueError("answer requires has_text to be false")
     for structure in tags.structures:
         if not structure.begin.startswith(tags.triggers):
-            raise ValueError(f"begin {structure.begin[:100]!r} starts with no trigger")
+            raise ValueError(f"begin {structure.begin[:100]!r} does not start with a trigger")
     if tags.at_most is not None and tags.at_most < max(tags.at_least, 1):
-        raise ValueError("at_most is less than at_least, or than 1")
+        raise ValueError("at_most must be at least 1 and at least at_least")
     return tags
 
 
 def _triggers(found: Any) -> tuple[str, ...]:
     if not (isinstance(found, list) and found and all(isinstance(t, str) and t for t in found)):
-        raise ValueError("triggers are an array of at least one string, none of them empty")
+        raise ValueError("triggers must be an array of at least one string, none of them empty")
     for one in found:
         for other in found:
             if one is not other and other.startswith(one):
-                raise ValueError(f"trigger {one[:100]!r} begins another")
+                raise ValueError(f"trigger {one[:100]!r} is a prefix of another trigger")
     return tuple(found)
 
 
 def _structures(found: Any) -> tuple[Structure, ...]:
     if not (isinstance(found, list) and 0 < len(found) <= MAX_STRUCTURES):
-        raise ValueError(f"structures are an array of 1 to {MAX_STRUCTURES} objects")
+        raise ValueError(f"structures must be an array of 1 to {MAX_STRUCTURES} objects")
     return tuple(map(_structure, found))
 
 
 def _structure(found: Any) -> Structure:
     if not isinstance(found, dict) or found.keys() - {"begin", "schema", "regex", "end"}:
-        raise ValueError("a structure has begin, schema or regex, and end")
+        raise ValueError("a structure must have begin, schema or regex, and end")
     begin, end = found.get("begin"), found.get("end", "")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise ValueError("begin and end are strings")
+        raise ValueError("begin and end must be strings")
     if ("schema" in found) == ("regex" in found):
-        raise ValueError("a structure has either schema or regex")
+        raise ValueError("a structure must have either schema or regex")
     if "schema" in found:
         return Structure(begin, _json(found["schema"]), end)
     if not isinstance(found["regex"], str):
-        raise ValueError("regex is a string")
+        raise ValueError("regex must be a string")
     return Structure(begin, _regex(found["regex"]), end)
 
 
 def _json(schema: Any) -> str:
-    """JSON that matches the schema, in Lark."""
+    """Lark for JSON that matches the schema."""
     if isinstance(schema, dict):
         schema = {"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **schema}
     return f"%json {json.dumps(schema)}"
@@ -114,15 +115,15 @@ def _json(schema: Any) -> str:
 
 def _count(found: Any, name: str) -> int:
     if not isinstance(found, int) or not 0 <= found <= MAX_TIMES:
-        raise ValueError(f"{name} is an integer from 0 to {MAX_TIMES}")
+        raise ValueError(f"{name} must be an integer from 0 to {MAX_TIMES}")
     return found
 
 
 def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
-    """The grammar in llguidance's Lark.
+    """The grammar in llguidance's Lark dialect.
 
-    A trigger is the end of a lazy lexeme: the text before it is free because it is the shortest
-    that ends with the trigger, and whatever text remains has no trigger in it.
+    A trigger is the end of a lazy lexeme, which matches the shortest text that ends with the
+    trigger. So the free text before a trigger does not contain one.
     """
     rules: list[str] = []
     for number, trigger in enumerate(tags.triggers):
@@ -155,7 +156,7 @@ def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
-    """`text` as Lark: strings, and special tokens by id."""
+    """`text` in Lark: string literals, and special tokens by id."""
     if not text:
         return ""
     if not special:
@@ -168,5 +169,5 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """The pattern between Lark's slashes."""
+    """The pattern as a Lark regular expression, with slashes escaped."""
     return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.S) + "/"

@@ -1,4 +1,4 @@
-"""Checkpoint families by the `architectures` entry of config.json, loaded by name."""
+"""Model families by the `architectures` entry of config.json; each is imported on use."""
 
 FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "adapters.models.gpt2:Gpt2",

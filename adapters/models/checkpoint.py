@@ -1,7 +1,7 @@
-"""A model's name to its directory and the small files in it. No torch here.
+"""Resolves a model's name to its directory and reads its JSON files. Does not import torch.
 
-A name is a directory, a GGUF file, `random:SHAPE` or a hub id, also as `org/name:FILE.gguf`; from
-the hub come config, safetensors and tokenizer only, or that one file.
+A name is a directory, a GGUF file, `random:SHAPE`, a hub id or `org/name:FILE.gguf`. Only config,
+safetensors and tokenizer files are downloaded from the hub, or the one GGUF file.
 """
 
 import json
@@ -22,7 +22,7 @@ from adapters.gguf.documents import read_document
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import StartupError
 
-WANTED = (
+DOWNLOADED = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -34,11 +34,11 @@ WANTED = (
     "merges.txt",
     "chat_template*",
 )
-UNWANTED = ("*/*", "consolidated*")
+NOT_DOWNLOADED = ("*/*", "consolidated*")
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The directory of a model, downloaded or made up if need be; raises `StartupError`."""
+    """The directory of a model, downloaded or created if necessary. Raises `StartupError`."""
     if model.startswith(PREFIX):
         return random_checkpoint(model.removeprefix(PREFIX))
     directory = Path(model).expanduser()
@@ -59,7 +59,7 @@ def _download(model: str) -> Path:
         if is_gguf(Path(file)):
             return Path(hf_hub_download(repository, file))
         path: str = snapshot_download(
-            model, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
+            model, allow_patterns=list(DOWNLOADED), ignore_patterns=list(NOT_DOWNLOADED)
         )
     except HFValidationError as error:
         raise StartupError(f"{model} is neither a directory nor a hub id") from error
@@ -77,7 +77,7 @@ def _download(model: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file, empty if there is no such file; raises `StartupError`."""
+    """The JSON object in a file; empty if the file does not exist. Raises `StartupError`."""
     if not path.exists():
         return {}
     try:
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """config.json of a checkpoint, or what stands for it."""
+    """config.json of a checkpoint; for a GGUF file it is built from the metadata."""
     return _document(directory, "config.json")
 
 
@@ -101,7 +101,7 @@ def _document(checkpoint: Path, name: str) -> dict[str, object]:
 
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end an answer: generation_config.json's, else config.json's; may be empty."""
+    """The end token ids of generation_config.json, else of config.json; may be empty."""
     for name in ("generation_config.json", "config.json"):
         value = _document(directory, name).get("eos_token_id")
         if isinstance(value, int):

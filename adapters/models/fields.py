@@ -1,4 +1,4 @@
-"""config.json read strictly: a wrong type or an unknown choice is a refusal naming the field."""
+"""Strict access to config.json: invalid types and values raise errors that name the field."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engine.worker.model.torch_operators import ACTIVATIONS
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to a JSON object; `where` is the path to it, for messages."""
+    """Typed access to a JSON object; `where` is its path, for error messages."""
 
     values: Mapping[str, object]
     where: str = "config.json"
@@ -19,7 +19,7 @@ class Fields:
         return StartupError(f"{self.where}: {name} {found}, expected {wanted}")
 
     def get(self, name: str) -> object:
-        """The raw value, None if absent or null."""
+        """The raw value; None if absent or null."""
         return self.values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -41,7 +41,7 @@ class Fields:
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """So many positive numbers."""
+        """A list of `count` positive numbers."""
         value = self.get(name)
         if not isinstance(value, list) or len(value) != count:
             raise self._wrong(name, f"{count} numbers")
@@ -60,22 +60,22 @@ class Fields:
             raise self._wrong(name, "true or false")
         return value
 
-    def refuse(self, name: str, *served: object) -> None:
-        """Refuse a field whose value is not absent, null or one of `served`."""
+    def reject_unless(self, name: str, *supported: object) -> None:
+        """Raise `StartupError` unless the value is absent, null or one of `supported`."""
         value = self.get(name)
-        if value is not None and value not in served:
-            only = f"; only {served[0]!r} is" if served else ""
+        if value is not None and value not in supported:
+            only = f"; only {supported[0]!r} is" if supported else ""
             raise StartupError(f"{self.where}: {name}={value!r} is not supported{only}")
 
     def activation(self, name: str, default: str) -> str:
-        """The name of an activation that the operators know."""
+        """The name of a supported activation function."""
         value = self.get(name) or default
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise StartupError(f"{self.where}: activation {name}={value!r} is not supported")
         return value
 
     def child(self, name: str) -> "Fields | None":
-        """The JSON object under a name, None if absent or null."""
+        """The JSON object in a field; None if absent or null."""
         value = self.get(name)
         if value is None:
             return None

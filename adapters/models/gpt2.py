@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, GELU, and weights stored as `[in, out]`."""
+"""GPT-2: learned position embeddings, LayerNorm, GELU, and weights stored as `[in, out]`."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from engine.worker.ports import Linear, ModelShape, Norm, Operators, WeightSourc
 
 
 class Gpt2:
-    """A `ModelFamily`. The oldest checkpoints leave out the `transformer.` of all names."""
+    """A `ModelFamily`. Old checkpoints have tensor names without the prefix `transformer.`."""
 
     ignored_weights: tuple[str, ...] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
 
@@ -20,9 +20,9 @@ class Gpt2:
         fields = Fields(config)
         hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
         inner = fields.integer("n_inner", 4 * hidden)
-        fields.refuse("scale_attn_weights", True)
-        fields.refuse("scale_attn_by_inverse_layer_idx", False)
-        fields.refuse("add_cross_attention", False)
+        fields.reject_unless("scale_attn_weights", True)
+        fields.reject_unless("scale_attn_by_inverse_layer_idx", False)
+        fields.reject_unless("add_cross_attention", False)
         self.shape = ModelShape(
             num_layers=fields.integer("n_layer"),
             num_heads=heads,
@@ -87,7 +87,8 @@ class Gpt2:
 
 
 def fan_out(projections: Projections, name: str, part: RankPart, repeats: int = 1) -> Linear:
-    """From the hidden states to `repeats` runs that lie side by side, each of them cut alike."""
+    """A linear from the hidden states to `repeats` adjacent outputs, such as q, k and v. Each is
+    sharded over the ranks as `part` says."""
     hidden, size = projections.shard.shape.hidden_size, part.size * repeats
     runs = [
         range(part.run.start + shift, part.run.stop + shift) for shift in range(0, size, part.size)
@@ -99,11 +100,11 @@ def fan_out(projections: Projections, name: str, part: RankPart, repeats: int = 
 
 
 def fan_in(projections: Projections, name: str, part: RankPart) -> Linear:
-    """Back to the hidden states, summed over the ranks; rank 0 adds the bias."""
+    """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
     hidden, weights = projections.shard.shape.hidden_size, projections.weights
     weight = weights.take_matrix(
         f"{name}.weight", hidden, part.size, columns=part.run, is_transposed=True
     )
     bias = weights.take(f"{name}.bias", hidden)
     is_first = projections.shard.rank == 0
-    return projections.added(projections.operators.linear([weight], bias if is_first else None))
+    return projections.summed(projections.operators.linear([weight], bias if is_first else None))

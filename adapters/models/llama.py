@@ -1,15 +1,15 @@
-"""Llama 2 and 3, and what calls itself LlamaForCausalLM."""
+"""Llama 2 and 3, and other models of the architecture LlamaForCausalLM."""
 
 from adapters.models.fields import Fields
-from adapters.models.rotary import RotaryFamily, Traits
+from adapters.models.rotary import FamilyTraits, RotaryFamily
 
 
 class Llama(RotaryFamily):
-    """Biases are the checkpoint's choice; no sliding window."""
+    """Biases as config.json says; no sliding window."""
 
-    def traits(self, fields: Fields) -> Traits:
+    def traits(self, fields: Fields) -> FamilyTraits:
         attention_bias = fields.flag("attention_bias", False)
-        return Traits(
+        return FamilyTraits(
             qkv_bias=attention_bias,
             out_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias", False),

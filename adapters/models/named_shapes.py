@@ -1,6 +1,6 @@
-"""Sizes of well-known models, as their `config.json` says them; nothing of their contents.
+"""The config.json fields of well-known models, for checkpoints with random weights.
 
-`TINY` and `M110` are shapes for trying things out on small machines.
+`TINY` and `M110` are for experiments on small machines.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A rank's share of the linears around attention and MLP, of the embedding and of the head."""
+"""A rank's shard of the linears around attention and MLP, of the embedding and of the head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from engine.worker.ports import Linear, Operators, WeightSource
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Makes linears from weights stored as `[out, in]`, under names without `.weight`."""
+    """Builds linears from weights stored as `[out, in]`. Names are without `.weight`."""
 
     weights: WeightSource
     shard: Shard
     operators: Operators
 
     def fan_out(self, outputs: Mapping[str, RankPart], *, has_bias: bool) -> Linear:
-        """One linear of several that read the hidden states, one below the other."""
+        """One linear that concatenates several which read the hidden states, such as q, k, v."""
         hidden = self.shard.shape.hidden_size
         weights = [
             self.weights.take_matrix(f"{name}.weight", part.size, hidden, rows=part.run)
@@ -37,10 +37,10 @@ class Projections:
         hidden = self.shard.shape.hidden_size
         weight = self.weights.take_matrix(f"{name}.weight", hidden, inputs.size, columns=inputs.run)
         bias = self.weights.take(f"{name}.bias", hidden) if has_bias else None
-        return self.added(self.operators.linear([weight], bias if self.shard.rank == 0 else None))
+        return self.summed(self.operators.linear([weight], bias if self.shard.rank == 0 else None))
 
-    def added(self, part: Linear) -> Linear:
-        """The linear of which `part` has this rank's columns."""
+    def summed(self, part: Linear) -> Linear:
+        """`part`, which has this rank's input columns, with its output summed over the ranks."""
         add_up = self.shard.add_up
         return part if add_up is None else Added(part, add_up)
 
@@ -48,9 +48,9 @@ class Projections:
 def embedding_and_head(
     projections: Projections, name: str, *, is_tied: bool
 ) -> tuple[Embedding | None, Linear | None]:
-    """What the first stage embeds with and what the last one ends with; None elsewhere.
+    """The embedding of the first stage and the head of the last one; None on other stages.
 
-    `name` is the embedding's tensor; a tied head is the same, even where it is stored again.
+    `name` is the embedding's tensor, which a tied head shares even if it is stored again.
     """
     weights, shard = projections.weights, projections.shard
     part, hidden = shard.vocabulary, shard.shape.hidden_size

@@ -1,15 +1,17 @@
 """Qwen 2 and 2.5: Llama with biases on q, k and v."""
 
 from adapters.models.fields import Fields
-from adapters.models.rotary import RotaryFamily, Traits
+from adapters.models.rotary import FamilyTraits, RotaryFamily
 
 
 class Qwen2(RotaryFamily):
-    """`sliding_window` is in every config but counts only with `use_sliding_window`."""
+    """`sliding_window` is in every config but only applies if `use_sliding_window` is true."""
 
-    def traits(self, fields: Fields) -> Traits:
-        return Traits(qkv_bias=True)
+    def traits(self, fields: Fields) -> FamilyTraits:
+        return FamilyTraits(qkv_bias=True)
 
     def window(self, fields: Fields) -> None:
-        fields.refuse("use_sliding_window", False)
-        fields.refuse("layer_types", ["full_attention"] * fields.integer("num_hidden_layers"))
+        fields.reject_unless("use_sliding_window", False)
+        fields.reject_unless(
+            "layer_types", ["full_attention"] * fields.integer("num_hidden_layers")
+        )

@@ -1,16 +1,16 @@
-"""Qwen 3: Llama with an RMS norm on each head of q and k, and a head size of its own."""
+"""Qwen 3: Llama with an RMS norm on each head of q and k, and an explicit head size."""
 
 from adapters.models.fields import Fields
 from adapters.models.qwen2 import Qwen2
-from adapters.models.rotary import Traits
+from adapters.models.rotary import FamilyTraits
 
 
 class Qwen3(Qwen2):
-    """Biases on all of attention or none, as the checkpoint says."""
+    """All attention projections have biases or none has, as config.json says."""
 
-    def traits(self, fields: Fields) -> Traits:
+    def traits(self, fields: Fields) -> FamilyTraits:
         has_bias = fields.flag("attention_bias", False)
-        return Traits(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True)
+        return FamilyTraits(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True)
 
     def head_dim(self, fields: Fields, default: int) -> int:
         return fields.integer("head_dim", 128)

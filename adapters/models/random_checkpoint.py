@@ -1,8 +1,8 @@
-"""`random:SHAPE`: a model of random weights, for measuring without a download.
+"""`random:SHAPE`: a model of random weights, for measurements without a download.
 
-It looks like a checkpoint directory to all who read one: config.json says that the weights are
-random, the tokenizer and chat template are the built-in model's, and ids beyond that vocabulary
-stand for words of their own. The directory lies in the user's cache and holds no weights.
+It is a checkpoint directory without weights in the user's cache: config.json says that the weights
+are random, the tokenizer and chat template are the built-in model's, and each id beyond that
+vocabulary is a synthetic word.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _DIGITS = 12
 
 
 def config_of(name: str) -> dict[str, object]:
-    """The config of a named shape, or of a directory's config.json; raises `StartupError`."""
+    """The config of a named shape or of a directory's config.json. Raises `StartupError`."""
     if name in SHAPES:
         return dict(SHAPES[name])
     path = Path(name).expanduser() / "config.json"
@@ -34,7 +34,7 @@ def config_of(name: str) -> dict[str, object]:
     except OSError:
         known = ", ".join(SHAPES)
         raise StartupError(
-            f"no shape is named {name!r}; known: {known}, and directories with a config.json"
+            f"unknown shape {name!r}; known: {known}, and directories with a config.json"
         ) from None
     except ValueError as error:
         raise StartupError(f"{path} is not JSON: {error}") from error
@@ -44,9 +44,9 @@ def config_of(name: str) -> dict[str, object]:
 
 
 def random_checkpoint(name: str, cache: Path | None = None) -> Path:
-    """The directory of `random:` and this name, made where there is none yet.
+    """The directory of `random:NAME`, created if it does not exist.
 
-    Raises `StartupError` for an unknown shape, or where nothing can be written.
+    Raises `StartupError` for an unknown shape or if the cache is not writable.
     """
     contents = _contents(config_of(name))
     digest = hashlib.sha256()
@@ -59,24 +59,24 @@ def random_checkpoint(name: str, cache: Path | None = None) -> Path:
             _write(contents, directory)
         except OSError as error:
             raise StartupError(
-                f"{PREFIX}{name} needs a cache that can be written ({error}); "
-                "XDG_CACHE_HOME names another"
+                f"{PREFIX}{name} needs a writable cache directory ({error}); "
+                "set XDG_CACHE_HOME to another one"
             ) from error
     return directory
 
 
 def _contents(config: dict[str, object]) -> dict[str, str]:
-    """Texts of the directory's files by their names."""
+    """The text of each file of the directory, by name."""
     builtin = files("adapters").joinpath("builtin")
     tokenizer = json.loads(builtin.joinpath("tokenizer.json").read_text("utf-8"))
     text = {name: builtin.joinpath(name).read_text("utf-8") for name in COPIED}
-    text["tokenizer.json"] = json.dumps(_widened(tokenizer, config.get("vocab_size")))
+    text["tokenizer.json"] = json.dumps(_with_all_ids(tokenizer, config.get("vocab_size")))
     text["config.json"] = json.dumps(config | {"random_weights": True}, indent=2)
     return text
 
 
-def _widened(tokenizer: dict[str, object], vocab_size: object) -> dict[str, object]:
-    """The tokenizer with a word for each id that a model of this vocabulary may produce."""
+def _with_all_ids(tokenizer: dict[str, object], vocab_size: object) -> dict[str, object]:
+    """The tokenizer with a synthetic word for each further id of a model's vocabulary."""
     model, added = tokenizer["model"], tokenizer["added_tokens"]
     assert isinstance(model, dict), "the built-in tokenizer.json"
     assert isinstance(added, list), "the built-in tokenizer.json"
@@ -84,14 +84,14 @@ def _widened(tokenizer: dict[str, object], vocab_size: object) -> dict[str, obje
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < first:
         raise StartupError(
             f"config.json: vocab_size is {vocab_size!r}, expected at least {first}: "
-            "random models speak through the built-in model's tokenizer"
+            "random models use the built-in model's tokenizer"
         )
     words = {f"Ġw{token_id:x}": token_id for token_id in range(first, vocab_size)}
     return {**tokenizer, "model": {**model, "vocab": model["vocab"] | words}}
 
 
 def _write(contents: Mapping[str, str], directory: Path) -> None:
-    """All files or none, also when several do it at once."""
+    """Write all files or none, also if several processes do so at once."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=directory.parent, suffix=".new"))
     try:
@@ -99,7 +99,7 @@ def _write(contents: Mapping[str, str], directory: Path) -> None:
             (fresh / name).write_text(text, encoding="utf-8")
         os.rename(fresh, directory)
     except OSError:
-        if not directory.is_dir():  # else somebody was faster
+        if not directory.is_dir():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Llama-like decoders: rotary positions, RMS norm, gated MLP. A family says how it differs.
+"""The base of Llama-like decoders: RoPE, RMS norm, gated MLP. Families override what differs.
 
 Tensor names are those of Hugging Face's `model.layers.N.…` checkpoints.
 """
@@ -27,8 +27,8 @@ from engine.worker.ports import ModelShape, Norm, Operators, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
-    """Where a family or checkpoint departs from plain Llama."""
+class FamilyTraits:
+    """How a family or checkpoint differs from Llama."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -37,8 +37,8 @@ class Traits:
 
 
 @dataclass(frozen=True, slots=True)
-class RotarySize:
-    """What the layers need beyond the shape."""
+class RotarySettings:
+    """Parameters of the layers that are not part of the shape."""
 
     eps: float
     activation: str
@@ -47,7 +47,7 @@ class RotarySize:
 
 
 class RotaryFamily(ABC):
-    """A `ModelFamily`; subclasses give `window` and `traits` and refuse what they must."""
+    """A `ModelFamily`. Subclasses define `traits` and `window` and reject unsupported fields."""
 
     ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
@@ -70,9 +70,12 @@ class RotaryFamily(ABC):
             window=self.window(fields),
         )
         if heads % self.shape.num_kv_heads:
-            raise StartupError("config.json: num_key_value_heads does not divide the heads")
+            raise StartupError(
+                f"config.json: num_key_value_heads={kv_heads} does not divide "
+                f"num_attention_heads={heads}"
+            )
         self._traits = self.traits(fields)
-        self._size = RotarySize(
+        self._settings = RotarySettings(
             eps=fields.number("rms_norm_eps", 1e-6),
             activation=fields.activation("hidden_act", "silu"),
             tied=fields.flag("tie_word_embeddings", False),
@@ -80,11 +83,11 @@ class RotaryFamily(ABC):
         )
 
     @abstractmethod
-    def traits(self, fields: Fields) -> Traits: ...
+    def traits(self, fields: Fields) -> FamilyTraits: ...
 
     def window(self, fields: Fields) -> int | None:
-        """The sliding window; refuses fields that ask for one the family does not do."""
-        fields.refuse("sliding_window")
+        """The sliding window in tokens. Raises `StartupError` if the family does not support it."""
+        fields.reject_unless("sliding_window")
         return None
 
     def head_dim(self, fields: Fields, default: int) -> int:
@@ -94,7 +97,7 @@ class RotaryFamily(ABC):
         """See `ModelFamily`."""
         projections = Projections(weights, shard, operators)
         tokens, head = embedding_and_head(
-            projections, "model.embed_tokens.weight", is_tied=self._size.tied
+            projections, "model.embed_tokens.weight", is_tied=self._settings.tied
         )
         norm = None
         if shard.is_last:
@@ -102,13 +105,13 @@ class RotaryFamily(ABC):
         return Decoder(
             blocks=tuple(self._block(projections, layer) for layer in shard.span),
             tokens=tokens,
-            inverse=operators.constant(self._size.inverse),
+            inverse=operators.constant(self._settings.inverse),
             norm=norm,
             head=head,
         )
 
     def _norm(self, weights: WeightSource, name: str, dim: int, operators: Operators) -> Norm:
-        return operators.rms_norm(weights.take(f"{name}.weight", dim), self._size.eps)
+        return operators.rms_norm(weights.take(f"{name}.weight", dim), self._settings.eps)
 
     def _block(self, projections: Projections, layer: int) -> DecoderLayer:
         weights, shard, operators = projections.weights, projections.shard, projections.operators
@@ -149,16 +152,17 @@ class RotaryFamily(ABC):
         return Mlp(
             up=projections.fan_out(wanted, has_bias=has_bias),
             down=projections.fan_in(f"{at}.down_proj", inner, has_bias=has_bias),
-            activation=projections.operators.activation(self._size.activation, is_gated=True),
+            activation=projections.operators.activation(self._settings.activation, is_gated=True),
         )
 
 
 def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:
-    """Rotary frequencies from `rope_parameters`, or `rope_theta` and `rope_scaling` before it."""
+    """The inverse RoPE frequencies [head_dim / 2] from `rope_parameters`, or from the older fields
+    `rope_theta` and `rope_scaling`."""
     rope = fields.child("rope_parameters") or fields.child("rope_scaling")
     rope = rope or Fields({}, "config.json: rope_parameters")
     for scope in (fields, rope):
-        scope.refuse("partial_rotary_factor", 1.0)
+        scope.reject_unless("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     scaling: Llama3Scaling | LinearScaling | GivenScaling | None = None

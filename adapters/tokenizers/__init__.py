@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face checkpoints behind the gateway's `Tokenizer` port.
 
-Byte-level BPE runs in tiktoken; whatever tiktoken cannot represent exactly runs in `tokenizers`.
-The ids are Hugging Face's in both cases.
+Byte-level BPE runs in tiktoken if tiktoken can represent it exactly; everything else runs in
+`tokenizers`. The ids equal Hugging Face's in both cases.
 """
 
 from adapters.tokenizers.loading import load_tokenizer

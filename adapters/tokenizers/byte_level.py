@@ -1,10 +1,10 @@
-"""Byte-level BPE as data: GPT-2's alphabet of bytes, and merges as tiktoken's ranks.
+"""Byte-level BPE as data: GPT-2's byte alphabet, and merges as tiktoken's ranks.
 
-Hugging Face merges the *pairs* that a list names; tiktoken merges any two neighbours whose
+Hugging Face merges the *pairs* in a list; tiktoken merges any two adjacent parts whose
 concatenation has a rank. Both give the same ids if merging a token's own text by ranks ends in a
-pair that the list names. (The text of two neighbours that merge into t has been merged so far as
-if it stood alone, because nothing crossed its borders; so only that one pair can ever meet.)
-`merge_table` checks this for every token instead of believing it.
+pair of the list: the text of two parts that merge into token t has so far been merged as if it
+were alone, since no merge crossed its borders, so only that one pair can occur. `merge_table`
+checks this for every token.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,39 +17,41 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each of the 256 bytes: printable ones stand for themselves."""
+    """GPT-2's character for each of the 256 bytes; printable bytes are their own characters."""
     others = (byte for byte in range(256) if byte not in _PRINTABLE)
     alphabet = {chr(byte): byte for byte in _PRINTABLE}
     return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
 class TokenBytes:
-    """Token strings of a byte-level vocabulary to the bytes that they stand for."""
+    """Converts the token strings of a byte-level vocabulary to bytes."""
 
     def __init__(self) -> None:
         alphabet = byte_alphabet()
         # Latin-1 then maps each character to its byte, and fails for characters outside.
-        strangers = {code: 0xFFFF for code in range(256) if chr(code) not in alphabet}
-        self._table = strangers | {ord(char): byte for char, byte in alphabet.items()}
+        other_codes = {code: 0xFFFF for code in range(256) if chr(code) not in alphabet}
+        self._table = other_codes | {ord(char): byte for char, byte in alphabet.items()}
 
     def strict(self, token: str) -> bytes | None:
-        """The bytes, or None if a character is no byte's."""
+        """The bytes, or None if a character is outside the byte alphabet."""
         try:
             return token.translate(self._table).encode("latin-1")
         except UnicodeEncodeError:
             return None
 
     def loose(self, token: str) -> bytes:
-        """As Hugging Face decodes: a token with a foreign character is its own text."""
+        """The bytes; a token with a character outside the alphabet is its own text, as in Hugging
+        Face's decoder."""
         found = self.strict(token)
         return token.encode() if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
 class MergeTable:
-    """What tiktoken needs: a rank for each token's bytes.
+    """The rank of each token's bytes, for tiktoken.
 
-    `ids[rank]` is the id; it is None where ranks *are* ids, which needs ids in merge order.
+    `ids[rank]` is the token id; `ids` is None if the ranks are the ids, which requires the ids to
+    be in merge order.
     """
 
     ranks: dict[bytes, int]
@@ -57,10 +59,10 @@ class MergeTable:
 
 
 def merge_table(model: Section, vocab: Mapping[str, int], added: Iterable[str]) -> MergeTable:
-    """Ranks that give the ids of this BPE `model`. Raises `NotRepresentable` if there are none.
+    """The ranks with which tiktoken gives the ids of this BPE `model`.
 
-    `vocab` may hold tokens that no merge reaches; they are left out, unless the model looks
-    whole pieces up first (`ignore_merges`), as tiktoken always does.
+    Tokens of `vocab` that no merge produces are left out, unless the model looks up whole pieces
+    first (`ignore_merges`), as tiktoken always does. Raises `NotRepresentable` if no ranks do.
     """
     splits = _splits(model["merges"])
     places = {token: place for place, token in enumerate(splits)}
@@ -74,18 +76,18 @@ def merge_table(model: Section, vocab: Mapping[str, int], added: Iterable[str]) 
         if pair in pairs or (pair is None and looks_up):
             reached.append(token)
         elif pair is not None:
-            raise NotRepresentable(f"{token!r} would be merged from {pair}, which is no merge")
+            raise NotRepresentable(f"tiktoken would merge {token!r} from {pair}, not in the list")
     whole: list[str] = []
     if looks_up:
         known = {*splits, *added, *alphabet}
-        whole = [t for t in vocab if t not in known and _is_only_whole(t, places, alphabet)]
+        whole = [t for t in vocab if t not in known and _is_only_looked_up(t, places, alphabet)]
     return _ranked([*alphabet], reached, whole, vocab)
 
 
 def last_pair(token: str, places: Mapping[str, int]) -> tuple[str, str] | None:
-    """The two parts that merging `token`'s own characters comes to before the last merge.
+    """The two parts of `token` before the last merge, when its characters are merged by rank.
 
-    None if merging stops earlier. The lowest place merges first, the leftmost among equals.
+    None if merging stops earlier. The lowest rank is merged first, the leftmost among equals.
     """
     parts = list(token)
     never = len(places)
@@ -105,7 +107,7 @@ def last_pair(token: str, places: Mapping[str, int]) -> tuple[str, str] | None:
 
 
 def _splits(merges: Iterable[str | list[str]]) -> dict[str, list[tuple[str, str]]]:
-    """Each merged token's pairs, tokens in the order of their merges."""
+    """The pairs that produce each token; tokens are in the order of their merges."""
     splits: dict[str, list[tuple[str, str]]] = {}
     newest = ""
     for merge in merges:
@@ -114,14 +116,14 @@ def _splits(merges: Iterable[str | list[str]]) -> dict[str, list[tuple[str, str]
         )
         token = left + right
         if token in splits and token != newest:
-            raise NotRepresentable(f"merges into {token!r} are not neighbours in the list")
+            raise NotRepresentable(f"the merges into {token!r} are not adjacent in the list")
         splits.setdefault(token, []).append((left, right))
         newest = token
     return splits
 
 
-def _is_only_whole(token: str, places: Mapping[str, int], alphabet: Mapping[str, int]) -> bool:
-    """Whether `token` is found by looking a whole piece up, and only so."""
+def _is_only_looked_up(token: str, places: Mapping[str, int], alphabet: Mapping[str, int]) -> bool:
+    """Whether `token` can only result from looking up a whole piece."""
     if any(char not in alphabet for char in token):
         return False
     if last_pair(token, places) is not None:
@@ -133,12 +135,12 @@ def _ranked(
     single: list[str], reached: list[str], whole: list[str], vocab: Mapping[str, int]
 ) -> MergeTable:
     tokens = [*single, *reached, *whole]
-    if strays := [token for token in tokens if token not in vocab]:
-        raise NotRepresentable(f"merges into {strays[:3]}, which are no tokens")
+    if missing := [token for token in tokens if token not in vocab]:
+        raise NotRepresentable(f"merges into {missing[:3]}, which are not in the vocabulary")
     read = TokenBytes()
     as_bytes = [found for token in tokens if (found := read.strict(token)) is not None]
     if len(as_bytes) < len(tokens):
-        raise NotRepresentable("a merge has a character that is no byte's")
+        raise NotRepresentable("a merge has a character outside the byte alphabet")
     ids = [vocab[token] for token in tokens]
     merged = ids[len(single) : len(single) + len(reached)]
     if all(a < b for a, b in pairwise(merged)):

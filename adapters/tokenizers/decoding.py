@@ -1,9 +1,9 @@
-"""Ids back to bytes, one at a time, as Hugging Face's decoders join whole answers.
+"""Incremental decoding: token ids to bytes, with the same text as Hugging Face's decoders.
 
-A table of each id's bytes is made once; a decoder adds only what depends on the beginning of the
-answer. Known: byte-level; SentencePiece's Replace, ByteFallback, Fuse, Strip; Metaspace.
-Broken UTF-8 is passed on as it is; Hugging Face's ByteFallback would replace also the whole
-characters beside it, which a stream has already shown.
+A table has the bytes of each id; a decoder object adds only what depends on the beginning of the
+output. Supported: byte-level; SentencePiece's Replace, ByteFallback, Fuse and Strip; Metaspace.
+Invalid UTF-8 is passed on unchanged; Hugging Face's ByteFallback would also replace valid
+characters next to it, which a stream has already sent.
 """
 
 import re
@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TableDecoder:
-    """Each id always adds the same bytes; unknown and special ids add none."""
+    """Each id has the same bytes everywhere; unknown and special ids have none."""
 
     __slots__ = ("_table",)
 
@@ -36,7 +36,7 @@ class TableDecoder:
 
 
 class StrippingDecoder:
-    """Takes up to `count` times `content` from the beginning of the answer."""
+    """Strips up to `count` repetitions of `content` from the beginning of the output."""
 
     __slots__ = ("_content", "_left", "_table")
 
@@ -57,7 +57,7 @@ class StrippingDecoder:
 
 
 class FirstWordDecoder:
-    """The first token that is shown adds its bytes of `first`, all others those of `table`."""
+    """The first visible token has its bytes from `first`, all others from `table`."""
 
     __slots__ = ("_first", "_shown", "_table")
 
@@ -77,14 +77,14 @@ class FirstWordDecoder:
 
 
 class Decoders(NamedTuple):
-    """What makes a fresh decoder for one answer, and each id's bytes in the middle of a text."""
+    """A factory of decoders, one for each output, and each id's bytes within a text."""
 
     make: "Callable[[], TokenDecoder]"
     table: list[bytes]
 
 
 def decoders_of(definition: TokenizerDefinition) -> Decoders:
-    """The decoders of a file. Raises `StartupError` for an unknown kind."""
+    """The decoders of a tokenizer.json. Raises `StartupError` for an unknown kind."""
     decoder = definition.decoder or {"type": None}
     match decoder:
         case {"type": "ByteLevel"}:
@@ -98,7 +98,7 @@ def decoders_of(definition: TokenizerDefinition) -> Decoders:
 
 
 def bytes_of_ids(definition: TokenizerDefinition) -> list[bytes]:
-    """The bytes that each id adds within an answer, none for special ids; see above."""
+    """The bytes of each id within an output; special ids have none. Raises `StartupError`."""
     decoder = definition.decoder or {"type": None}
     match decoder:
         case {"type": "ByteLevel"}:
@@ -129,7 +129,7 @@ def _metaspace(definition: TokenizerDefinition, mark: str, scheme: str) -> Decod
 
 
 def _sentencepiece(definition: TokenizerDefinition, steps: list[Section]) -> Decoders:
-    """Per-token steps, then Fuse, then Strip of the whole."""
+    """Decoders for per-token steps followed by Fuse and an optional Strip of the whole output."""
     table = bytes_of_ids(definition)
     _, rest = _per_token(steps)
     match rest:
@@ -143,7 +143,7 @@ def _sentencepiece(definition: TokenizerDefinition, steps: list[Section]) -> Dec
 
 
 def _per_token(steps: list[Section]) -> tuple[list[Section], list[Section]]:
-    """The steps that look at one token, and those after them that look at the whole answer."""
+    """The leading steps that apply to single tokens, and the others, to the whole output."""
     end = 0
     while end < len(steps) and steps[end].get("type") in ("Replace", "ByteFallback"):
         end += 1

@@ -1,6 +1,6 @@
-"""`tokenizer.json` as typed facts: what every tokenizer of this room reads at loading.
+"""A typed view of `tokenizer.json`, which every tokenizer here is loaded from.
 
-Only what is checked here is believed; a file that says something else is refused by name.
+A file with another structure is rejected with an error that names it.
 """
 
 from collections.abc import Mapping
@@ -18,26 +18,26 @@ Section = Mapping[str, Any]
 
 
 class NotRepresentable(Exception):
-    """A library cannot give exactly the ids that the file describes; the next one is asked."""
+    """A library cannot give exactly the ids that the file defines; the next one is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is cut out of the text before anything else looks at it."""
+    """A token that is split off the text before normalization and pre-tokenization."""
 
     id: int
     content: str
     is_special: bool
     is_normalized: bool
-    has_margins: bool  # lstrip, rstrip or single_word: the match depends on its neighbours
+    depends_on_context: bool  # lstrip, rstrip or single_word: the match depends on its neighbours
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDefinition:
-    """One `tokenizer.json`. The sections that may be null in the file are None here."""
+    """One `tokenizer.json`. Sections that are null in the file are None."""
 
     path: Path
-    text: bytes  # the whole, as it is or would be in a file
+    text: bytes  # the whole document
     model: Section
     vocab: Mapping[str, int]
     added: tuple[AddedToken, ...]
@@ -48,7 +48,7 @@ class TokenizerDefinition:
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The tokens that answers do not show."""
+        """The special tokens by text; they are not part of decoded output."""
         return {token.content: token.id for token in self.added if token.is_special}
 
     @property
@@ -67,7 +67,7 @@ class TokenizerDefinition:
 
 
 def read_definition(directory: Path) -> TokenizerDefinition:
-    """Read `tokenizer.json` in `directory`. Raises `StartupError` naming what is wrong."""
+    """Read `tokenizer.json` in `directory`. Raises `StartupError` that names the file."""
     path = directory / "tokenizer.json"
     if is_gguf(directory) and directory.is_file():
         data = read_document(directory, path.name)
@@ -88,7 +88,7 @@ def read_definition(directory: Path) -> TokenizerDefinition:
 def _definition(path: Path, text: bytes, data: Section) -> TokenizerDefinition:
     model: Section = data["model"]
     vocab = model["vocab"]
-    if isinstance(vocab, list):  # Unigram: [[piece, score], …], the id is the place
+    if isinstance(vocab, list):  # Unigram: [[piece, score], …], the id is the index
         vocab = {piece: index for index, (piece, _) in enumerate(vocab)}
     return TokenizerDefinition(
         path=path,
@@ -109,5 +109,5 @@ def _added(token: Section) -> AddedToken:
         content=token["content"],
         is_special=bool(token.get("special")),
         is_normalized=bool(token.get("normalized")),
-        has_margins=any(token.get(name) for name in ("lstrip", "rstrip", "single_word")),
+        depends_on_context=any(token.get(name) for name in ("lstrip", "rstrip", "single_word")),
     )

@@ -1,4 +1,4 @@
-"""Any `tokenizer.json` through Hugging Face `tokenizers`: the reference for ids."""
+"""Tokenizers that run in Hugging Face `tokenizers`, the reference for ids."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from engine.errors import StartupError
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder
 
-# `encode` holds the interpreter's lock throughout; the batch call releases it but costs a little.
+# `encode` holds the GIL; the batch call releases it but has a small overhead.
 _SHORT_CHARS = 2_048
 
 
@@ -30,13 +30,13 @@ class HuggingFaceTokenizer:
 
     @property
     def table(self) -> list[bytes]:
-        """What each id adds in the middle of a text."""
+        """The bytes of each id within a text."""
         return self._decoders.table
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
         if not text.isascii():
-            text.encode()  # the library's own complaint is a TypeError that does not say why
+            text.encode()  # the library would raise a TypeError without a reason
         if len(text) <= _SHORT_CHARS:
             return self._library.encode(text, add_special_tokens=add_special_tokens).ids
         batch = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
         return self._decoders.make()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of an id inside a text; a control token has its own text, no token none."""
+        """The bytes of an id within a text; the name of a control token; b"" for an unknown id."""
         control = self._control_texts.get(token_id)
         if control is not None:
             return control
@@ -55,9 +55,9 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(definition: TokenizerDefinition) -> HuggingFaceTokenizer:
-    """Load the same text in the library. Raises `StartupError` if it does not accept it."""
+    """Load the document in the library. Raises `StartupError` if the library rejects it."""
     try:
         library = tokenizers.Tokenizer.from_buffer(definition.text)
     except Exception as error:  # the library raises nothing more precise
-        raise StartupError(f"{definition.path} is not accepted: {error}") from error
+        raise StartupError(f"{definition.path} cannot be loaded: {error}") from error
     return HuggingFaceTokenizer(library, definition)

@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to its tokenizer. Libraries are imported when one is needed."""
+"""Loads the tokenizer of a checkpoint. A library is imported when it is tried."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine.errors import StartupError
 if TYPE_CHECKING:
     from gateway.ports import Tokenizer
 
-# Asked in this order; the first that represents the file exactly is taken.
+# Tried in this order; the first one that represents the file exactly is used.
 TOKENIZERS = {
     "tiktoken": "adapters.tokenizers.tiktoken_bpe:open_tokenizer",
     "huggingface": "adapters.tokenizers.huggingface:open_tokenizer",

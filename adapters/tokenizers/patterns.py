@@ -1,8 +1,8 @@
-"""How a byte-level pre-tokenizer cuts text into pieces, as one regular expression for tiktoken.
+"""The regular expression of a byte-level pre-tokenizer, checked for use in tiktoken.
 
-Hugging Face cuts with Oniguruma, tiktoken with Rust's engines. Accepted is the part of the
-language that means the same to both, and whose only look-around is the blank-run idiom; and the
-expression must take every character, because what matches nothing is dropped by tiktoken.
+Hugging Face uses Oniguruma and tiktoken Rust's regex crates. Accepted is the subset of the syntax
+with the same meaning in both, whose only look-around is the idiom for trailing whitespace. The
+expression must match every character, since tiktoken drops text that does not match.
 """
 
 import re
@@ -16,7 +16,7 @@ from adapters.tokenizers.definition import NotRepresentable, Section
 
 # The expression of `ByteLevel(use_regex=true)`, from GPT-2.
 BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_BLANKS_BUT_LAST = r"\s+(?!\S)"
+_TRAILING_SPACES = r"\s+(?!\S)"
 _SHARED = re.compile(
     r"""(?: \\[sSrnt]                    # classes and escapes
           | \\[pP]\{[A-Za-z]{1,2}\}
@@ -31,7 +31,7 @@ _SHARED = re.compile(
 
 
 def split_pattern(pre_tokenizer: Section | None) -> str:
-    """The expression of a byte-level `pre_tokenizer`; raises `NotRepresentable`."""
+    """The expression of a byte-level `pre_tokenizer`. Raises `NotRepresentable`."""
     steps = _steps(pre_tokenizer)
     match steps:
         case [{"type": "ByteLevel", "use_regex": True} as last]:
@@ -59,12 +59,12 @@ def _steps(pre_tokenizer: Section | None) -> list[Section]:
         return []
     if pre_tokenizer.get("type") == "Sequence":
         return list(pre_tokenizer["pretokenizers"])
-    # Files from before `use_regex` mean true.
+    # In files older than the field `use_regex` it is true.
     return [{"use_regex": True, **pre_tokenizer}]
 
 
 def _check(pattern: str) -> None:
-    plain = pattern.replace(_BLANKS_BUT_LAST + "|", "")
+    plain = pattern.replace(_TRAILING_SPACES + "|", "")
     if not _SHARED.fullmatch(plain):
         raise NotRepresentable(f"pre_tokenizer's expression {pattern!r}")
     try:
@@ -76,18 +76,18 @@ def _check(pattern: str) -> None:
         )
     except ValueError as error:
         raise NotRepresentable(f"pre_tokenizer's expression: {error}") from error
-    for char in _one_of_each():
+    for char in _sample_characters():
         if bytes(cuts.encode_ordinary(char)) != char.encode():
-            raise NotRepresentable(f"pre_tokenizer's expression leaves {char!r} out")
+            raise NotRepresentable(f"pre_tokenizer's expression does not match {char!r}")
 
 
-def _one_of_each() -> Iterator[str]:
-    """Every ASCII character, every blank, and one more of each Unicode category.
+def _sample_characters() -> Iterator[str]:
+    """Every ASCII character, every whitespace character, and one of each Unicode category.
 
-    An expression of `_SHARED` cannot tell other characters of one category apart.
+    An expression of `_SHARED` treats all other characters of a category alike.
     """
     yield from map(chr, range(0x80))
-    seen: set[str] = {"Cs"}  # lone surrogates are no text
+    seen: set[str] = {"Cs"}  # lone surrogates are not valid text
     for code in range(0x80, sys.maxunicode + 1):
         char = chr(code)
         if unicodedata.category(char) not in seen or (code < 0x3001 and char.isspace()):

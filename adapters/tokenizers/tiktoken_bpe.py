@@ -1,8 +1,8 @@
 """Byte-level BPE (GPT-2, Llama 3, Qwen, …) in a tiktoken `Encoding`, with Hugging Face's ids.
 
-What a file asks and tiktoken cannot give raises `NotRepresentable` at loading. What single texts
-ask (Unicode composition, runs of blanks that would overflow tiktoken's stack) goes to
-`tokenizers`, which is slower and as exact. Both release the interpreter's lock on long texts.
+A file with features that tiktoken lacks raises `NotRepresentable` at loading. Single texts with
+such needs (Unicode normalization, long runs of whitespace) are encoded by `tokenizers`, which is
+slower and gives the same ids. Both release the GIL on long texts.
 """
 
 import re
@@ -27,20 +27,20 @@ from adapters.tokenizers.patterns import split_pattern
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder
 
-# tiktoken backtracks over a run of blanks on a stack of its own, which ends near 10^6.
-_BLANK_RUN = 8_192
-# Looking for composition holds the interpreter's lock, about 10 ns per character.
+# tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
+_WHITESPACE_RUN = 8_192
+# The check for normalization holds the GIL, about 10 ns per character.
 _MAX_SCAN = 200_000
-# Blocks in which Unicode has named all combining marks long ago, so that Python's and
-# `tokenizers`' tables of composition, which are of different years, agree.
-_UNSETTLED = re.compile(
+# Characters outside these blocks are not checked: for these blocks Python's and `tokenizers`'
+# normalization tables agree, although they are of different Unicode versions.
+_UNSTABLE_NFC = re.compile(
     "[^\0-\u06ff\u0e00-\u0e7f\u1e00-\u2bff\u2e80-\u9fff\uac00-\ud7a3\U0001f000-\U0001faff]"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialFrame:
-    """Ids that the model wants around a text with special tokens."""
+class SpecialTokenIds:
+    """The special token ids before and after a text."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ class TiktokenTokenizer:
 
     def __init__(self, definition: TokenizerDefinition, exact: HuggingFaceTokenizer) -> None:
         pattern = split_pattern(definition.pre_tokenizer)
-        self._frame = _frame(definition.post_processor)
-        self._composes = _composes(definition.normalizer)
-        _check_added(definition.added, self._composes)
+        self._special_ids_around = _special_ids_around(definition.post_processor)
+        self._normalizes_nfc = _normalizes_nfc(definition.normalizer)
+        _check_added_tokens(definition.added, self._normalizes_nfc)
         _check_model(definition.model)
         added = {token.content: token.id for token in definition.added}
         table = merge_table(definition.model, definition.vocab, added)
@@ -76,16 +76,16 @@ class TiktokenTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
-        if not self._is_plain(text):
+        if not self._suits_tiktoken(text):
             return self._exact.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = self._encoding.encode(
             text, allowed_special=self._added, disallowed_special=()
         )
         if self._ids is not None:
             ids = list(map(self._ids.__getitem__, ids))
-        if not add_special_tokens or self._frame == SpecialFrame():
+        if not add_special_tokens or self._special_ids_around == SpecialTokenIds():
             return ids
-        return [*self._frame.before, *ids, *self._frame.after]
+        return [*self._special_ids_around.before, *ids, *self._special_ids_around.after]
 
     def decoder(self) -> "TokenDecoder":
         return self._exact.decoder()
@@ -93,38 +93,39 @@ class TiktokenTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._exact.token_bytes(token_id)
 
-    def _is_plain(self, text: str) -> bool:
-        """Whether tiktoken gives the exact ids of this text."""
-        if _has_long_blank(text):
+    def _suits_tiktoken(self, text: str) -> bool:
+        """Whether tiktoken gives Hugging Face's ids for this text."""
+        if _has_long_whitespace(text):
             return False
         if text.isascii():
             return True
-        if not self._composes:
+        if not self._normalizes_nfc:
             return _is_unicode(text)
         return (
             len(text) <= _MAX_SCAN
-            and _UNSETTLED.search(text) is None
+            and _UNSTABLE_NFC.search(text) is None
             and unicodedata.is_normalized("NFC", text)
         )
 
 
 def open_tokenizer(definition: TokenizerDefinition) -> TiktokenTokenizer:
-    """Raises `NotRepresentable` if tiktoken cannot give exactly the ids of the file."""
+    """A tiktoken tokenizer. Raises `NotRepresentable` if it cannot give exactly the file's ids."""
     if definition.model.get("type") != "BPE":
         raise NotRepresentable(f"model {definition.model.get('type')}")
     return TiktokenTokenizer(definition, open_huggingface(definition))
 
 
-def _has_long_blank(text: str) -> bool:
-    """True for every run of two `_BLANK_RUN` blanks, false for every text without one."""
+def _has_long_whitespace(text: str) -> bool:
+    """True if the text has 2 × `_WHITESPACE_RUN` whitespace characters in a row, false if it has
+    no run of `_WHITESPACE_RUN`."""
     return any(
-        text[at : at + _BLANK_RUN].isspace()
-        for at in range(0, len(text) - _BLANK_RUN + 1, _BLANK_RUN)
+        text[at : at + _WHITESPACE_RUN].isspace()
+        for at in range(0, len(text) - _WHITESPACE_RUN + 1, _WHITESPACE_RUN)
     )
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether there are no lone surrogates, which tiktoken would silently replace."""
+    """Whether the text has no lone surrogates, which tiktoken would silently replace."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -138,21 +139,21 @@ def _check_model(model: Section) -> None:
             raise NotRepresentable(f"model.{name} is {model[name]!r}")
 
 
-def _check_added(added: tuple[AddedToken, ...], composes: bool) -> None:
-    """Matching must not depend on order, neighbours or the normalizer."""
-    if any(token.has_margins for token in added):
+def _check_added_tokens(added: tuple[AddedToken, ...], normalizes_nfc: bool) -> None:
+    """Raise `NotRepresentable` if matching depends on order, adjacent text or the normalizer."""
+    if any(token.depends_on_context for token in added):
         raise NotRepresentable("added tokens with lstrip, rstrip or single_word")
     if len({token.is_normalized for token in added}) > 1:
         raise NotRepresentable("added tokens before and after the normalizer")
-    if composes and any(token.is_normalized for token in added):
+    if normalizes_nfc and any(token.is_normalized for token in added):
         raise NotRepresentable("added tokens after the normalizer")
     contents = sorted(token.content for token in added)
     for shorter, longer in pairwise(contents):
         if longer.startswith(shorter):
-            raise NotRepresentable(f"added token {shorter!r} begins {longer!r}")
+            raise NotRepresentable(f"added token {shorter!r} is a prefix of {longer!r}")
 
 
-def _composes(normalizer: Section | None) -> bool:
+def _normalizes_nfc(normalizer: Section | None) -> bool:
     match normalizer:
         case None | {"type": "Sequence", "normalizers": []}:
             return False
@@ -161,20 +162,20 @@ def _composes(normalizer: Section | None) -> bool:
     raise NotRepresentable(f"normalizer {normalizer.get('type') if normalizer else None}")
 
 
-def _frame(post_processor: Section | None) -> SpecialFrame:
+def _special_ids_around(post_processor: Section | None) -> SpecialTokenIds:
     match post_processor:
         case None | {"type": "ByteLevel"}:
-            return SpecialFrame()
+            return SpecialTokenIds()
         case {"type": "TemplateProcessing", "single": [*pieces], "special_tokens": specials}:
-            return _template_frame(pieces, specials)
+            return _template_ids(pieces, specials)
         case {"type": "Sequence", "processors": [*steps]}:
             templates = [step for step in steps if step.get("type") != "ByteLevel"]
             if len(templates) <= 1:
-                return _frame(templates[0] if templates else None)
+                return _special_ids_around(templates[0] if templates else None)
     raise NotRepresentable(f"post_processor {post_processor.get('type')}")
 
 
-def _template_frame(pieces: list[Section], specials: Section) -> SpecialFrame:
+def _template_ids(pieces: list[Section], specials: Section) -> SpecialTokenIds:
     sides: list[list[int]] = [[]]
     for piece in pieces:
         if "Sequence" in piece:
@@ -183,4 +184,4 @@ def _template_frame(pieces: list[Section], specials: Section) -> SpecialFrame:
             sides[-1] += specials[piece["SpecialToken"]["id"]]["ids"]
     if len(sides) != 2:
         raise NotRepresentable("post_processor repeats or drops the text")
-    return SpecialFrame(tuple(sides[0]), tuple(sides[1]))
+    return SpecialTokenIds(tuple(sides[0]), tuple(sides[1]))

@@ -60,7 +60,7 @@ def _open_stored(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFi
         return open_gguf(checkpoint)
     has_rounded = cast(
         Callable[[Mapping[str, object]], bool],
-        load_by_name("adapters.models.quantization:has_rounded_weights"),
+        load_by_name("adapters.models.quantization:has_int8_weights"),
     )
     return QuantizedFiles(checkpoint) if has_rounded(config) else SafetensorsFiles(checkpoint)
 

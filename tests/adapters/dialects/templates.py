@@ -1,4 +1,4 @@
-"""Chat templates written in the manner of known families, and conversations to put in them."""
+"""Chat templates in the style of known families, and conversations to render."""
 # ruff: noqa: E501 - in a template a line break may be output
 
 from typing import Any
@@ -48,12 +48,12 @@ DATED = """\
 {%- endif %}
 """
 
-# Wants user and assistant in turns, keeps state in a namespace, leaves loops early.
+# Requires alternating roles, keeps state in a namespace, breaks out of loops.
 STRICT = """\
-{%- if messages[0].role == "system" %}{%- set system = messages[0].content %}{%- set turns = messages[1:] %}
-{%- else %}{%- set turns = messages %}{%- endif %}
+{%- if messages[0].role == "system" %}{%- set system = messages[0].content %}{%- set history = messages[1:] %}
+{%- else %}{%- set history = messages %}{%- endif %}
 {%- set ns = namespace(index=0, last=-1) %}
-{%- for message in turns %}
+{%- for message in history %}
   {%- if (message.role == "user") != (ns.index % 2 == 0) %}
     {{- raise_exception("After the optional system message, roles must alternate user/assistant/user/...") }}
   {%- endif %}
@@ -63,7 +63,7 @@ STRICT = """\
 {%- endfor %}
 {{- bos_token }}
 {%- macro wrapped(text, marks=('[INST]', '[/INST]')) %}{{ marks | join(' ' ~ text ~ ' ') }}{% endmacro %}
-{%- for message in turns %}
+{%- for message in history %}
   {%- if message.role == "user" %}
     {%- if loop.index0 == ns.last and system is defined %}{{- wrapped(system + "\\n\\n" + message.content) }}
     {%- else %}{{- wrapped(message.content) }}{%- endif %}
@@ -71,7 +71,7 @@ STRICT = """\
   {%- if loop.last %}{% break %}{% endif %}
 {%- endfor %}"""
 
-# Reasoning is cut out of earlier answers; methods, slices, filters, tests, loop variables.
+# Reasoning is removed from earlier messages; methods, slices, filters, tests, loop variables.
 THINKING = """\
 {%- for message in messages[::-1] %}
   {%- set index = (messages|length - 1) - loop.index0 %}{{- '' if index else '' }}

@@ -1,4 +1,4 @@
-"""A dialect is seen in the chat template, or asked for by name; held calls have a grammar."""
+"""The dialect is chosen by the chat template or by name; constrained calls have a grammar."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,27 +34,29 @@ COMPILER = byte_grammars()
         ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "[THINK]"),
     ],
 )
-def test_the_template_says_which(template: str, style: str | None, opened_by: str | None) -> None:
+def test_the_template_determines_the_dialect(
+    template: str, style: str | None, opened_by: str | None
+) -> None:
     dialect = choose_dialect(template)
     assert dialect.reads_calls == (style is not None)
     assert dialect.tools == (TOOL_STYLES[style] if style else None)
     assert (dialect.reasoning.open if dialect.reasoning else None) == opened_by
 
 
-def test_the_builtin_model_calls_as_hermes_does() -> None:
+def test_the_builtin_model_uses_the_hermes_dialect() -> None:
     template = load_chat_template(BUILTIN)
     assert template is not None
     assert choose_dialect(template.source) == choose_dialect("", tools="hermes")
 
 
-def test_a_name_counts_more_than_the_template() -> None:
+def test_a_name_overrides_the_template() -> None:
     template = "{% if tools %}<tool_call>{% endif %}<think>"
     assert choose_dialect(template, "none", "none") == choose_dialect("")
     assert choose_dialect(template, "llama3").tools == TOOL_STYLES["llama3"]
 
 
 @pytest.mark.parametrize("flag", ["tools", "reasoning"])
-def test_an_unknown_name_is_refused_with_those_that_exist(flag: str) -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones(flag: str) -> None:
     with pytest.raises(StartupError, match=r"must be one of auto, none, .*not 'x'"):
         choose_dialect("", **{flag: "x"})
 
@@ -81,7 +83,7 @@ WRITTEN = {
 MARKED = sorted(WRITTEN.keys() - {"llama3"})
 
 
-def held(style: str, calls: ToolCallGrammar) -> Grammar:
+def grammar_of(style: str, calls: ToolCallGrammar) -> Grammar:
     grammar = choose_dialect("", style).hold_calls(calls)
     assert grammar is not None
     return grammar
@@ -99,8 +101,10 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 @pytest.mark.parametrize("names", [("f",), ("f", "g")])
 @pytest.mark.parametrize("style", sorted(WRITTEN))
-def test_where_a_call_must_come_nothing_else_does(style: str, names: tuple[str, ...]) -> None:
-    grammar = held(style, ToolCallGrammar(dict.fromkeys(names, TREE), must_call=True, max_calls=1))
+def test_a_required_call_is_the_only_output(style: str, names: tuple[str, ...]) -> None:
+    grammar = grammar_of(
+        style, ToolCallGrammar(dict.fromkeys(names, TREE), must_call=True, max_calls=1)
+    )
     call = WRITTEN[style]
     for name in names:
         assert allows(grammar, call % (name, GOOD))
@@ -110,14 +114,14 @@ def test_where_a_call_must_come_nothing_else_does(style: str, names: tuple[str, 
 
 
 @pytest.mark.parametrize("style", MARKED)
-def test_parallel_calls_are_allowed_where_they_are_wanted(style: str) -> None:
-    grammar = held(style, ToolCallGrammar({"f": TREE}, must_call=True))
+def test_parallel_calls_are_allowed_without_a_maximum(style: str) -> None:
+    grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", GOOD) * 2)
 
 
 @pytest.mark.parametrize("style", MARKED)
-def test_strict_calls_are_held_in_free_text(style: str) -> None:
-    grammar = held(style, ToolCallGrammar({"f": TREE, "loose": None}))
+def test_strict_calls_are_constrained_within_free_text(style: str) -> None:
+    grammar = grammar_of(style, ToolCallGrammar({"f": TREE, "loose": None}))
     call = WRITTEN[style]
     for text in ("", "Hello", "So:" + call % ("f", GOOD) + "!", call % ("loose", '{"a": 1}')):
         assert allows(grammar, text)
@@ -125,8 +129,8 @@ def test_strict_calls_are_held_in_free_text(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
-def test_an_answer_in_json_may_stand_in_the_place_of_a_call(style: str) -> None:
-    grammar = held(style, ToolCallGrammar({"f": TREE}, answer=TREE))
+def test_an_answer_schema_is_an_alternative_to_a_call(style: str) -> None:
+    grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, answer=TREE))
     assert allows(grammar, WRITTEN[style] % ("f", GOOD))
     assert allows(grammar, GOOD)
     assert not allows(grammar, "Hello")
@@ -135,17 +139,17 @@ def test_an_answer_in_json_may_stand_in_the_place_of_a_call(style: str) -> None:
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
 def test_a_function_without_parameters_takes_none(style: str) -> None:
-    grammar = held(style, ToolCallGrammar({"f": {}}, must_call=True))
+    grammar = grammar_of(style, ToolCallGrammar({"f": {}}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", "{}"))
     assert not allows(grammar, WRITTEN[style] % ("f", '{"a": 1}'))
 
 
 @pytest.mark.parametrize("style", sorted(WRITTEN))
-def test_arguments_cannot_be_filled_with_blanks(style: str) -> None:
-    grammar = held(style, ToolCallGrammar({"f": TREE}, must_call=True))
+def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
+    grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, must_call=True))
     assert allows(grammar, WRITTEN[style] % ("f", '{\n    "child": {}\n}'))
     assert not allows(grammar, WRITTEN[style] % ("f", '{"child":\n\n\n\n{}}'))
 
 
-def test_calls_without_a_mark_cannot_be_held_in_free_text() -> None:
+def test_calls_without_a_mark_cannot_be_constrained_within_free_text() -> None:
     assert choose_dialect("", "llama3").hold_calls(ToolCallGrammar({"f": TREE})) is None

@@ -1,4 +1,4 @@
-"""Templates render as transformers renders them, complain in their own words, and always end."""
+"""Templates render as in transformers, report their own errors, and always end."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -32,7 +32,7 @@ def reference(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str
 @pytest.mark.parametrize("tools", [None, templates.TOOLS])
 @pytest.mark.parametrize("conversation", templates.CONVERSATIONS)
 @pytest.mark.parametrize("name", templates.ALL)
-def test_prompts_are_those_of_transformers(
+def test_prompts_equal_those_of_transformers(
     name: str, conversation: str, tools: list[dict[str, Any]] | None, generation: bool
 ) -> None:
     messages = templates.CONVERSATIONS[conversation]
@@ -45,7 +45,7 @@ def test_prompts_are_those_of_transformers(
     )
 
 
-def test_tool_calls_and_answers_of_tools_are_those_of_transformers() -> None:
+def test_tool_calls_and_tool_results_equal_those_of_transformers() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
@@ -58,14 +58,14 @@ def test_tool_calls_and_answers_of_tools_are_those_of_transformers() -> None:
     assert '"parameters": {"city": "Köln"}}' in ours
 
 
-def test_the_date_is_todays() -> None:
+def test_the_date_is_the_current_date() -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert "Today is 26 Jul 2024." in template(templates.DATED).render(messages)
     today = JinjaTemplate({"default": "{{ strftime_now('%Y') }}"}, {}).render(messages)
     assert 2024 <= int(today) < 2200
 
 
-def test_a_templates_refusal_is_the_callers_to_read() -> None:
+def test_an_exception_of_a_template_becomes_an_invalid_request() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         template(templates.STRICT).render(messages)
@@ -104,7 +104,7 @@ def test_a_template_that_fails_is_an_invalid_request(source: str) -> None:
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_a_template_reaches_nothing_outside_and_changes_nothing(source: str) -> None:
+def test_a_template_cannot_read_outside_or_modify_the_messages(source: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(InvalidRequest):
         template(source).render(messages)
@@ -112,7 +112,7 @@ def test_a_template_reaches_nothing_outside_and_changes_nothing(source: str) -> 
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-RUNAWAYS = [
+BEYOND_LIMITS = [
     LOOPS,
     "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
@@ -146,13 +146,13 @@ RUNAWAYS = [
 ]
 
 
-@pytest.mark.parametrize("source", RUNAWAYS)
-def test_a_runaway_template_is_stopped(source: str) -> None:
+@pytest.mark.parametrize("source", BEYOND_LIMITS)
+def test_a_template_beyond_its_limits_is_stopped(source: str) -> None:
     with pytest.raises(InvalidRequest):
         template(source).render([{"role": "user", "content": "hi"}])
 
 
-def test_a_long_conversation_is_no_runaway() -> None:
+def test_a_long_conversation_is_within_the_limits() -> None:
     messages = [
         {"role": ("user", "assistant")[n % 2], "content": "word " * 200} for n in range(4001)
     ]
@@ -160,14 +160,14 @@ def test_a_long_conversation_is_no_runaway() -> None:
         assert len(template(source).render(messages)) > 4_000_000
 
 
-def test_developer_is_shown_as_system_to_templates_that_do_not_know_it() -> None:
+def test_developer_becomes_system_in_templates_that_do_not_mention_it() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert template(templates.CHATML).render(messages).startswith("<|im_start|>system\nBe brief.")
     knowing = "{% if messages[0].role == 'developer' %}yes{% endif %}"
     assert template(knowing).render(messages) == "yes"
 
 
-def test_tools_choose_the_template_for_tools() -> None:
+def test_tools_select_the_template_for_tools() -> None:
     named = JinjaTemplate({"default": "plain", "tool_use": "with tools"}, {})
     assert named.render([]) == "plain"
     assert named.render([], tools=templates.TOOLS) == "with tools"
@@ -175,6 +175,6 @@ def test_tools_choose_the_template_for_tools() -> None:
         JinjaTemplate({"rag": ""}, {}).render([])
 
 
-def test_a_template_that_does_not_compile_refuses_the_start() -> None:
+def test_a_template_that_does_not_compile_fails_the_start() -> None:
     with pytest.raises(StartupError, match="line 2"):
         template("\n{% for x in %}")

@@ -1,4 +1,4 @@
-"""Where chat templates are found in a checkpoint's directory."""
+"""The files of a checkpoint from which chat templates are loaded."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_list_in_the_config_names_templates(tmp_path: Path) -> None:
     assert (rendered(tmp_path), rendered(tmp_path, tools=templates.TOOLS)) == ("a", "b")
 
 
-def test_files_come_before_the_config(tmp_path: Path) -> None:
+def test_template_files_precede_the_config(tmp_path: Path) -> None:
     configured(tmp_path, chat_template="config")
     (tmp_path / "chat_template.jinja").write_text("ﬁle {{ bos_token }}", "utf-8")
     assert rendered(tmp_path) == "ﬁle "
@@ -43,7 +43,7 @@ def test_files_come_before_the_config(tmp_path: Path) -> None:
     assert (rendered(tmp_path), rendered(tmp_path, tools=[])) == ("ﬁle ", "tools")
 
 
-def test_special_tokens_are_text_whatever_form_they_have_in_the_file(tmp_path: Path) -> None:
+def test_special_tokens_are_read_as_text_from_strings_and_objects(tmp_path: Path) -> None:
     older = {"bos_token": "<old>", "sep_token": {"content": "<sep>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
     source = (
@@ -63,35 +63,37 @@ def test_special_tokens_are_text_whatever_form_they_have_in_the_file(tmp_path: P
 
 
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
-def test_without_a_template_there_is_none(tmp_path: Path, config: dict[str, Any] | None) -> None:
+def test_a_checkpoint_without_a_template_has_none(
+    tmp_path: Path, config: dict[str, Any] | None
+) -> None:
     if config is not None:
         configured(tmp_path, **config)
     assert load_chat_template(tmp_path) is None
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("{", "cannot be read"),
         ("[]", "not a JSON object"),
-        ('{"chat_template": 3}', "neither a string nor a list"),
-        ('{"chat_template": [{"name": "default"}]}', "neither a string nor a list"),
+        ('{"chat_template": 3}', "must be a string or a list"),
+        ('{"chat_template": [{"name": "default"}]}', "must be a string or a list"),
         ('{"chat_template": "{% if %}"}', "chat template 'default', line 1"),
     ],
 )
-def test_a_broken_file_refuses_the_start(tmp_path: Path, content: str, words: str) -> None:
+def test_an_invalid_file_fails_the_start(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(StartupError, match=words):
+    with pytest.raises(StartupError, match=message):
         load_chat_template(tmp_path)
 
 
-def test_a_template_that_is_no_text_refuses_the_start(tmp_path: Path) -> None:
+def test_a_template_that_is_not_utf8_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(StartupError, match=r"not UTF-8: .*chat_template\.jinja"):
         load_chat_template(tmp_path)
 
 
-def test_an_operators_own_file_comes_before_everything(tmp_path: Path) -> None:
+def test_a_given_template_file_precedes_all_others(tmp_path: Path) -> None:
     configured(tmp_path, chat_template="config", bos_token="<s>")
     (tmp_path / "chat_template.jinja").write_text("file")
     own = tmp_path / "own.txt"

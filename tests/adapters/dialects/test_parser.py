@@ -1,4 +1,4 @@
-"""Whatever a model writes and however it is cut, its pieces join to the same message."""
+"""However an output is split, its pieces join to the same message."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ DIALECTS = {
 }
 
 
-class Read(NamedTuple):
+class ParsedMessage(NamedTuple):
     """A message without the ids of its calls."""
 
     content: str | None
@@ -29,8 +29,10 @@ class Read(NamedTuple):
     calls: tuple[tuple[str, str], ...] = ()
 
 
-def read(name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS) -> Read:
-    """What a dialect makes of a text in parts."""
+def read(
+    name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS
+) -> ParsedMessage:
+    """Parse a text that arrives in parts."""
     parser = DIALECTS[name].parser(prompt, ToolChoice(tools), random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []
@@ -40,26 +42,26 @@ def read(name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str]
     assert "" not in pieces
     whole: FinishedChoice = finished_choice(pieces, ChoiceEnd("stop"))
     calls = tuple((call.name, call.arguments) for call in whole.calls)
-    return Read(whole.content, whole.reasoning, calls)
+    return ParsedMessage(whole.content, whole.reasoning, calls)
 
 
-def cut(text: str, places: Sequence[int]) -> list[str]:
+def split(text: str, places: Sequence[int]) -> list[str]:
     borders = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[a:b] for a, b in pairwise(borders)]
 
 
 HERMES = [
-    ("Hello, world.", Read("Hello, world.")),
-    ("", Read("")),
-    (" a\n", Read(" a\n")),
+    ("Hello, world.", ParsedMessage("Hello, world.")),
+    ("", ParsedMessage("")),
+    (" a\n", ParsedMessage(" a\n")),
     (
         '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}<"]}}\n</tool_call>',
-        Read(None, None, (("f", '{"a": [1, "}<"]}'),)),
+        ParsedMessage(None, None, (("f", '{"a": [1, "}<"]}'),)),
     ),
     (
         'Let me look.\n<tool_call>{"name":"weather","arguments":{}}</tool_call>\n'
         '<tool_call>\n{"name": "f", "arguments": {"q": "\\"</tool_call>"}}\n</tool_call>\n',
-        Read(
+        ParsedMessage(
             "Let me look.",
             None,
             (("weather", "{}"), ("f", '{"q": "\\"</tool_call>"}')),
@@ -67,94 +69,97 @@ HERMES = [
     ),
     (
         '<tool_call>{"arguments": {"a": "é"}, "name": "f"}</tool_call> done',
-        Read(" done", None, (("f", '{"a": "é"}'),)),
+        ParsedMessage(" done", None, (("f", '{"a": "é"}'),)),
     ),
-    ('<tool_call>{"name": "f"}</tool_call>', Read(None, None, (("f", "{}"),))),
+    ('<tool_call>{"name": "f"}</tool_call>', ParsedMessage(None, None, (("f", "{}"),))),
     (
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        Read(None, None, (("f", '{"a": 1}'),)),
+        ParsedMessage(None, None, (("f", '{"a": 1}'),)),
     ),
     (
         '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>',  # a brace is missing
-        Read(None, None, (("f", '{"a": 1}'),)),
+        ParsedMessage(None, None, (("f", '{"a": 1}'),)),
     ),
     (
         '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>.',
-        Read(".", None, (("f", '{"a": 1}'),)),
+        ParsedMessage(".", None, (("f", '{"a": 1}'),)),
     ),
-    ('<tool_call>{"name": "f", "arguments": {"a": "b', Read(None, None, (("f", '{"a": "b'),))),
-    ("x <tool_call>\nnothing</tool_call> y", Read("x <tool_call>\nnothing</tool_call> y")),
-    ('<tool_call>{"name": 1}</tool_call>', Read('<tool_call>{"name": 1}</tool_call>')),
-    ('<tool_call>{"name": "f", "argu', Read('<tool_call>{"name": "f", "argu')),
-    ("a < b <tool <tool_cal", Read("a < b <tool <tool_cal")),
-    ("<think>\nhm, 1 < 2\n</think>\n\nYes.", Read("Yes.", "hm, 1 < 2")),
-    ("<think>\n\n</think>\n\nYes.", Read("Yes.")),
-    ("<think>cut", Read(None, "cut")),
-    ("Say <think>x</think>", Read("Say <think>x</think>")),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        ParsedMessage(None, None, (("f", '{"a": "b'),)),
+    ),
+    ("x <tool_call>\nnothing</tool_call> y", ParsedMessage("x <tool_call>\nnothing</tool_call> y")),
+    ('<tool_call>{"name": 1}</tool_call>', ParsedMessage('<tool_call>{"name": 1}</tool_call>')),
+    ('<tool_call>{"name": "f", "argu', ParsedMessage('<tool_call>{"name": "f", "argu')),
+    ("a < b <tool <tool_cal", ParsedMessage("a < b <tool <tool_cal")),
+    ("<think>\nhm, 1 < 2\n</think>\n\nYes.", ParsedMessage("Yes.", "hm, 1 < 2")),
+    ("<think>\n\n</think>\n\nYes.", ParsedMessage("Yes.")),
+    ("<think>cut", ParsedMessage(None, "cut")),
+    ("Say <think>x</think>", ParsedMessage("Say <think>x</think>")),
     (
         '<think>a</think><tool_call>{"name": "f", "arguments": {}}</tool_call>',
-        Read(None, "a", (("f", "{}"),)),
+        ParsedMessage(None, "a", (("f", "{}"),)),
     ),
     (
         '<think><tool_call>{"name": "f", "arguments": {}}</tool_call>',
-        Read(None, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ParsedMessage(None, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
     ),
 ]
 LLAMA = [
-    ("Hello", Read("Hello")),
-    ('{"name": "f", "parameters": {"a": 1}}', Read(None, None, (("f", '{"a": 1}'),))),
+    ("Hello", ParsedMessage("Hello")),
+    ('{"name": "f", "parameters": {"a": 1}}', ParsedMessage(None, None, (("f", '{"a": 1}'),))),
     (
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "weather", "parameters": {}}',
-        Read(None, None, (("f", "{}"), ("weather", "{}"))),
+        ParsedMessage(None, None, (("f", "{}"), ("weather", "{}"))),
     ),
     (
         '{"type": "function", "function": {"name": "f", "parameters": {"a": 2}}}',
-        Read(None, None, (("f", '{"a": 2}'),)),
+        ParsedMessage(None, None, (("f", '{"a": 2}'),)),
     ),
-    ('{"name": "Ann", "parameters": {}}', Read('{"name": "Ann", "parameters": {}}')),
-    ('{"answer": 3}', Read('{"answer": 3}')),
-    ('{"name": "Ann", "age": 3} ', Read('{"name": "Ann", "age": 3} ')),
-    (" {", Read(" {")),
-    ("<|python_tag|>print(1)", Read("<|python_tag|>print(1)")),
+    ('{"name": "Ann", "parameters": {}}', ParsedMessage('{"name": "Ann", "parameters": {}}')),
+    ('{"answer": 3}', ParsedMessage('{"answer": 3}')),
+    ('{"name": "Ann", "age": 3} ', ParsedMessage('{"name": "Ann", "age": 3} ')),
+    (" {", ParsedMessage(" {")),
+    ("<|python_tag|>print(1)", ParsedMessage("<|python_tag|>print(1)")),
     (
         '{"name": "f", "parameters": {}}; nothing',
-        Read("; nothing", None, (("f", "{}"),)),
+        ParsedMessage("; nothing", None, (("f", "{}"),)),
     ),
 ]
 MISTRAL = [
-    ("Hello [there]", Read("Hello [there]")),
+    ("Hello [there]", ParsedMessage("Hello [there]")),
     (
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, '
         '{"name": "weather", "arguments": {}, "id": "123456789"}]',
-        Read(None, None, (("f", '{"a": [1]}'), ("weather", "{}"))),
+        ParsedMessage(None, None, (("f", '{"a": [1]}'), ("weather", "{}"))),
     ),
     (
         'Well. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{}',
-        Read("Well.", None, (("f", '{"a": 1}'), ("weather", "{}"))),
+        ParsedMessage("Well.", None, (("f", '{"a": 1}'), ("weather", "{}"))),
     ),
-    ('[TOOL_CALLS]f{"a": 1}', Read(None, None, (("f", '{"a": 1}'),))),
-    ("[TOOL_CALLS] what?", Read("[TOOL_CALLS] what?")),
-    ("[TOOL_CALLS][1, 2]", Read("[TOOL_CALLS][1, 2]")),
+    ('[TOOL_CALLS]f{"a": 1}', ParsedMessage(None, None, (("f", '{"a": 1}'),))),
+    ("[TOOL_CALLS] what?", ParsedMessage("[TOOL_CALLS] what?")),
+    ("[TOOL_CALLS][1, 2]", ParsedMessage("[TOOL_CALLS][1, 2]")),
     (
         '[TOOL_CALLS][{"name": "f", "arguments": {}}, 2]',
-        Read(", 2]", None, (("f", "{}"),)),
+        ParsedMessage(", 2]", None, (("f", "{}"),)),
     ),
-    ("[THINK]so[/THINK]Yes", Read("Yes", "so")),
+    ("[THINK]so[/THINK]Yes", ParsedMessage("Yes", "so")),
 ]
 SAMPLES = [
-    *(("hermes", text, told) for text, told in HERMES),
-    *(("llama3", text, told) for text, told in LLAMA),
-    *(("mistral", text, told) for text, told in MISTRAL),
+    *(("hermes", text, expected) for text, expected in HERMES),
+    *(("llama3", text, expected) for text, expected in LLAMA),
+    *(("mistral", text, expected) for text, expected in MISTRAL),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "told"), SAMPLES)
-def test_a_dialect_is_read_whole_and_letter_by_letter_and_in_any_two_parts(
-    name: str, text: str, told: Read
+@pytest.mark.parametrize(("name", "text", "expected"), SAMPLES)
+def test_an_output_is_parsed_whole_by_character_and_in_any_two_parts(
+    name: str, text: str, expected: ParsedMessage
 ) -> None:
-    assert read(name, [text]) == told
-    assert read(name, [*text]) == told
-    assert {read(name, [text[:at], text[at:]]) for at in range(len(text))} <= {told}
+    assert read(name, [text]) == expected
+    assert read(name, [*text]) == expected
+    assert {read(name, [text[:at], text[at:]]) for at in range(len(text))} <= {expected}
 
 
 FRAGMENTS = st.sampled_from(
@@ -182,7 +187,7 @@ FRAGMENTS = st.sampled_from(
     places=st.lists(st.integers(0, 300), max_size=12),
     is_open=st.booleans(),
 )
-def test_any_cutting_gives_the_same_message(
+def test_any_split_gives_the_same_message(
     name: str, parts: list[str], places: list[int], is_open: bool
 ) -> None:
     text = "".join(parts)
@@ -190,13 +195,13 @@ def test_any_cutting_gives_the_same_message(
     assert marks is not None
     prompt = marks.open + "\n" if is_open else ""
     whole = read(name, [text], prompt)
-    assert read(name, cut(text, places), prompt) == whole
+    assert read(name, split(text, places), prompt) == whole
     assert read(name, [*text], prompt) == whole
 
 
 @settings(deadline=None)
 @given(name=st.sampled_from(sorted(DIALECTS)), parts=st.lists(FRAGMENTS, max_size=8))
-def test_where_nothing_is_a_call_or_reasoning_nothing_is_lost(name: str, parts: list[str]) -> None:
+def test_text_without_calls_or_reasoning_is_unchanged(name: str, parts: list[str]) -> None:
     text = "".join(parts)
     message = read(name, [*text])
     if (
@@ -207,7 +212,7 @@ def test_where_nothing_is_a_call_or_reasoning_nothing_is_lost(name: str, parts: 
         assert message.content == text
 
 
-def test_text_streams_as_it_comes_and_only_what_may_be_a_mark_is_held() -> None:
+def test_only_text_that_may_be_a_mark_is_withheld() -> None:
     parser = DIALECTS["hermes"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     parts = ["Hi", " you", " <b>", " <tool", "_call>", '{"name": "f", "arguments": {"a":', " 1"]
@@ -219,8 +224,8 @@ def test_text_streams_as_it_comes_and_only_what_may_be_a_mark_is_held() -> None:
     assert [*arguments, *pieces[6]] == [CallArguments(0, '{"a":'), CallArguments(0, " 1")]
 
 
-def test_without_tools_calls_are_content_and_after_reasoning_text_passes_through() -> None:
-    assert read("hermes", ["<think>a</think> <tool_call>{}"], tools=()) == Read(
+def test_without_tools_a_call_is_content() -> None:
+    assert read("hermes", ["<think>a</think> <tool_call>{}"], tools=()) == ParsedMessage(
         "<tool_call>{}", "a"
     )
     parser = DIALECTS["hermes"].parser("", ToolChoice(), random.Random(1).getrandbits)
@@ -232,22 +237,22 @@ def test_without_tools_calls_are_content_and_after_reasoning_text_passes_through
     ]
 
 
-def test_a_prompt_that_opens_reasoning_is_heeded_and_can_be_closed() -> None:
+def test_reasoning_that_the_prompt_opens_is_recognised_and_can_be_closed() -> None:
     dialect = DIALECTS["hermes"]
     prompt = "<|im_start|>assistant\n<think>\n"
-    assert read("hermes", ["why\n", "</think>\n\nso"], prompt) == Read("so", "why")
+    assert read("hermes", ["why\n", "</think>\n\nso"], prompt) == ParsedMessage("so", "why")
     closed = prompt + dialect.without_reasoning(prompt)
-    assert read("hermes", ["so"], closed) == Read("so")
+    assert read("hermes", ["so"], closed) == ParsedMessage("so")
     assert dialect.without_reasoning(closed) == ""
 
 
-def test_a_model_that_neither_thinks_nor_calls_needs_no_parser() -> None:
+def test_a_model_without_reasoning_and_calls_needs_no_parser() -> None:
     bits = random.Random(1).getrandbits
     assert ModelDialect().parser("", ToolChoice(TOOLS), bits) is None
     assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", ToolChoice(), bits) is None
 
 
-def test_mistral_names_its_calls_with_nine_letters_or_digits() -> None:
+def test_mistral_call_ids_are_nine_letters_or_digits() -> None:
     parser = DIALECTS["mistral"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
     assert parser is not None
     (begin, _) = parser.feed("[TOOL_CALLS]f[ARGS]{")
@@ -257,14 +262,14 @@ def test_mistral_names_its_calls_with_nine_letters_or_digits() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_call_too_many_completes_the_answer(size: int) -> None:
+def test_a_call_beyond_the_maximum_completes_the_output(size: int) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"a{call}b{call}c"
     wanted = ToolChoice(TOOLS, max_calls=1)
     parser = DIALECTS["hermes"].parser("", wanted, random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []
-    for part in cut(text, range(0, len(text), size)):
+    for part in split(text, range(0, len(text), size)):
         pieces += parser.feed(part)
     assert parser.is_complete
     message = finished_choice([*pieces, *parser.finish()], ChoiceEnd("stop"))

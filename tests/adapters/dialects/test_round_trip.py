@@ -1,4 +1,4 @@
-"""What a template writes of an answer, the dialect seen in it reads back: turns fit together."""
+"""A dialect parses the messages that its chat template writes: they round-trip."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from gateway.schema.rendering import ChoiceEnd, finished_choice
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
 
-# Written in the manner of the families' own.
+# In the style of the families' own templates.
 LLAMA = """\
 {%- if tools %}{{ '<|begin|>' ~ (tools | tojson) }}{% endif -%}
 {%- for m in messages -%}
@@ -92,12 +92,14 @@ CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
         ("thinking", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS}),
     ],
 )
-def test_an_answer_is_read_as_it_was_written(family: str, answer: dict[str, Any]) -> None:
+def test_a_message_is_parsed_as_the_template_wrote_it(family: str, answer: dict[str, Any]) -> None:
     source, end = TEMPLATES[family]
     template = JinjaTemplate({"default": source}, {})
-    asked = [{"role": "user", "content": "Well?"}]
-    prompt = template.render(asked)
-    whole = template.render([*asked, {"role": "assistant", **answer}], add_generation_prompt=False)
+    history = [{"role": "user", "content": "Well?"}]
+    prompt = template.render(history)
+    whole = template.render(
+        [*history, {"role": "assistant", **answer}], add_generation_prompt=False
+    )
     assert whole.startswith(prompt)
     text = whole[len(prompt) :].rstrip("\n").removesuffix(end)
     wanted = ToolChoice(("f", "g"))
@@ -120,7 +122,7 @@ def test_an_answer_is_read_as_it_was_written(family: str, answer: dict[str, Any]
         "{{ messages.__class__.__mro__ }}",
     ],
 )
-def test_a_callers_own_template_is_bounded_as_the_models_is(source: str) -> None:
+def test_a_template_from_a_request_has_the_same_limits(source: str) -> None:
     variant = JinjaTemplate({"default": "x"}, {}).variant(source)
     with pytest.raises(InvalidRequest):
         variant.render([{"role": "user", "content": "hi"}])

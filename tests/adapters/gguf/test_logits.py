@@ -1,4 +1,4 @@
-"""A GGUF file gives the logits of the model that was written into it, in every type of tensor."""
+"""A GGUF file gives the logits of the model that was written to it, for every tensor type."""
 
 from pathlib import Path
 
@@ -33,20 +33,20 @@ def found(path: Path, **settings: str) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_family_is_what_was_written(tmp_path: Path, variant: str) -> None:
+def test_every_family_gives_the_original_logits(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "model.gguf"
     model = Gguf(variant).write(path)
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
-def test_every_type_is_read_for_what_it_stands_for(tmp_path: Path, kind: Kind) -> None:
+def test_every_tensor_type_is_dequantized_exactly(tmp_path: Path, kind: Kind) -> None:
     path = tmp_path / "model.gguf"
     model = Gguf("llama", kind, changes=WIDE).write(path)
     assert (found(path, weights="float32") - expected(model)).abs().max() < 1e-4
 
 
-def test_few_bits_are_computed_in_8_unless_told_otherwise(tmp_path: Path) -> None:
+def test_weights_of_few_bits_become_int8_by_default(tmp_path: Path) -> None:
     few, many = tmp_path / "few.gguf", tmp_path / "many.gguf"
     model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(few)
     Gguf("llama", Kind.Q8_0, changes=WIDE).write(many)
@@ -60,20 +60,20 @@ def test_few_bits_are_computed_in_8_unless_told_otherwise(tmp_path: Path) -> Non
     assert load_worker(many, attention="cpu").report.weights == "float32"
 
 
-def test_the_window_of_a_llama_file_is_mistrals(tmp_path: Path) -> None:
+def test_a_llama_file_with_a_sliding_window_is_a_mistral_model(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = Gguf("mistral_window", more={"llama.attention.sliding_window": 7}).write(path)
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
-def test_linear_scaling_of_positions_is_read(tmp_path: Path) -> None:
+def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     model = Gguf("llama_linear_rope", more=scaling).write(path)
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
-def test_llama_3_keeps_its_scaling_in_a_tensor(tmp_path: Path) -> None:
+def test_the_rope_scaling_of_llama_3_is_read_from_a_tensor(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
@@ -85,7 +85,9 @@ def test_llama_3_keeps_its_scaling_in_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [range(32), range(8), range(8, 24), range(3, 13)])
-def test_parts_of_turned_rows_are_the_parts_of_the_whole(tmp_path: Path, rows: range) -> None:
+def test_slices_of_interleaved_rows_equal_those_of_the_whole_tensor(
+    tmp_path: Path, rows: range
+) -> None:
     path = tmp_path / "model.gguf"
     model = Gguf("llama_biases").write(path)
     projection = model.model.layers[1].self_attn.q_proj
@@ -95,7 +97,7 @@ def test_parts_of_turned_rows_are_the_parts_of_the_whole(tmp_path: Path, rows: r
         assert torch.equal(read, whole[part])
 
 
-def test_numbers_of_32_bits_are_what_was_meant(tmp_path: Path) -> None:
+def test_a_float32_is_read_as_its_shortest_decimal(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", more={"llama.attention.layer_norm_rms_epsilon": 1e-6}).write(path)
     assert read_config(path)["rms_norm_eps"] == 1e-6

@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file gives the ids, the texts and the template of the original."""
+"""The vocabulary of a GGUF file gives the ids, texts and chat template of the original."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token
 
 
 def pieces_of(tok: tokenizers.Tokenizer) -> dict[str, Any]:
-    """The metadata of a vocabulary in SentencePiece's manner: scores in the order of merges."""
+    """The metadata of a SentencePiece vocabulary, with scores in the order of the merges."""
     data = json.loads(tok.to_str())
     vocab = sorted(data["model"]["vocab"].items(), key=lambda each: each[1])
     places = {
@@ -71,14 +71,14 @@ def test_byte_level_vocabularies_give_the_same_ids(
     same(path, tok)
 
 
-def test_sentence_pieces_give_the_same_ids(tmp_path: Path) -> None:
+def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path) -> None:
     tok = families.llama_2()
     path = tmp_path / "model.gguf"
     Gguf("llama", more=pieces_of(tok)).write(path)
     same(path, tok)
 
 
-def test_what_ends_an_answer_and_frames_a_chat_is_read(tmp_path: Path) -> None:
+def test_end_tokens_and_chat_template_are_read(tmp_path: Path) -> None:
     tok = families.llama_3()
     ids = {name: tok.token_to_id(f"<|{name}|>") for name in ("begin_of_text", "end_of_text")}
     path = tmp_path / "model.gguf"
@@ -99,7 +99,7 @@ def test_what_ends_an_answer_and_frames_a_chat_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_the_file_says_whether_a_text_begins_with_bos(tmp_path: Path) -> None:
+def test_the_file_determines_whether_bos_is_added(tmp_path: Path) -> None:
     tok = families.llama_3()
     path = tmp_path / "model.gguf"
     more = {
@@ -116,16 +116,18 @@ def test_the_file_says_whether_a_text_begins_with_bos(tmp_path: Path) -> None:
     [
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not supported"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "'ab' is no pair"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "'ab' is not a pair"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "token_type is not as long"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is .* expected a list of texts"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is .* expected a list of strings"),
         (
             {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6},
-            "bos_token_id=1000000 is no token",
+            "bos_token_id=1000000 is outside the vocabulary",
         ),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_unsupported_key(
+    tmp_path: Path, more: dict[str, Any], named: str
+) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", tokenizer=families.llama_3(), more=more).write(path)
     with pytest.raises(StartupError, match=named):

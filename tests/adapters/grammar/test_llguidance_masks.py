@@ -1,4 +1,4 @@
-"""What a grammar allows, for a model with the built-in vocabulary and some spare ids."""
+"""The tokens that a grammar allows, with the built-in vocabulary and some unused ids."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from engine.grammar import GrammarCompiler, GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
-SPARE = 37  # ids of the model beyond its tokenizer's
+SPARE = 37  # ids of the model beyond those of its tokenizer
 CALL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],
         "additionalProperties": False}  # fmt: skip
 TAGS: dict[str, Any] = {
@@ -48,7 +48,7 @@ def ids(mask: Mask) -> set[int]:
 
 
 def accepts(compiler: GrammarCompiler, table: TokenTable, grammar: Grammar, text: str) -> bool:
-    """Whether the text, in the tokens that a model would write, is in the grammar."""
+    """Whether the grammar accepts the text, encoded as a model would generate it."""
     matcher = compiler.compile(grammar)
     try:
         matcher.feed(table.encode(text))
@@ -74,7 +74,7 @@ def accepts(compiler: GrammarCompiler, table: TokenTable, grammar: Grammar, text
     ],
     ids=lambda value: str(value.kind) if isinstance(value, Grammar) else "",
 )
-def test_every_kind_tells_what_is_in_it(
+def test_every_kind_of_grammar_accepts_its_texts_only(
     compiler: GrammarCompiler, table: TokenTable, grammar: Grammar, inside: str, outside: str
 ) -> None:
     assert accepts(compiler, table, grammar, inside)
@@ -92,7 +92,7 @@ def test_every_kind_tells_what_is_in_it(
         ({"at_most": 2, "has_text": False}, ["", F, F + G], [F + F + F, "x"]),
     ],
 )  # fmt: skip
-def test_tags_leave_text_free_and_hold_what_a_trigger_begins(
+def test_tags_allow_free_text_and_constrain_the_structures(
     compiler: GrammarCompiler,
     table: TokenTable,
     changes: dict[str, Any],
@@ -104,7 +104,7 @@ def test_tags_leave_text_free_and_hold_what_a_trigger_begins(
     assert found == {text: text in inside for text in [*inside, *outside]}
 
 
-def test_names_of_special_tokens_in_tags_are_those_tokens(
+def test_special_token_names_in_tags_match_those_tokens(
     compiler: GrammarCompiler, table: TokenTable
 ) -> None:
     trigger, end = table.special["<|im_end|>"], table.special["<|endoftext|>"]
@@ -117,24 +117,26 @@ def test_names_of_special_tokens_in_tags_are_those_tokens(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[]", "JSON object"),
-        ('{"trigger": []}', "unknown: trigger"),
-        ('{"triggers": ["<a", "<ab"], "structures": [{}]}', "begins another"),
+        ('{"trigger": []}', "unknown fields: trigger"),
+        ('{"triggers": ["<a", "<ab"], "structures": [{}]}', "prefix of another trigger"),
         ('{"triggers": ["<a"], "structures": []}', "1 to 128"),
-        ('{"triggers": ["<a"], "structures": [{"begin": "<b", "regex": "x"}]}', "no trigger"),
+        ('{"triggers": ["<a"], "structures": [{"begin": "<b", "regex": "x"}]}', "does not start with a trigger"),
         ('{"triggers": ["<a"], "structures": [{"begin": "<a"}]}', "either schema or regex"),
-        (json.dumps(TAGS | {"at_least": 3, "at_most": 2}), "less than at_least"),
+        (json.dumps(TAGS | {"at_least": 3, "at_most": 2}), "at_most must be"),
         (json.dumps(TAGS | {"at_most": 200}), "from 0 to 128"),
     ],
 )
-def test_tags_that_make_no_sense_say_why(compiler: GrammarCompiler, text: str, said: str) -> None:
-    with pytest.raises(GrammarError, match=said):
+def test_the_error_for_invalid_tags_names_the_field(
+    compiler: GrammarCompiler, text: str, message: str
+) -> None:
+    with pytest.raises(GrammarError, match=message):
         compiler.compile(Grammar(GrammarKind.TAGS, text))
 
 
-def test_control_tokens_and_ids_without_a_token_never_match(
+def test_control_tokens_and_unused_ids_never_match(
     compiler: GrammarCompiler, table: TokenTable
 ) -> None:
     allowed = ids(compiler.compile(Grammar(GrammarKind.REGEX, r"(?s:.)*")).mask())
@@ -143,7 +145,7 @@ def test_control_tokens_and_ids_without_a_token_never_match(
     assert set(table.encode("Hello <|")) <= allowed
 
 
-def test_a_copy_goes_its_own_way(compiler: GrammarCompiler, table: TokenTable) -> None:
+def test_a_copy_of_a_matcher_is_independent(compiler: GrammarCompiler, table: TokenTable) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.REGEX, "ab|cd"))
     copy = matcher.copy()
     copy.feed(table.encode("a"))
@@ -151,7 +153,9 @@ def test_a_copy_goes_its_own_way(compiler: GrammarCompiler, table: TokenTable) -
     assert ids(matcher.mask()) >= {*table.encode("a"), *table.encode("c")}
 
 
-def test_a_token_outside_ends_the_matcher(compiler: GrammarCompiler, table: TokenTable) -> None:
+def test_a_token_outside_the_grammar_is_an_error(
+    compiler: GrammarCompiler, table: TokenTable
+) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.REGEX, "ab"))
     with pytest.raises(GrammarError):
         matcher.feed(table.encode("z"))
@@ -169,11 +173,11 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=4), st.sampled_from([None, 2]))
-def test_any_json_object_is_one(
+def test_every_json_object_is_accepted(
     compiler: GrammarCompiler, table: TokenTable, value: dict[str, Any], indent: int | None
 ) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    text = text.replace("\x7f", "\\u007f")  # which the library wants written like this
+    text = text.replace("\x7f", "\\u007f")  # the form that the library accepts
     assert accepts(compiler, table, Grammar(GrammarKind.JSON_OBJECT), text)
 
 

@@ -1,4 +1,4 @@
-"""Every family gives transformers' logits, however the tokens are cut into steps."""
+"""Every family gives transformers' logits, however the tokens are split into steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_whole_prefill_matches(pair: Pair, length: int) -> None:
     assert_close(Driver(pair.worker).logits((0, tokens))[0], pair.expected(tokens)[-1])
 
 
-def test_chunked_prefill_matches_at_every_cut(pair: Pair) -> None:
+def test_chunked_prefill_matches_at_every_split(pair: Pair) -> None:
     tokens, driver = text(45), Driver(pair.worker)
     expected, done = pair.expected(tokens), 0
     for size in (3, 1, 8, 13, 20):
@@ -93,7 +93,7 @@ def test_a_ragged_mix_gives_each_request_its_own_logits(pair: Pair) -> None:
         assert_close(found[row], expected[request][last])
 
 
-def test_greedy_text_is_that_of_generate(pair: Pair) -> None:
+def test_greedy_output_equals_that_of_generate(pair: Pair) -> None:
     pair.model.generation_config.eos_token_id = None
     for seed, length in ((1, 5), (2, 19)):
         prompt = text(length, seed)

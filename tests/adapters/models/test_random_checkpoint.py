@@ -1,4 +1,4 @@
-"""`random:SHAPE` as a checkpoint directory: sizes, texts, refusals."""
+"""`random:SHAPE` as a checkpoint directory: sizes, vocabulary, errors."""
 
 import json
 import threading
@@ -35,7 +35,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_every_named_shape_has_as_many_parameters_as_its_model(tmp_path: Path) -> None:
+def test_every_named_shape_has_the_parameter_count_of_its_model(tmp_path: Path) -> None:
     assert PARAMETERS.keys() == SHAPES.keys()
     for name, config in SHAPES.items():
         (tmp_path / "config.json").write_text(json.dumps({**config, "random_weights": True}))
@@ -45,7 +45,7 @@ def test_every_named_shape_has_as_many_parameters_as_its_model(tmp_path: Path) -
         assert opened.survey(weights, shard) == PARAMETERS[name], name
 
 
-def test_ids_beyond_the_builtin_vocabulary_are_words_of_their_own() -> None:
+def test_ids_beyond_the_builtin_vocabulary_are_synthetic_words() -> None:
     directory = random_checkpoint("TINY")
     tokenizer = load_tokenizer(directory)
     assert tokenizer.vocab_size == 32_000
@@ -73,27 +73,27 @@ def test_a_shape_may_be_a_directory_with_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "no shape is named '.*'; known: Llama-3.1-8B, .*TINY, and directories with"),
+        (None, "unknown shape '.*'; known: Llama-3.1-8B, .*TINY, and directories with"),
         ("[]", "config.json is not a JSON object"),
         ("{", "config.json is not JSON"),
         ('{"vocab_size": 300}', "vocab_size is 300, expected at least 2048"),
         ("{}", "vocab_size is None, expected at least 2048"),
     ],
 )
-def test_what_is_no_shape_is_refused(tmp_path: Path, config: str | None, says: str) -> None:
+def test_an_invalid_shape_is_rejected(tmp_path: Path, config: str | None, says: str) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(StartupError, match=says):
         random_checkpoint(str(tmp_path))
 
 
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match=r"needs a cache that can be written .*XDG_CACHE_HOME"):
+    with pytest.raises(StartupError, match=r"needs a writable cache directory .*XDG_CACHE_HOME"):
         random_checkpoint("TINY", tmp_path / "file")
 
 
-def test_several_may_make_it_at_once(tmp_path: Path) -> None:
+def test_several_processes_may_create_it_at_once(tmp_path: Path) -> None:
     made: list[Path] = []
     threads = [
         threading.Thread(target=lambda: made.append(random_checkpoint("TINY", tmp_path)))

@@ -76,7 +76,7 @@ def llama_3(vocab_size: int = 700) -> tokenizers.Tokenizer:
 
 
 def qwen_2(vocab_size: int = 700) -> tokenizers.Tokenizer:
-    """Qwen 2: composes (NFC), cuts single digits, has added tokens that answers do show."""
+    """Qwen 2: normalizes to NFC, splits single digits, has visible added tokens."""
     tok = byte_level(QWEN_2, vocab_size)
     tok.normalizer = normalizers.NFC()
     tok.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
@@ -88,7 +88,7 @@ def qwen_2(vocab_size: int = 700) -> tokenizers.Tokenizer:
 def byte_level(
     pattern: str, vocab_size: int, specials: list[str] | None = None
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE that cuts by `pattern`; `specials` get the first ids."""
+    """A byte-level BPE that splits by `pattern`; `specials` get the first ids."""
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -112,7 +112,7 @@ def train(tok: tokenizers.Tokenizer, vocab_size: int, specials: list[str]) -> No
 
 
 def llama_2(vocab_size: int = 900) -> tokenizers.Tokenizer:
-    """Llama 2: blanks are ▁, unknown characters fall back to bytes, one ▁ is put in front."""
+    """Llama 2: spaces are ▁, unknown characters fall back to bytes, one ▁ is prepended."""
     tok = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -162,7 +162,7 @@ def edited(tok: tokenizers.Tokenizer, **model: Any) -> tokenizers.Tokenizer:
 
 
 def saved(tok: tokenizers.Tokenizer, directory: Path) -> Path:
-    """`directory`, made and holding the tokenizer.json of `tok`."""
+    """Create `directory` with the tokenizer.json of `tok`."""
     directory.mkdir(parents=True, exist_ok=True)
     tok.save(str(directory / "tokenizer.json"))
     return directory

@@ -1,4 +1,4 @@
-"""Byte-level BPE in tiktoken gives Hugging Face's ids, or is recognised as not representable."""
+"""Byte-level BPE in tiktoken gives Hugging Face's ids, or raises `NotRepresentable`."""
 
 import json
 import random
@@ -23,7 +23,7 @@ Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
 
 def padded() -> tokenizers.Tokenizer:
-    """Specials first, then fillers that no merge reaches but tiktoken would merge into."""
+    """Special tokens first, then tokens that no merge produces but tiktoken would."""
     tok = families.byte_level(families.LLAMA_3, 600, ["<|endoftext|>", "<|im_start|>"])
     vocab = dict(json.loads(tok.to_str())["model"]["vocab"])
     tokens = [token for token in vocab if len(token) > 1 and not token.startswith("<|")]
@@ -34,7 +34,7 @@ def padded() -> tokenizers.Tokenizer:
 
 
 def shuffled() -> tokenizers.Tokenizer:
-    """Ids in no order at all."""
+    """Ids in random order."""
     tok = families.qwen_2()
     data = json.loads(tok.to_str())
     ids = list(range(len(data["model"]["vocab"])))
@@ -44,7 +44,7 @@ def shuffled() -> tokenizers.Tokenizer:
 
 
 def built_in() -> tokenizers.Tokenizer:
-    """The model that the package ships."""
+    """The tokenizer of the built-in model."""
     path = Path(adapters.__file__).parent / "builtin" / "tokenizer.json"
     return tokenizers.Tokenizer.from_file(str(path))
 
@@ -77,13 +77,13 @@ def test_every_family_runs_in_tiktoken(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("text", families.PIECES)
-def test_ids_are_hugging_faces(pair: Pair, text: str) -> None:
+def test_ids_equal_hugging_faces(pair: Pair, text: str) -> None:
     same(pair, text)
 
 
-def test_ids_are_hugging_faces_on_all_kinds_of_characters(pair: Pair) -> None:
+def test_ids_equal_hugging_faces_for_all_kinds_of_characters(pair: Pair) -> None:
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    step = 13 * 1024  # in order, so that neighbours are of one kind; every seventh suffices
+    step = 13 * 1024  # in order, so that adjacent ones are of one kind; every seventh suffices
     for start in range(0, len(codes), step * 7):
         same(pair, " ".join(map(chr, codes[start : start + step])))
     same(pair, "a".join(map(chr, codes[:0x3000])))
@@ -91,26 +91,26 @@ def test_ids_are_hugging_faces_on_all_kinds_of_characters(pair: Pair) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from(families.PIECES)), max_size=8))
-def test_ids_are_hugging_faces_on_any_text(pair: Pair, parts: list[str]) -> None:
+def test_ids_equal_hugging_faces_for_any_text(pair: Pair, parts: list[str]) -> None:
     same(pair, "".join(parts))
 
 
 @pytest.mark.parametrize("run", ["a", "{", " ", "\n", "\t", "1", "\u00e9", "中", " \n", "' "])
-def test_a_long_run_of_one_kind_is_the_same_and_overflows_nothing(pair: Pair, run: str) -> None:
+def test_a_long_run_of_one_kind_gives_the_same_ids_without_overflow(pair: Pair, run: str) -> None:
     same(pair, run * (100_000 // len(run)))
 
 
-def test_a_megabyte_of_blanks_overflows_nothing(tmp_path: Path) -> None:
+def test_a_megabyte_of_whitespace_does_not_overflow(tmp_path: Path) -> None:
     tok = families.gpt_2()
     same((load_tokenizer(families.saved(tok, tmp_path)), tok), "x" + " " * 1_000_000 + "y")
 
 
-def test_a_lone_surrogate_is_an_error_not_another_text(pair: Pair) -> None:
+def test_a_lone_surrogate_is_an_error(pair: Pair) -> None:
     with pytest.raises(UnicodeEncodeError):
         pair[0].encode("a\ud800b", add_special_tokens=False)
 
 
-def test_two_threads_may_encode_at_once(pair: Pair) -> None:
+def test_two_threads_can_encode_at_once(pair: Pair) -> None:
     text = "".join(families.PIECES) * 50
     expected = pair[1].encode(text, add_special_tokens=False).ids
     results: list[list[int]] = []
@@ -141,7 +141,7 @@ MERGES = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(merges=MERGES, looks_up=st.booleans(), words=st.lists(st.text(CHARS, max_size=12)))
-def test_any_list_of_merges_gives_hugging_faces_ids(
+def test_any_list_of_merges_gives_hugging_faces_ids_or_is_rejected(
     bytes_only: tokenizers.Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
     merges: list[tuple[str, str]],
@@ -158,12 +158,12 @@ def test_any_list_of_merges_gives_hugging_faces_ids(
     same((load_tokenizer(directory), tok), " ".join(words))
 
 
-def test_a_merge_that_only_tiktoken_would_make_is_noticed(tmp_path: Path) -> None:
-    # "abc" comes to a + bc, which is no merge; tiktoken would merge it, Hugging Face does not.
+def test_a_merge_that_only_tiktoken_would_make_is_detected(tmp_path: Path) -> None:
+    # "abc" ends in a + bc, which is not in the list: tiktoken merges it, Hugging Face does not.
     vocab = {char: index for index, char in enumerate(byte_alphabet())}
     vocab |= {"bc": 256, "ab": 257, "abc": 258}
     merges = [["b", "c"], ["a", "b"], ["ab", "c"]]
-    with pytest.raises(NotRepresentable, match="'abc' would be merged from"):
+    with pytest.raises(NotRepresentable, match="tiktoken would merge 'abc'"):
         merge_table({"merges": merges}, vocab, [])
     tok = families.edited(families.byte_level(families.QWEN_2, 256), vocab=vocab, merges=merges)
     ours = load_tokenizer(families.saved(tok, tmp_path))
@@ -171,7 +171,7 @@ def test_a_merge_that_only_tiktoken_would_make_is_noticed(tmp_path: Path) -> Non
     assert ours.encode("abc", add_special_tokens=False) == [vocab["a"], 256]
 
 
-def test_a_token_that_merging_never_reaches_has_no_rank() -> None:
+def test_a_token_that_no_merge_produces_has_no_rank() -> None:
     vocab = {char: index for index, char in enumerate(byte_alphabet())}
     vocab |= {"bc": 256, "cd": 257, "ab": 258, "abcd": 259}
     merges = ["b c", "c d", "a b", "ab cd"]
@@ -179,7 +179,7 @@ def test_a_token_that_merging_never_reaches_has_no_rank() -> None:
     assert b"abcd" in merge_table({"merges": merges, "ignore_merges": True}, vocab, []).ranks
 
 
-def test_the_alphabet_of_bytes_is_the_librarys() -> None:
+def test_the_byte_alphabet_equals_the_librarys() -> None:
     alphabet = byte_alphabet()
     assert set(alphabet) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     assert sorted(alphabet.values()) == list(range(256))

@@ -1,4 +1,4 @@
-"""What decoders feed, joined, is what Hugging Face decodes from the whole answer."""
+"""The joined bytes of a decoder equal Hugging Face's decoding of the whole output."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
 
 def unstripped() -> tokenizers.Tokenizer:
-    """Gemma's decoder: like Llama 2's, but the blank in front stays."""
+    """Gemma's decoder: like Llama 2's, but the leading space is kept."""
     tok = families.llama_2()
     tok.decoder = tokenizers.decoders.Sequence(
         [
@@ -58,7 +58,7 @@ def fed(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("text", families.PIECES)
-def test_a_text_encoded_comes_back_as_hugging_face_decodes_it(pair: Pair, text: str) -> None:
+def test_an_encoded_text_decodes_as_in_hugging_face(pair: Pair, text: str) -> None:
     ours, theirs = pair
     ids = ours.encode(text, add_special_tokens=True)
     assert ids == theirs.encode(text).ids
@@ -67,7 +67,7 @@ def test_a_text_encoded_comes_back_as_hugging_face_decodes_it(pair: Pair, text: 
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_any_ids_decode_as_hugging_face_decodes_them(pair: Pair, data: st.DataObject) -> None:
+def test_any_ids_decode_as_in_hugging_face(pair: Pair, data: st.DataObject) -> None:
     ours, theirs = pair
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 5), max_size=20))
     joined = fed(ours, ids)
@@ -80,14 +80,14 @@ def test_any_ids_decode_as_hugging_face_decodes_them(pair: Pair, data: st.DataOb
     assert text == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_special_tokens_are_known_and_not_shown(pair: Pair) -> None:
+def test_special_tokens_are_known_and_have_no_bytes(pair: Pair) -> None:
     ours, theirs = pair
     added = theirs.get_added_tokens_decoder()
     assert ours.special_ids == {number for number, token in added.items() if token.special}
     assert fed(ours, sorted(ours.special_ids)) == b""
 
 
-def test_an_id_beyond_the_vocabulary_shows_nothing(pair: Pair) -> None:
+def test_an_id_beyond_the_vocabulary_has_no_bytes(pair: Pair) -> None:
     assert ours_size(pair) == pair[1].get_vocab_size()
     assert fed(pair[0], [pair[0].vocab_size, 10**9]) == b""
 
@@ -96,7 +96,7 @@ def ours_size(pair: Pair) -> int:
     return pair[0].vocab_size
 
 
-def test_added_tokens_that_are_not_special_are_shown(tmp_path: Path) -> None:
+def test_added_tokens_that_are_not_special_have_bytes(tmp_path: Path) -> None:
     tok = families.qwen_2()
     ours = load_tokenizer(families.saved(tok, tmp_path))
     ids = ours.encode("a<tool_call>b<|im_end|>", add_special_tokens=False)
@@ -118,7 +118,7 @@ def test_added_tokens_that_are_not_special_are_shown(tmp_path: Path) -> None:
         },
     ],
 )
-def test_an_unknown_decoder_is_refused_by_name(tmp_path: Path, decoder: object) -> None:
+def test_the_error_for_an_unknown_decoder_names_it(tmp_path: Path, decoder: object) -> None:
     data = json.loads(families.gpt_2(300).to_str())
     data["decoder"] = decoder
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
@@ -127,7 +127,7 @@ def test_an_unknown_decoder_is_refused_by_name(tmp_path: Path, decoder: object) 
 
 
 @pytest.mark.parametrize("text", families.PIECES)
-def test_tokens_bytes_are_those_inside_a_text(pair: Pair, text: str) -> None:
+def test_token_bytes_are_those_within_a_text(pair: Pair, text: str) -> None:
     tokenizer, _ = pair
     before, after = (tokenizer.encode(part, add_special_tokens=False) for part in ("x", "x" + text))
     if after[: len(before)] != before:
@@ -138,7 +138,7 @@ def test_tokens_bytes_are_those_inside_a_text(pair: Pair, text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, shown)) == inside
 
 
-def test_a_control_token_has_its_own_text_and_no_token_has_none(pair: Pair) -> None:
+def test_a_control_token_has_its_name_and_an_unknown_id_has_no_bytes(pair: Pair) -> None:
     tokenizer, _ = pair
     assert set(tokenizer.special_tokens.values()) == set(tokenizer.special_ids)
     for text, token_id in tokenizer.special_tokens.items():

@@ -1,4 +1,4 @@
-"""Which library a tokenizer.json gets, and what is said about files that none can read."""
+"""Which library loads a tokenizer.json, and the errors for files that none can load."""
 
 import json
 from pathlib import Path
@@ -107,12 +107,12 @@ def test_sentencepiece_goes_to_hugging_face(
     ours = load_tokenizer(directory)
     assert isinstance(ours, HuggingFaceTokenizer)
     theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    long = text + " and more" * 300  # beyond what the short call takes
+    long = text + " and more" * 300  # longer than the limit of the short call
     for each in (text, long):
         assert ours.encode(each, add_special_tokens=True) == theirs.encode(each).ids
 
 
-def test_truncation_and_padding_of_the_file_do_not_cut_prompts(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     tok = families.llama_2()
     tok.enable_truncation(4)
     tok.enable_padding(length=64)
@@ -124,7 +124,7 @@ def test_truncation_and_padding_of_the_file_do_not_cut_prompts(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, "has no tokenizer.json"),
         ("{", "cannot be read"),
@@ -132,20 +132,20 @@ def test_truncation_and_padding_of_the_file_do_not_cut_prompts(tmp_path: Path) -
         ('{"model": {"type": "BPE"}}', "is not a tokenizer.json"),
         (
             '{"model": {"type": "Wonder", "vocab": {}}, "decoder": {"type": "ByteLevel"}}',
-            "is not accepted",
+            "cannot be loaded",
         ),
     ],
 )
-def test_a_broken_file_is_refused_in_a_sentence(
-    tmp_path: Path, content: str | None, words: str
+def test_an_invalid_file_fails_with_a_readable_message(
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(StartupError, match=words):
+    with pytest.raises(StartupError, match=message):
         load_tokenizer(tmp_path)
 
 
-def test_known_expressions_are_taken_as_they_stand() -> None:
+def test_known_expressions_are_accepted_unchanged() -> None:
     assert split_pattern(PRE) == families.LLAMA_3
     assert split_pattern({"type": "ByteLevel", "add_prefix_space": False}) == BYTE_LEVEL_PATTERN
 
@@ -155,15 +155,15 @@ def test_known_expressions_are_taken_as_they_stand() -> None:
     [
         r"\p{L}+|\p{N}+|\s+",  # drops punctuation
         r"[^\r\n\p{L}]+|\p{L}+|[\r]+",  # drops line feeds
-        r"(?=a)b|[\s\S]+",  # looks around
-        r"(a)\1|[\s\S]",  # looks back
+        r"(?=a)b|[\s\S]+",  # look-ahead
+        r"(a)\1|[\s\S]",  # back-reference
         r"\p{L}++|\P{L}+",  # possessive in one, greedy in the other
-        r"\h+|\H+",  # hexadecimal in one, blank in the other
+        r"\h+|\H+",  # hexadecimal in one, whitespace in the other
         r"[a-z&&b]|[\s\S]",
         r"[\s\S",
     ],
 )
-def test_expressions_that_may_mean_two_things_are_not_taken(pattern: str) -> None:
+def test_ambiguous_expressions_are_rejected(pattern: str) -> None:
     split, last = PRE["pretokenizers"]
     assert isinstance(split, dict)
     pre = {"type": "Sequence", "pretokenizers": [split | {"pattern": {"Regex": pattern}}, last]}

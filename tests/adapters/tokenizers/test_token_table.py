@@ -1,4 +1,4 @@
-"""The table of a vocabulary says what a decoder adds in the middle of an answer."""
+"""The token table has the bytes that a decoder emits within an output."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.adapters.tokenizers.test_decoding import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_id_adds_its_bytes(family: str, tmp_path: Path) -> None:
+def test_every_id_has_its_bytes(family: str, tmp_path: Path) -> None:
     directory = families.saved(FAMILIES[family](), tmp_path)
     table, tokenizer = load_token_table(directory), load_tokenizer(directory)
     assert len(table.tokens) == tokenizer.vocab_size

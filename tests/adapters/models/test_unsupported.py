@@ -1,4 +1,4 @@
-"""What a checkpoint asks for and we cannot do is refused at start, by name."""
+"""The error for an unsupported checkpoint names the field or tensor."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("gpt2", {"activation_function": "mish"}, "activation_function='mish'"),
     ],
 )
-def test_a_config_that_we_cannot_serve_is_refused_by_field(
+def test_the_error_for_an_unsupported_config_names_the_field(
     tmp_path: Path, variant: str, changes: dict[str, Any], named: str
 ) -> None:
     edit_config(make_checkpoint(tmp_path, variant), **changes)
@@ -75,7 +75,7 @@ def test_a_config_that_we_cannot_serve_is_refused_by_field(
         ({"model__norm__weight": torch.ones(32, dtype=torch.int32)}, "is I32"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
+def test_the_error_for_tensors_of_a_wrong_shape_names_them(
     tmp_path: Path, changes: dict[str, torch.Tensor | None], named: str
 ) -> None:
     edit_weights(make_checkpoint(tmp_path), **changes)
@@ -84,20 +84,20 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert named in str(refused.value)
 
 
-def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     edit_weights(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
     load_worker(tmp_path)
 
 
-def test_the_oldest_gpt2_names_are_read(tmp_path: Path) -> None:
+def test_tensor_names_of_old_gpt2_checkpoints_are_read(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "gpt2") / "model.safetensors"
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, path)
     load_worker(tmp_path)
 
 
-def test_the_older_spelling_of_rope_is_read(tmp_path: Path) -> None:
+def test_the_older_rope_fields_are_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "new", "llama3_rope")
     make_checkpoint(tmp_path / "old", "llama3_rope")
     old = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -108,14 +108,14 @@ def test_the_older_spelling_of_rope_is_read(tmp_path: Path) -> None:
     torch.testing.assert_close(new, old_logits, rtol=0, atol=1e-5)
 
 
-def test_a_pickled_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(StartupError, match=r"only pytorch_model\.bin; .*safetensors only"):
         load_worker(tmp_path)
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StartupError, match=r"cannot read .*model\.safetensors"):
@@ -132,7 +132,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(whole, sharded, rtol=0, atol=1e-5)
 
 
-def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="20KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
     with pytest.raises(StartupError, match=r"cannot read .*model-00002"):
@@ -147,7 +147,7 @@ def test_a_half_precision_checkpoint_is_served_in_float32(tmp_path: Path) -> Non
     assert worker.report.num_parameters == sum(t.numel() for t in load_file(path).values())
 
 
-def test_names_that_are_no_model_are_refused(
+def test_names_that_are_not_a_model_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -161,7 +161,7 @@ def test_names_that_are_no_model_are_refused(
 
 
 @pytest.mark.parametrize("lost", [LocalEntryNotFoundError("no network"), ConnectionError()])
-def test_a_hub_id_without_a_network_is_refused(
+def test_a_hub_id_without_a_network_is_an_error(
     monkeypatch: pytest.MonkeyPatch, lost: Exception
 ) -> None:
     def download(model: str, **_: object) -> str:
@@ -172,7 +172,7 @@ def test_a_hub_id_without_a_network_is_refused(
         resolve_checkpoint("someone/some-model")
 
 
-def test_from_the_hub_come_config_weights_and_tokenizer_only(
+def test_only_config_weights_and_tokenizer_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
         ({"block_size": 0}, "block_size"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused(
+def test_unsupported_settings_are_rejected(
     tmp_path: Path, setting: dict[str, Any], named: str
 ) -> None:
     make_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit weights as `compressed-tensors` stores them: served, or refused by name."""
+"""Checkpoints of int8 weights as `compressed-tensors` stores them, and unsupported schemes."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ NEEDS_VNNI = pytest.mark.skipif(not HAS_QUADS, reason="8-bit activations need a 
 
 
 def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> Any:
-    """A checkpoint whose linears are rounded, and the model that it stands for."""
+    """Write a checkpoint with int8 linears; returns the dequantized model."""
     path = make_checkpoint(directory, variant) / "model.safetensors"
     model = make_model(variant)
     parameters = dict(model.named_parameters())
@@ -88,7 +88,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2_tied", "qwen3"])
-def test_it_is_exactly_what_its_integers_say(tmp_path: Path, variant: str) -> None:
+def test_float32_logits_are_those_of_the_dequantized_model(tmp_path: Path, variant: str) -> None:
     expected = logits(write(tmp_path, variant))
     for attention, weights in (("reference", "auto"), ("cpu", "float32")):
         worker = load_worker(tmp_path, attention=attention, weights=weights)
@@ -116,7 +116,7 @@ def test_auto_computes_in_int8_only_what_is_stored_in_int8(tmp_path: Path, bits:
         assert (other - expected).abs().max() > 2 * (found - expected).abs().max()
 
 
-def test_every_part_has_the_scales_of_its_rows(tmp_path: Path) -> None:
+def test_every_shard_has_the_scales_of_its_rows(tmp_path: Path) -> None:
     model = write(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
     whole = dict(model.named_parameters())[name]
@@ -149,7 +149,7 @@ CHANGES: list[tuple[tuple[str, ...], object]] = [
 
 
 @pytest.mark.parametrize(("path", "value"), CHANGES)
-def test_every_other_scheme_is_refused_by_its_field(
+def test_the_error_for_another_scheme_names_the_field(
     tmp_path: Path, path: tuple[str, ...], value: object
 ) -> None:
     scheme = json.loads(json.dumps(SCHEME))
@@ -162,7 +162,7 @@ def test_every_other_scheme_is_refused_by_its_field(
         Checkpoint.open(str(tmp_path))
 
 
-def test_integers_without_scales_are_refused(tmp_path: Path) -> None:
+def test_integers_without_scales_are_rejected(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -172,7 +172,7 @@ def test_integers_without_scales_are_refused(tmp_path: Path) -> None:
         load_worker(tmp_path)
 
 
-def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_scales_of_another_shape_are_rejected(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

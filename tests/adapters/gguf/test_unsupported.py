@@ -1,4 +1,4 @@
-"""A GGUF file that cannot be served says which of its keys or tensors is why."""
+"""The error for an unsupported GGUF file names the key or tensor."""
 
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,23 @@ from tests.gguf_files import Gguf
         ),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, more: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_unsupported_key(
+    tmp_path: Path, more: dict[str, Any], named: str
+) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", more=more).write(path)
     with pytest.raises(StartupError, match=named):
         load_worker(path)
 
 
-def test_a_tensor_that_nobody_asks_for_is_named(tmp_path: Path) -> None:
+def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", extra={"blk.0.ffn_gate_exps.weight": torch.zeros(2, 2)}).write(path)
     with pytest.raises(StartupError, match=r"blk\.0\.ffn_gate_exps\.weight .*no place"):
         load_worker(path)
 
 
-def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     wide = {"hidden_size": 256, "intermediate_size": 256}
     Gguf("llama", Kind.TQ2_0, changes=wide).write(path)
@@ -53,17 +55,17 @@ def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, 23, 100, 1000, -1, -5000])
-def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_truncated_file_is_rejected(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama").write(path)
     content = path.read_bytes()
     path.write_bytes(content[:length])
-    with pytest.raises(StartupError, match=r"model\.gguf (is not a whole GGUF|cannot be read)"):
+    with pytest.raises(StartupError, match=r"model\.gguf (is not a complete GGUF|cannot be read)"):
         Checkpoint.open(str(path))
 
 
 @pytest.mark.parametrize("place", [4, 8, 12, 16, 20, 24, 40])
-def test_a_file_with_wrong_counts_is_refused(tmp_path: Path, place: int) -> None:
+def test_a_file_with_invalid_counts_is_rejected(tmp_path: Path, place: int) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama").write(path)
     content = bytearray(path.read_bytes())
@@ -73,7 +75,7 @@ def test_a_file_with_wrong_counts_is_refused(tmp_path: Path, place: int) -> None
         Checkpoint.open(str(path))
 
 
-def test_another_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("hello, this is some text\n" * 9)
     with pytest.raises(StartupError, match="does not begin with GGUF"):
         Checkpoint.open(str(tmp_path / "model.gguf"))
