@@ -123,7 +123,10 @@ def test_special_token_names_in_tags_match_those_tokens(
         ('{"trigger": []}', "unknown fields: trigger"),
         ('{"triggers": ["<a", "<ab"], "structures": [{}]}', "prefix of another trigger"),
         ('{"triggers": ["<a"], "structures": []}', "1 to 128"),
-        ('{"triggers": ["<a"], "structures": [{"begin": "<b", "regex": "x"}]}', "does not start with a trigger"),
+        (
+            '{"triggers": ["<a"], "structures": [{"begin": "<b", "regex": "x"}]}',
+            "does not start with a trigger",
+        ),
         ('{"triggers": ["<a"], "structures": [{"begin": "<a"}]}', "either schema or regex"),
         (json.dumps(TAGS | {"at_least": 3, "at_most": 2}), "at_most must be"),
         (json.dumps(TAGS | {"at_most": 200}), "from 0 to 128"),
