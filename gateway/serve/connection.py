@@ -1,7 +1,8 @@
-"""One HTTP connection: uvicorn's protocol, with bounds on what a client may make us wait for.
+"""One HTTP connection: uvicorn's protocol, with limits on what a client may send and how slowly.
 
-A head that is too large or too slow is refused, and what is no HTTP at all gets a JSON body too.
-A body that trickles in, or an answer that nobody reads, ends the connection.
+Headers, trailers and body each have a limit in size or time; a request beyond one gets an error
+with a JSON body, and the connection is closed. So does a request that is not valid HTTP: a message
+whose framing is ambiguous (RFC 9112, 3.2 and 6.1) is rejected before the app sees it.
 """
 
 import asyncio
@@ -11,40 +12,54 @@ from typing import Any, NamedTuple
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10  # request line, headers and trailers
 HEAD_SECONDS = 30.0
+BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
+GRACE_SECONDS = 5.0  # in which the route may reject a slow body first
 _INVALID = "invalid_request_error"
-BODY_BYTES_PER_SECOND = 64 << 10  # a long body may take longer, if it comes at this pace
-GRACE_SECONDS = 5.0  # for the route to refuse a slow body in its own words first
+_FIELD_OVERHEAD = 4  # of a header: ": " and the line's end
 
 
 class ConnectionBounds(NamedTuple):
-    """Of all connections; seconds of waiting for a body and for a reader."""
+    """Maximum open connections; timeouts for receiving a body and for a client that stops
+    reading."""
 
     max_connections: int = 1 << 20
     body_seconds: float = 60.0
     stall_seconds: float = 600.0
 
 
+class Rejection(Exception):  # it ends the parsing of a request, as its error response
+    """Raised in a callback of the parser: the request ends with this error response."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Connection(HttpToolsProtocol):
-    """From the first byte of a request to the last a clock and a scale are on; another clock
-    is on while the client does not read."""
+    """Counts the bytes of each request's head and trailers, and runs two timers: one while a
+    request arrives, one while the client does not read."""
 
     def __init__(self, *args: Any, bounds: ConnectionBounds | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds or ConnectionBounds()
         self._is_in_head = False
-        self._head_bytes = 0
+        self._fields_bytes = 0  # of the request line, the headers and trailers that are complete
+        self._open_bytes = 0  # received since a header, trailer or chunk began that is incomplete
+        self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
+        self._num_chunks = 0
         self._body_bytes = 0
-        self._body_began_at = 0.0  # loop seconds; from the end of the head on
+        self._body_began_at = 0.0  # loop seconds; set at the end of the headers
+        self._rejection: Rejection | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self._bounds.max_connections:
-            message = f"The server has {self._bounds.max_connections} open connections, its most."
-            self._refuse(503, message, "server_error", "overloaded")
+            message = f"The server has {self._bounds.max_connections} open connections, its limit."
+            self._reject(503, message, "server_error", "overloaded")
             return
         self._arm(HEAD_SECONDS, self._head_too_slow)
 
@@ -52,6 +67,12 @@ class Connection(HttpToolsProtocol):
         self._disarm()
         self._stop_stall()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._release()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._release()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -63,36 +84,75 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        before = self._awaited
         super().data_received(data)
+        if self._awaited is None or self._awaited != before:
+            self._open_bytes = 0
+            return
+        self._open_bytes += len(data)
+        if self._open_bytes > MAX_HEAD_BYTES:
+            self._reject(431, _TOO_LARGE)
+
+    @property
+    def _awaited(self) -> tuple[str, int] | None:
+        """The part of a message that is incomplete: its head, or what follows the header of a
+        chunk, which is data, or trailers if the chunk is the last one."""
         if self._is_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+            return ("head", 0)
+        return ("chunk", self._chunk) if self._chunk else None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
-        self._head_bytes = 0
+        self._fields_bytes = self._chunk = self._num_chunks = 0
         self._arm(HEAD_SECONDS, self._head_too_slow)
 
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or after the body a trailer, which is dropped (RFC 9110, 6.5.1)."""
+        self._count(len(name) + len(value) + _FIELD_OVERHEAD)
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        try:
+            check_framing(self.headers, self.parser.get_http_version())
+        except Rejection as rejection:
+            self._rejection = rejection
+            raise
         self._is_in_head = False
         self._body_bytes = 0
         self._body_began_at = self.loop.time()
         self._arm(self._bounds.body_seconds + GRACE_SECONDS, self._body_too_slow)
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        self._chunk = self._num_chunks
+
     def on_body(self, body: bytes) -> None:
+        self._chunk = 0
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._chunk = 0
         self._disarm()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What could not be parsed as HTTP."""
-        self._refuse(400, msg)
+        """The parser's error, or the rejection that one of its callbacks raised."""
+        rejection, self._rejection = self._rejection or Rejection(400, msg), None
+        self._reject(rejection.status, str(rejection))
+
+    def _count(self, num_bytes: int) -> None:
+        self._fields_bytes += num_bytes
+        if self._fields_bytes > MAX_HEAD_BYTES:
+            self._rejection = Rejection(431, _TOO_LARGE)
+            raise self._rejection
 
     def _arm(self, seconds: float, then: Callable[[], None]) -> None:
         self._disarm()
@@ -109,9 +169,9 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def _body_too_slow(self) -> None:
-        """Hang up, unless there is more than the clock could know of."""
-        pace = self._body_bytes / BODY_BYTES_PER_SECOND
-        until = self._body_began_at + self._bounds.body_seconds + GRACE_SECONDS + pace
+        """Close, unless the body's size so far earns it more time."""
+        earned = self._body_bytes / BODY_BYTES_PER_SECOND
+        until = self._body_began_at + self._bounds.body_seconds + GRACE_SECONDS + earned
         left = until - self.loop.time()
         if left > 0:
             self._arm(left, self._body_too_slow)
@@ -120,19 +180,23 @@ class Connection(HttpToolsProtocol):
 
     def _head_too_slow(self) -> None:
         if self._is_in_head:
-            self._refuse(408, f"The request's head did not arrive within {HEAD_SECONDS:g} seconds.")
+            self._reject(
+                408, f"The request's headers did not arrive within {HEAD_SECONDS:g} seconds."
+            )
         else:
             self.transport.close()
 
-    def _refuse(
+    def _reject(
         self, status: int, message: str, kind: str = _INVALID, code: str = _INVALID
     ) -> None:
-        """Say why and hang up, unless an earlier answer is still being written."""
+        """Respond with the error, if no other response has begun, and close the connection."""
         self._disarm()
+        self._chunk = 0
+        has_begun = self._ends_other_response()
         self._is_in_head = False
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if not has_begun:
             error = {"message": message, "type": kind, "param": None, "code": code}
             body = orjson.dumps({"error": error})
             head = (
@@ -140,3 +204,37 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(STATUS_LINE[status] + head % len(body) + body)
         self.transport.close()
+
+    def _ends_other_response(self) -> bool:
+        """Whether the bytes that are written next belong to a response of the app. If the app has
+        not begun to respond to the request that is rejected, it sees a disconnect."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        if self._is_in_head or self.pipeline or cycle.response_started:
+            return True
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return False
+
+    def _release(self) -> None:
+        """After the connection and its last response: drop the references that form a cycle, so
+        that the memory of its requests does not wait for the garbage collector."""
+        is_lost = self.parser is None
+        if is_lost and (self.cycle is None or self.cycle.response_complete):
+            del self.cycle, self.scope, self.headers, self.flow
+
+
+_TOO_LARGE = f"The request's headers and trailers are larger than {MAX_HEAD_BYTES} bytes."
+
+
+def check_framing(headers: list[tuple[bytes, bytes]], version: str) -> None:
+    """Raises `Rejection` unless there is one Host (HTTP/1.0: at most one), and no transfer coding
+    but chunked."""
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (hosts == 0 and version != "1.0"):
+        raise Rejection(400, f"A request must have one Host header, not {hosts}.")
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings not in ([], [b"chunked"]):
+        shown = b", ".join(codings)[:100].decode("latin-1")
+        raise Rejection(501, f"Transfer-Encoding {shown!r} is not supported; send 'chunked'.")

@@ -66,7 +66,10 @@ class IdentifyCaller:
             dialect = dialect_of(scope["path"])
             scope["podway.caller"] = Caller(request_id, service.clock(), dialect=dialect)
             scope["podway.send"] = send
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
 
 
 class AccessControl:

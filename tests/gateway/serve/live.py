@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
+from gateway.serve.connection import ConnectionBounds
 from gateway.serve.server import Server, Signals, bind
 from gateway.store.database import StoreThread
 from tests.gateway.rig import Rig, Setting, build_rig
@@ -38,7 +39,10 @@ class Live:
 
 @contextmanager
 def listening(
-    setting: Setting, drain_seconds: float = 10.0, tls: ssl.SSLContext | None = None
+    setting: Setting,
+    drain_seconds: float = 10.0,
+    tls: ssl.SSLContext | None = None,
+    bounds: ConnectionBounds | None = None,
 ) -> Iterator[Live]:
     """Serve in a thread; afterwards no request lives, every slot is free, the port is closed."""
     ready = threading.Event()
@@ -52,7 +56,13 @@ def listening(
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))
             witnessed.append(Witnessed(rig.app))
             server = Server(
-                witnessed[0], rig.engine, rig.service.watch, rig.runner, drain_seconds, tls=tls
+                app=witnessed[0],
+                engine=rig.engine,
+                watch=rig.service.watch,
+                runner=rig.runner,
+                drain_seconds=drain_seconds,
+                bounds=bounds or ConnectionBounds(),
+                tls=tls,
             )
             with closing(rig.service.store):
                 await server.serve(listener, signals, ready.set)

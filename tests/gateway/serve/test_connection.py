@@ -1,8 +1,14 @@
-"""The bound on the head of a request, in virtual time with a transport that only remembers."""
+"""Limits on headers, trailers and slow clients, in virtual time with a transport that only
+records."""
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -17,8 +23,8 @@ from gateway.serve.connection import (
 )
 
 
-class Remembers:
-    """A transport whose peer never reads."""
+class RecordingTransport:
+    """Records what is written; its peer never reads."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -56,11 +62,11 @@ async def reads_on(scope: Any, receive: Any, send: Any) -> None:
 
 def connect(
     bounds: ConnectionBounds | None = None, state: ServerState | None = None, app: Any = app
-) -> tuple[Connection, Remembers]:
+) -> tuple[Connection, RecordingTransport]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=Connection)
     config.load()
     connection = Connection(config, state or ServerState(), {}, bounds=bounds)
-    peer = Remembers()
+    peer = RecordingTransport()
     connection.connection_made(cast("asyncio.Transport", peer))
     return connection, peer
 
@@ -133,7 +139,7 @@ def test_a_body_that_arrives_too_slowly_closes_the_connection() -> None:
 def test_a_long_body_may_take_longer_if_it_keeps_coming() -> None:
     async def main() -> None:
         connection, peer = connect(ConnectionBounds(body_seconds=1.0), app=reads_on)
-        connection.data_received(b"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n")
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
         for _ in range(30):
             connection.data_received(b"y" * BODY_BYTES_PER_SECOND)
             await asyncio.sleep(1)
@@ -174,3 +180,151 @@ def test_one_connection_too_many_is_a_503() -> None:
         first.connection_lost(None)
 
     run_virtual(main())
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n"
+
+
+async def reply_after_the_body(scope: Any, receive: Any, send: Any) -> None:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        more = message["more_body"]
+    headers = b", ".join(name for name, _ in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": headers, "more_body": False})
+
+
+def rejected_with(peer: RecordingTransport) -> bytes:
+    """The status of the only response, after which the connection was closed."""
+    assert peer.is_closed
+    assert peer.written.count(b"HTTP/1.1 ") == 1
+    return peer.written.split()[1]
+
+
+def test_headers_that_arrive_in_one_piece_have_the_same_limit() -> None:
+    async def main() -> None:
+        connection, peer = connect()
+        head = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 70_000 + b"\r\n\r\n"
+        connection.data_received(head)
+        await asyncio.sleep(0)
+        assert rejected_with(peer) == b"431"
+
+    run_virtual(main())
+
+
+def test_many_small_trailers_are_a_431_before_the_app_has_the_request() -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(CHUNKED + b"0\r\n")
+        for _ in range(100):
+            if not peer.is_closed:
+                connection.data_received(b"a: " + b"b" * 1000 + b"\r\n")
+        await asyncio.sleep(0)
+        assert rejected_with(peer) == b"431"
+
+    run_virtual(main())
+
+
+def test_one_trailer_without_end_is_a_431() -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(CHUNKED + b"0\r\na: ")
+        for _ in range(MAX_HEAD_BYTES // 1000 + 1):
+            connection.data_received(b"b" * 1000)
+        await asyncio.sleep(0)
+        assert rejected_with(peer) == b"431"
+
+    run_virtual(main())
+
+
+def test_large_pieces_of_a_chunked_body_are_no_trailers() -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(CHUNKED)
+        for _ in range(20):  # each piece ends behind the header of the next chunk
+            connection.data_received(b"8000\r\n" + b"x" * 0x8000 + b"\r\n4\r\n")
+            connection.data_received(b"abcd\r\n")
+            await asyncio.sleep(0)
+        connection.data_received(b"0\r\n\r\n")
+        await asyncio.sleep(1)
+        assert peer.written.startswith(b"HTTP/1.1 200 ")
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_trailers_do_not_become_headers() -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(CHUNKED + b"0\r\nauthorization: Bearer x\r\n\r\n")
+        await asyncio.sleep(1)
+        assert peer.written.startswith(b"HTTP/1.1 200 ")
+        assert b"host, transfer-encoding" in peer.written
+        assert b"authorization" not in peer.written
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "request_bytes"),
+    [
+        (b"400", b"GET / HTTP/1.1\r\n\r\n"),
+        (b"400", b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n"),
+        (b"400", b"GET / HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n"),
+        (b"501", b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: xchunked\r\n\r\n"),
+        (b"501", b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n"),
+        (b"400", CHUNKED + b"xyz\r\n"),
+        (b"400", CHUNKED + b"2\r\nhello\r\n"),
+    ],
+)
+def test_ambiguous_or_malformed_framing_is_rejected(status: bytes, request_bytes: bytes) -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(request_bytes)
+        await asyncio.sleep(1)
+        assert rejected_with(peer) == status
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_http_1_0_needs_no_host() -> None:
+    async def main() -> None:
+        connection, peer = connect()
+        connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
+        await asyncio.sleep(1)
+        assert peer.written.startswith(b"HTTP/1.1 204 ")
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ending", [b"\r\n", b"a: b\r\n\r\n", b"a: " + b"b" * 70_000 + b"\r\n\r\n"])
+def test_a_closed_connection_is_freed_without_the_garbage_collector(ending: bytes) -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reply_after_the_body)
+        connection.data_received(CHUNKED + b"0\r\n" + ending)
+        await asyncio.sleep(1)
+        connection.connection_lost(None)
+        await asyncio.sleep(1)
+        left = weakref.ref(connection)
+        del connection
+        assert left() is None
+        assert peer.written
+
+    with without_collector():
+        run_virtual(main())

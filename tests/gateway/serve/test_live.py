@@ -1,6 +1,7 @@
 """A real port: the official client, broken HTTP, clients that hang up, and the way out."""
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -186,3 +187,25 @@ def test_a_drain_lets_running_answers_finish(live: Live) -> None:
 def test_a_port_in_use_is_rejected_in_one_line(live: Live) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{live.port}"):
         bind("127.0.0.1", live.port)
+
+
+def test_requests_leave_no_garbage_that_only_the_collector_frees(live: Live) -> None:
+    """Its memory would stay for long: the server collects rarely, see `tune_collector`."""
+    rejected = b"GET /v1/nothing HTTP/1.1\r\nhost: x\r\n\r\n"
+    served = a_request(max_tokens=1)
+    exchange(live, served, rejected)
+    gc.collect()
+    gc.disable()
+    try:
+        exchange(live, *[served, rejected] * 20)
+        assert gc.collect() < 20 * 10
+    finally:
+        gc.enable()
+
+
+def exchange(live: Live, *requests: bytes) -> None:
+    """Send each over a connection of its own, and wait for the first bytes of the response."""
+    for request in requests:
+        with live.connect() as peer:
+            peer.sendall(request)
+            assert peer.recv(100).startswith(b"HTTP/1.1 ")
