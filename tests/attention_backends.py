@@ -10,12 +10,13 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
-from engine.worker.model.kv_tensors import KVTensors, allocate
+from engine.worker.model.kv_tensors import allocate
 from engine.worker.ports import (
     AttentionSpec,
+    KVTensors,
     MakesAttention,
     ModelShape,
-    RotaryAngles,
+    RopeAngles,
     StepLimits,
     ThreadPool,
 )
@@ -60,7 +61,7 @@ class OnStandIn:
         self.plan_captured = attention.plan_captured
         self.baked = attention.baked
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
         """See `AttentionBackend`."""
         self._stand_in.catch_up()
         return self._attention.run(layer, q, k, v, turn)

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from adapters.attention.flashinfer import fp8
-from engine.worker.model.kv_tensors import KVTensors, as_bytes
-from engine.worker.model.layout import RaggedLayout
-from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
+from engine.worker.ports import (
+    AttentionSpec,
+    KVTensors,
+    RaggedLayout,
+    RopeAngles,
+    ThreadPool,
+    as_bytes,
+)
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -61,7 +66,7 @@ class ReferenceAttention:
         self._layout = layout
         self._slots = torch.from_numpy(layout.slots).to(self._place)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
@@ -104,7 +109,7 @@ class ReferenceAttention:
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def _turned(heads: Tensor, turn: RotaryAngles) -> Tensor:
+def _turned(heads: Tensor, turn: RopeAngles) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     cos, sin = turn.cos[:, None], turn.sin[:, None]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

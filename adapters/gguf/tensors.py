@@ -16,7 +16,7 @@ from torch import Tensor
 from adapters.gguf.file import GgufFile, TensorEntry
 from adapters.gguf.names import NAMES, ROPE_FACTORS, Names
 from engine.errors import StartupError
-from engine.worker.weights.checkpoint_files import PreferredFormat
+from engine.worker.ports import PreferredFormat
 from engine.worker.weights.mappings import drop_pages
 
 Kind = GGMLQuantizationType
@@ -31,7 +31,7 @@ ELEMENTS_AT_ONCE = 1 << 20
 
 
 class GgufTensors:
-    """The `CheckpointFiles` of a GGUF file."""
+    """A GGUF file as `CheckpointFiles`."""
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
@@ -48,10 +48,10 @@ class GgufTensors:
         return (self._file.path,)
 
     @property
-    def suits(self) -> PreferredFormat:
-        """int8 if any matrix has fewer than 8 bits; Q8_0 is exact only in floats."""
+    def preferred_format(self) -> PreferredFormat:
+        """int8 if any matrix has fewer bits than Q8_0, whose values only floats hold exactly."""
         kinds = {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
-        return PreferredFormat.FLOATS if kinds <= FLOAT_LIKE else PreferredFormat.ROUNDED
+        return PreferredFormat() if kinds <= FLOAT_LIKE else PreferredFormat("int8")
 
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]
@@ -61,13 +61,13 @@ class GgufTensors:
         shape = entry.shape
         return shape[::-1] if self._names.is_transposed(own) else shape
 
-    def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         own = self._stored[name]
         entry = self._file.tensors[own]
         if self._names.is_transposed(own):
-            columns, rows = wanted
+            columns, rows = index
             return self._rows(entry, rows)[:, columns].t()
-        rows, *rest = wanted
+        rows, *rest = index
         if not self._names.is_interleaved(own):
             return self._rows(entry, rows)[(slice(None), *rest)]
         first, last, _ = rows.indices(entry.shape[0])

@@ -7,12 +7,20 @@ import torch
 from adapters.models.fields import Fields
 from adapters.models.projections import Projections, embedding_and_head
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
-from engine.worker.model.shard import RankPart, Shard
-from engine.worker.ports import Linear, ModelShape, Norm, Operators, WeightSource
+from engine.worker.ports import (
+    Linear,
+    ModelShape,
+    Norm,
+    Operators,
+    RankPart,
+    Shard,
+    TensorSlice,
+    WeightSource,
+)
 
 
 class Gpt2:
-    """A `ModelFamily`. Old checkpoints have tensor names without the prefix `transformer.`."""
+    """A `ModelFamily`. Names in the oldest checkpoints lack the prefix `transformer.`."""
 
     ignored_weights: tuple[str, ...] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
 
@@ -39,14 +47,15 @@ class Gpt2:
         self._tied = fields.flag("tie_word_embeddings", True)
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
-        """See `ModelFamily`."""
         shape = self.shape
         root = "transformer." if weights.has("transformer.wte.weight") else ""
         projections = Projections(weights, shard, operators)
         tokens, head = embedding_and_head(projections, f"{root}wte.weight", is_tied=self._tied)
         positions = norm = None
         if shard.is_first:
-            positions = weights.take(f"{root}wpe.weight", shape.max_positions, shape.hidden_size)
+            positions = weights.tensor(
+                TensorSlice(f"{root}wpe.weight", (shape.max_positions, shape.hidden_size))
+            )
         if shard.is_last:
             norm = self._norm(weights, f"{root}ln_f", operators)
         return Decoder(
@@ -58,10 +67,11 @@ class Gpt2:
         )
 
     def _norm(self, weights: WeightSource, name: str, operators: Operators) -> Norm:
-        hidden = self.shape.hidden_size
-        return operators.layer_norm(
-            weights.take(f"{name}.weight", hidden), weights.take(f"{name}.bias", hidden), self._eps
+        weight, bias = (
+            weights.tensor(TensorSlice(f"{name}.{part}", (self.shape.hidden_size,)))
+            for part in ("weight", "bias")
         )
+        return operators.layer_norm(weight, bias, self._eps)
 
     def _block(self, projections: Projections, at: str, layer: int) -> DecoderLayer:
         weights, shard, operators = projections.weights, projections.shard, projections.operators
@@ -71,40 +81,46 @@ class Gpt2:
             num_heads=len(shard.heads.run),
             num_kv_heads=len(shard.kv_heads.run),
             head_dim=shard.shape.head_dim,
-            qkv=fan_out(projections, f"{at}.attn.c_attn", width, repeats=3),
-            out=fan_in(projections, f"{at}.attn.c_proj", width),
+            qkv=from_hidden(projections, f"{at}.attn.c_attn", width, repeats=3),
+            out=to_hidden(projections, f"{at}.attn.c_proj", width),
         )
         return DecoderLayer(
             attention_norm=self._norm(weights, f"{at}.ln_1", operators),
             attention=attention,
             mlp_norm=self._norm(weights, f"{at}.ln_2", operators),
             mlp=Mlp(
-                up=fan_out(projections, f"{at}.mlp.c_fc", shard.inner),
-                down=fan_in(projections, f"{at}.mlp.c_proj", shard.inner),
+                up=from_hidden(projections, f"{at}.mlp.c_fc", shard.inner),
+                down=to_hidden(projections, f"{at}.mlp.c_proj", shard.inner),
                 activation=operators.activation(self._activation, is_gated=False),
             ),
         )
 
 
-def fan_out(projections: Projections, name: str, part: RankPart, repeats: int = 1) -> Linear:
-    """A linear from the hidden states to `repeats` adjacent outputs, such as q, k and v. Each is
-    sharded over the ranks as `part` says."""
+def from_hidden(projections: Projections, name: str, part: RankPart, repeats: int = 1) -> Linear:
+    """From the hidden states to `repeats` adjacent groups of outputs, `part` of each."""
     hidden, size = projections.shard.shape.hidden_size, part.size * repeats
     runs = [
         range(part.run.start + shift, part.run.stop + shift) for shift in range(0, size, part.size)
     ]
-    take = projections.weights.take_matrix
-    weights = [take(f"{name}.weight", size, hidden, rows=run, is_transposed=True) for run in runs]
-    biases = [projections.weights.take(f"{name}.bias", size, rows=run) for run in runs]
+    matrix, vector = (size, hidden), (size,)
+    weights = [
+        projections.weights.weight(
+            TensorSlice(f"{name}.weight", matrix, rows=run, is_transposed=True)
+        )
+        for run in runs
+    ]
+    biases = [
+        projections.weights.tensor(TensorSlice(f"{name}.bias", vector, rows=run)) for run in runs
+    ]
     return projections.operators.linear(weights, torch.cat(biases))
 
 
-def fan_in(projections: Projections, name: str, part: RankPart) -> Linear:
-    """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
+def to_hidden(projections: Projections, name: str, part: RankPart) -> Linear:
+    """Back to the hidden states, summed over the ranks; rank 0 adds the bias."""
     hidden, weights = projections.shard.shape.hidden_size, projections.weights
-    weight = weights.take_matrix(
-        f"{name}.weight", hidden, part.size, columns=part.run, is_transposed=True
+    weight = weights.weight(
+        TensorSlice(f"{name}.weight", (hidden, part.size), columns=part.run, is_transposed=True)
     )
-    bias = weights.take(f"{name}.bias", hidden)
+    bias = weights.tensor(TensorSlice(f"{name}.bias", (hidden,)))
     is_first = projections.shard.rank == 0
     return projections.summed(projections.operators.linear([weight], bias if is_first else None))

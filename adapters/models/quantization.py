@@ -14,7 +14,7 @@ FORMATS = ("int-quantized",)
 
 
 def has_int8_weights(config: Mapping[str, object]) -> bool:
-    """Whether linears are stored as int8. Raises `StartupError` for any other scheme."""
+    """Whether linears are stored in 8 bits; raises `StartupError` for any other scheme."""
     scheme = Fields(config).child("quantization_config")
     if scheme is None:
         return False

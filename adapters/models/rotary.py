@@ -22,8 +22,15 @@ from engine.worker.model.layers import (
     Mlp,
     inverse_frequencies,
 )
-from engine.worker.model.shard import RankPart, Shard
-from engine.worker.ports import ModelShape, Norm, Operators, WeightSource
+from engine.worker.ports import (
+    ModelShape,
+    Norm,
+    Operators,
+    RankPart,
+    Shard,
+    TensorSlice,
+    WeightSource,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,6 @@ class RotaryFamily(ABC):
         return fields.integer("head_dim", default)
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
-        """See `ModelFamily`."""
         projections = Projections(weights, shard, operators)
         tokens, head = embedding_and_head(
             projections, "model.embed_tokens.weight", is_tied=self._settings.tied
@@ -111,7 +117,9 @@ class RotaryFamily(ABC):
         )
 
     def _norm(self, weights: WeightSource, name: str, dim: int, operators: Operators) -> Norm:
-        return operators.rms_norm(weights.take(f"{name}.weight", dim), self._settings.eps)
+        return operators.rms_norm(
+            weights.tensor(TensorSlice(f"{name}.weight", (dim,))), self._settings.eps
+        )
 
     def _block(self, projections: Projections, layer: int) -> DecoderLayer:
         weights, shard, operators = projections.weights, projections.shard, projections.operators
@@ -138,11 +146,11 @@ class RotaryFamily(ABC):
             len(shard.heads.run),
             len(shard.kv_heads.run),
             dim,
-            projections.fan_out(
+            projections.from_hidden(
                 {f"{at}.self_attn.{name}_proj": part for name, part in wanted.items()},
                 has_bias=traits.qkv_bias,
             ),
-            projections.fan_in(f"{at}.self_attn.o_proj", width, has_bias=traits.out_bias),
+            projections.to_hidden(f"{at}.self_attn.o_proj", width, has_bias=traits.out_bias),
             *norms,
         )
 
@@ -150,8 +158,8 @@ class RotaryFamily(ABC):
         inner, has_bias = projections.shard.inner, self._traits.mlp_bias
         wanted: dict[str, RankPart] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
         return Mlp(
-            up=projections.fan_out(wanted, has_bias=has_bias),
-            down=projections.fan_in(f"{at}.down_proj", inner, has_bias=has_bias),
+            up=projections.from_hidden(wanted, has_bias=has_bias),
+            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=has_bias),
             activation=projections.operators.activation(self._settings.activation, is_gated=True),
         )
 

@@ -1,8 +1,8 @@
-"""What a worker computes on: the port, and how a kind of device is chosen and opened.
+"""What a worker computes on: the device port, and how a device is chosen and opened.
 
-A device says in what form numbers are kept and which operators and attention run on it, knows how
-much memory there is, and makes room in it. Kinds are found by name, in a table of strings, so that
-nobody needs the libraries of another kind.
+A device decides dtypes, operators and attention backends, and knows how much memory there is.
+Device classes are named in a table of strings, so that one device's libraries are never needed for
+another.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,25 +18,25 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.step import Step, WorkerSettings
 from engine.worker.launched import Launched
+from engine.worker.model.data_plane import Carrier
+from engine.worker.model.layout import LayoutLimits
+from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
+    BlockMover,
+    KVCapacity,
+    KVTensors,
+    LinearFormat,
     MakesAttention,
     ModelShape,
-    MovesBlocks,
     Operators,
+    PreferredFormat,
     StageModel,
     WeightSource,
 )
-from engine.worker.weights.checkpoint_files import PreferredFormat
-
-if TYPE_CHECKING:
-    from engine.worker.model.data_plane import Carrier
-    from engine.worker.model.kv_tensors import KVTensors
-    from engine.worker.model.layout import LayoutLimits
-    from engine.worker.model.stage import Stage
-    from engine.worker.sampling.constraints import Constraints
-    from engine.worker.sampling.sampler import Draws
+from engine.worker.sampling.constraints import Constraints
+from engine.worker.sampling.sampler import Draws
 
 logger = logging.getLogger(__name__)
 
@@ -46,42 +46,26 @@ DEVICES = {
     "cpu": "engine.worker.cpu.device:CpuDevice",
     "cuda": "engine.worker.cuda.device:CudaDevice",
 }
-# Attention backends of one kind of device only.
+# Attention backends that run on one kind of device only.
 RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda", "flashinfer-split": "cuda"}
 
 
-class Room(NamedTuple):
-    """Bytes that KV may take: at most, unless told otherwise, and of the host.
-
-    Where the tiers share one memory, what the device takes is no longer the host's.
-    """
-
-    most: int
-    usual: int
-    host: int
-    is_shared: bool
-
-    def left_on_host(self, taken: int) -> int:
-        """What the host has when the device took `taken`."""
-        return self.host - taken if self.is_shared else self.host
-
-
 class Device(Protocol):
-    """One worker's device, made as `Kind.open(settings, suits)`, which raises `StartupError`."""
+    """The device of one worker, made by `open` of its class, which raises `StartupError`."""
 
     @property
     def name(self) -> str:
-        """As the report says it: "cpu", "cuda:0 (NVIDIA H200)"."""
+        """As reports and logs show it: "cpu", "cuda:0 (NVIDIA H200)"."""
         ...
 
     @property
     def place(self) -> torch.device:
-        """Where tensors of a step live."""
+        """Where the tensors of a step are."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Of float weights and activations."""
         ...
 
     @property
@@ -91,127 +75,133 @@ class Device(Protocol):
 
     @property
     def weights(self) -> str:
-        """The format of the linear layers."""
+        """The format of the linear layers, as reports show it."""
         ...
 
     @property
-    def rounds(self) -> bool:
-        """Whether linears want all weights in 8 bits."""
+    def linear_format(self) -> LinearFormat | None:
+        """What all linear weights are converted to on the host as they are loaded.
+
+        None: they reach the operators as they are stored.
+        """
         ...
 
     @property
     def attentions(self) -> tuple[str, ...]:
-        """Names in the table of `adapters.attention`, the first that serves the model is taken."""
+        """Names in the table of `adapters.attention`; the first that supports the model is used."""
         ...
 
     @property
     def threads(self) -> int:
-        """Compute threads of the CPU."""
+        """Compute threads on the CPU."""
         ...
 
     @property
     def kernels(self) -> str:
-        """What it computes with, for a person."""
+        """The kernels in use, as reports show them."""
         ...
 
     def prepare(self, progress: Progress) -> None:
-        """Have all kernels at hand, compiled now if they never were on this machine."""
+        """Load all kernels; those that were never compiled on this machine are compiled now."""
         ...
 
     def operators(self) -> Operators: ...
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """The same model, made of these operators; where it pays, steps that are alike are
-        recorded once and then repeated."""
+        """The same model; where it pays, kernel calls of similar steps are recorded and replayed.
+
+        `operators` are those that the model was built with.
+        """
         ...
 
-    def sampler(self, vocab_size: int, operators: Operators) -> "Draws":
-        """What draws tokens from logits on this device."""
+    def sampler(self, vocab_size: int, operators: Operators) -> Draws:
+        """Samples tokens from logits on this device."""
         ...
 
     def source(self, weights: WeightSource) -> WeightSource:
-        """The same weights, where the device computes with them."""
+        """The same weights, in the memory that the device computes from."""
         ...
 
     def backend(
-        self, makes: MakesAttention, spec: AttentionSpec, cache: "KVTensors"
+        self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
-        """Attention over the cache; there may be several at a time."""
+        """Attention over the cache; several may exist at a time."""
         ...
 
     def block_bytes(self, shape: ModelShape) -> int:
         """Bytes of one KV block over all layers of `shape`."""
         ...
 
-    def room(self, rehearse: Callable[[], None]) -> Room:
-        """Memory left for KV when all weights are there.
+    def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
+        """Memory left for KV once all weights are loaded.
 
-        `rehearse` runs the largest step there can be on a cache of its own, for who has to see
-        what it takes.
+        `profile_run` runs the largest step on a cache of its own, for devices that have to
+        measure how much memory that takes.
         """
         ...
 
-    def allocate(self, shape: ModelShape, num_blocks: int) -> "KVTensors":
+    def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A cache of zeros for all layers of `shape`."""
         ...
 
-    def mover(self, cache: "KVTensors", shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
-        """What moves blocks between the cache and so many blocks of host memory, made now."""
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
+        """Allocates `num_host_blocks` of host memory, and moves blocks between it and the cache."""
         ...
 
-    def launcher(self, whole: "Whole", progress: Progress) -> "LaunchesSteps | None":
-        """How a worker that is alone launches steps; None: it computes each when it comes."""
+    def launcher(self, whole: "WholeModel", progress: Progress) -> "LaunchesSteps | None":
+        """How the only worker of a model launches steps asynchronously.
+
+        None: each step is computed when it comes.
+        """
         ...
 
-    def carrier(self) -> "Carrier":
-        """How tensors of a step go to and from other workers. Raises `StartupError`."""
+    def carrier(self) -> Carrier:
+        """How tensors of a step reach other workers. Raises `StartupError`."""
         ...
 
-    def blank(self, *sizes: int) -> Tensor:
-        """Zeros in `dtype`, where steps are computed."""
+    def zeros(self, *sizes: int) -> Tensor:
+        """Zeros in `dtype`, on the device."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Entered around each step."""
+        """Entered around each step; inside it the compute threads are ready to run."""
         ...
 
 
 class LaunchesSteps(Protocol):
-    """Begins with steps in order, each of which is collected later."""
+    """Launches steps in order; each is collected later."""
 
     def launch(self, step: Step) -> Launched:
-        """What it raises is the failure of the step, but `WorkerLost`."""
+        """Any error but `WorkerLost` fails this step only."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeModel:
     """What steps run on where one worker holds all of a model."""
 
-    stage: "Stage"
-    constraints: "Constraints"
-    sampler: "Draws"
-    mover: MovesBlocks
-    limits: "LayoutLimits"
+    stage: Stage
+    constraints: Constraints
+    sampler: Draws
+    mover: BlockMover
+    limits: LayoutLimits
 
 
-class _Kind(Protocol):
+class _DeviceClass(Protocol):
     """A class in `DEVICES`."""
 
-    def open(self, settings: WorkerSettings, suits: PreferredFormat) -> Device: ...
+    def open(self, settings: WorkerSettings, preferred: PreferredFormat) -> Device: ...
 
     def missing(self, settings: WorkerSettings) -> str:
-        """One line: what this machine lacks; empty if nothing."""
+        """One line that names what this machine lacks; empty if nothing."""
         ...
 
 
-def open_device(
-    settings: WorkerSettings, suits: PreferredFormat = PreferredFormat.FLOATS
-) -> Device:
-    """The device that the settings ask for; "auto" is a GPU where there is one to be used.
+def open_device(settings: WorkerSettings, preferred: PreferredFormat | None = None) -> Device:
+    """The device named in the settings; "auto" is a GPU if one can be used, else the CPU.
 
-    `suits` says what "auto" weights are, on devices that have the choice. Raises `StartupError`
-    with one line that names what is missing or not supported.
+    `preferred` is the weight format of the checkpoint for weights="auto", floats by default.
+    Raises `StartupError` with one line that names what is missing or not supported.
     """
     kind, _, number = settings.device.partition(":")
     if kind == "auto":
@@ -219,13 +209,16 @@ def open_device(
     known = f"device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
         raise StartupError(known)
-    if lacks := _kind(kind).missing(settings):
+    if lacks := _device_class(kind).missing(settings):
         raise StartupError(f"device {settings.device!r} cannot be used: {lacks}")
-    return _kind(kind).open(settings, suits)
+    return _device_class(kind).open(settings, preferred or PreferredFormat())
 
 
 def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[str, ...]:
-    """Names of attention backends, best first; raises `StartupError` for another device's."""
+    """Names of attention backends, best first.
+
+    Raises `StartupError` for a backend of another kind of device.
+    """
     name = settings.attention
     if name == "auto":
         return default
@@ -234,24 +227,24 @@ def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[
     return (name,)
 
 
-def choose(what: str, name: str, known: dict[str, torch.dtype], kind: str) -> torch.dtype:
-    """The dtype of that name; raises `StartupError` with what there is."""
+def choose_dtype(setting: str, name: str, known: dict[str, torch.dtype], kind: str) -> torch.dtype:
+    """The dtype of that name; raises `StartupError` with all names that the device supports."""
     if name not in known:
         names = ", ".join(each for each in known if each != "auto")
-        raise StartupError(f"{what} {name!r} is not supported on {kind}; known: {names}")
+        raise StartupError(f"{setting} {name!r} is not supported on {kind}; known: {names}")
     return known[name]
 
 
 def _best(settings: WorkerSettings) -> str:
-    """A GPU if torch sees one; when only software is missing, a warning says what."""
+    """A GPU if torch sees one; if only software is missing, a warning names it."""
     if not torch.cuda.is_available():
         return "cpu"
-    if lacks := _kind("cuda").missing(settings):
+    if lacks := _device_class("cuda").missing(settings):
         logger.warning("there is a GPU, but the CPU is used: %s", lacks)
         return "cpu"
     return "cuda"
 
 
-def _kind(name: str) -> _Kind:
+def _device_class(name: str) -> _DeviceClass:
     module, _, attribute = DEVICES[name].partition(":")
-    return cast(_Kind, getattr(importlib.import_module(module), attribute))
+    return cast(_DeviceClass, getattr(importlib.import_module(module), attribute))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import Int8Operators
+from engine.worker.cpu.int8 import Int8Linears
+from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 REPEATS = 3
@@ -93,7 +94,7 @@ def _int8_products(size: int, threads: int) -> Mapping[str, Callable[[], object]
     """oneDNN's through torch, where torch has it, and the one that workers use."""
     team = NativeThreadPool(threads)
     x, weight = torch.randn(size, size), torch.randn(size, size)
-    linear = Int8Operators(team).linear([weight], None)
+    linear = Int8Linears().linear(team, WeightPages(), [weight], None)
 
     def ours() -> Tensor:
         with team.awake():

@@ -48,7 +48,7 @@ def cpu_seconds(
     shape = ModelShape(LAYERS, heads.queries, heads.keys, DIM, 1, 1, 1, 1, 1 << 20)
     pages = [-(-sum(request) // BLOCK) for request in requests]
     cache = allocate(shape, LAYERS, sum(pages), BLOCK, dtype)
-    for tensor in cache.as_it_lies():
+    for tensor in cache.in_memory_order():
         tensor.fill_(1)
     tables = np.split(np.random.default_rng(0).permutation(sum(pages)), np.cumsum(pages)[:-1])
     entries = tuple(

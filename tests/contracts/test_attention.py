@@ -12,9 +12,8 @@ from torch import Tensor
 from adapters.attention import BACKENDS
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.ports import AttentionSpec, ModelShape, RotaryAngles
+from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RopeAngles
 from tests.attention_backends import cache_for, holds, maker
 
 LAYERS = 2
@@ -94,7 +93,7 @@ def stored(cache: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
     return keys * cache.key_scales[layer][..., None], values * cache.value_scales[layer][..., None]
 
 
-def turned(heads: Tensor, turn: RotaryAngles | None) -> Tensor:
+def turned(heads: Tensor, turn: RopeAngles | None) -> Tensor:
     """Each pair of the halves of dim as a complex number, times that of its angle."""
     if turn is None:
         return heads
@@ -137,7 +136,7 @@ def check(name: str, case: Case, team: NativeThreadPool) -> None:
         fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
         q, k, v = split(fused, case)
         angles = noise(layout.num_tokens, case.head_dim // 2) * 3
-        turn = RotaryAngles(angles.cos(), angles.sin()) if case.turns else None
+        turn = RopeAngles(angles.cos(), angles.sin()) if case.turns else None
         with torch.inference_mode():
             found = attention.run(layer, *split(fused.clone(), case), turn)
         q, k = turned(q, turn), turned(k, turn)

@@ -17,9 +17,7 @@ from adapters.attention.flashinfer.rows import ApplyRope, RowWriter
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
 from engine.errors import StartupError
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.model.layout import RaggedLayout
-from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
+from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, ThreadPool
 
 NUM_ARENAS = 3
 
@@ -94,7 +92,7 @@ class FlashInferAttention:
         """The plan's values that the graph of `num_rows` contains as constants."""
         return self._library.baked(self._captured[num_rows].wrapper)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
         if turn is not None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.ports import CapturedWrapper, CudaEvent, MixedWrapper, RunsPaged
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.ports import AttentionSpec
+from engine.worker.ports import AttentionSpec, KVTensors
 
 NO_WINDOW = -1  # FlashInfer's value for full attention
 

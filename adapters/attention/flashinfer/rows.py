@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adapters.attention.flashinfer import fp8
 from adapters.attention.flashinfer.ports import Library
-from engine.worker.model.kv_tensors import KVTensors, as_bytes
-from engine.worker.ports import AttentionSpec, RotaryAngles
+from engine.worker.ports import AttentionSpec, KVTensors, RopeAngles, as_bytes
 
 
 class RowWriter:
@@ -50,9 +49,9 @@ class ApplyRope:
         self._rows = library.on_device(max_tokens, torch.int32)
         torch.arange(max_tokens, out=self._rows)
         self._cos_sin = self._rows.new_empty(0, dtype=torch.float32)
-        self._angles: RotaryAngles | None = None  # those of the current table
+        self._angles: RopeAngles | None = None  # those of the current table
 
-    def apply(self, layer: int, q: Tensor, k: Tensor, angles: RotaryAngles) -> None:
+    def apply(self, layer: int, q: Tensor, k: Tensor, angles: RopeAngles) -> None:
         """Rotate q and k `[tokens, heads, dim]` in place; layers run in order, layer 0 first."""
         if layer == 0 or angles is not self._angles:
             self._angles = angles

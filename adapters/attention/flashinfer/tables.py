@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.attention.flashinfer.ports import CudaEvent
-from engine.worker.model.layout import Int32s, RaggedLayout
-from engine.worker.ports import StepLimits
+from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 
 ALIGN = 16  # bytes; alignment of the tables in an arena
 WIDTH = 32  # a captured batch size exceeds the largest step by less than this

@@ -4,7 +4,9 @@ import sys
 
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.int8 import FASTEST, Int8Operators
+from engine.worker.cpu.int8 import FASTEST
+from engine.worker.cpu.linear_formats import linears
+from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
@@ -22,5 +24,5 @@ if __name__ == "__main__":
         *paged_kernels.OF_KINDS,
         *rope_and_cache_write.OF_KINDS,
     )
-    operators = Int8Operators(NativeThreadPool(1), FASTEST)
+    operators = NativeOperators(NativeThreadPool(1), linears(FASTEST, "int8"))
     compile_all((*operators.kernels, *attention), show_progress)

@@ -11,41 +11,37 @@ from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.int8 import Int8Operators, StoredOperators, activations_of
+from engine.worker.cpu.int8 import activations_of
 from engine.worker.cpu.kernels.dot_tiles import INSTRUCTIONS
 from engine.worker.cpu.kernels.dtypes import has_half, kind_of
+from engine.worker.cpu.linear_formats import FORMATS as CPU_FORMATS
+from engine.worker.cpu.linear_formats import linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
+from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
 from engine.worker.model.data_plane import HostCarrier
 from engine.worker.model.host_pool import HostPool
-from engine.worker.model.kv_tensors import (
-    CPU_KV_DTYPES,
-    KVTensors,
-    allocate,
-    available_bytes,
-    bytes_per_block,
-)
+from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate, available_bytes, bytes_per_block
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
+    BlockMover,
+    KVCapacity,
+    KVTensors,
+    LinearFormat,
     MakesAttention,
     ModelShape,
-    MovesBlocks,
     Operators,
+    PreferredFormat,
     StageModel,
     WeightSource,
+    name_of,
 )
 from engine.worker.sampling.sampler import Sampler
-from engine.worker.weights.checkpoint_files import PreferredFormat
+from engine.worker.weights.formats import FORMATS
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
-WEIGHTS = ("auto", "float32", "int8")
-INT8_OPERATORS = {
-    PreferredFormat.STORED: StoredOperators,
-    PreferredFormat.ROUNDED: Int8Operators,
-}
 DEFAULT_ATTENTION = "cpu"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
 DEFAULT_MOST_BYTES = 4 << 30
@@ -65,26 +61,17 @@ class CpuDevice:
     name = "cpu"
     place = torch.device("cpu")
 
-    def __init__(
-        self, settings: WorkerSettings, suits: PreferredFormat = PreferredFormat.FLOATS
-    ) -> None:
-        self.dtype = choose("dtype", settings.dtype, DTYPES, "cpu")
-        self.kv_dtype = choose("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
+    def __init__(self, settings: WorkerSettings, preferred: PreferredFormat | None = None) -> None:
+        self.dtype = choose_dtype("dtype", settings.dtype, DTYPES, "cpu")
+        self.kv_dtype = choose_dtype("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
             raise StartupError("kv_dtype 'float16' needs a CPU with F16C")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
-        if settings.weights not in WEIGHTS:
-            known = ", ".join(WEIGHTS)
-            raise StartupError(
-                f"weights {settings.weights!r} is not supported on cpu; known: {known}"
-            )
-        if self._is_plain and settings.weights == "int8":
-            raise StartupError(f"weights='int8' needs another attention than {PLAIN_ATTENTION!r}")
-        self._suits = self._chosen(settings.weights, suits)
-        self.rounds = self._suits is PreferredFormat.ROUNDED
-        self._activations = activations_of(settings.activation_bits)
-        is_float = self._suits is PreferredFormat.FLOATS
-        self.weights = "float32" if is_float else f"int8 ({self._activations.name})"
+        preferred = self._preferred(settings.weights, preferred or PreferredFormat())
+        name = preferred.format or name_of(self.dtype)
+        self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
+        self._linears = linears(activations_of(settings.activation_bits), name)
+        self.weights = self._linears[name].description
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
@@ -92,8 +79,8 @@ class CpuDevice:
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
     @classmethod
-    def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CpuDevice":
-        return cls(settings, suits)
+    def open(cls, settings: WorkerSettings, preferred: PreferredFormat) -> "CpuDevice":
+        return cls(settings, preferred)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -104,10 +91,18 @@ class CpuDevice:
     def _is_plain(self) -> bool:
         return self.attentions == (PLAIN_ATTENTION,)
 
-    def _chosen(self, weights: str, suits: PreferredFormat) -> PreferredFormat:
+    def _preferred(self, weights: str, of_checkpoint: PreferredFormat) -> PreferredFormat:
+        """The format for the setting `weights`; raises `StartupError` for an unknown one."""
         if weights == "auto":
-            return PreferredFormat.FLOATS if self._is_plain else suits
-        return PreferredFormat.ROUNDED if weights == "int8" else PreferredFormat.FLOATS
+            return PreferredFormat() if self._is_plain else of_checkpoint
+        if weights not in CPU_FORMATS:
+            known = ", ".join(("auto", *CPU_FORMATS))
+            raise StartupError(f"weights {weights!r} is not supported on cpu; known: {known}")
+        if self._is_plain and weights != name_of(self.dtype):
+            raise StartupError(
+                f"weights={weights!r} needs another attention than {PLAIN_ATTENTION!r}"
+            )
+        return PreferredFormat(weights)
 
     @property
     def kernels(self) -> str:
@@ -127,9 +122,7 @@ class CpuDevice:
         return TorchOperators() if self._is_plain else self._native_operators()
 
     def _native_operators(self) -> NativeOperators:
-        if self._suits is PreferredFormat.FLOATS:
-            return NativeOperators(self._team)
-        return INT8_OPERATORS[self._suits](self._team, self._activations)
+        return NativeOperators(self._team, self._linears)
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """See `Device`."""
@@ -156,24 +149,24 @@ class CpuDevice:
         size = self._settings.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
-    def room(self, rehearse: Callable[[], None]) -> Room:
+    def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """All that is available; the smaller of 4 GiB and a quarter of it unless told otherwise,
         shared with the other workers of the machine."""
         available = available_bytes()
         usual = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
         usual //= self._settings.placement.num_local_workers
-        return Room(available, usual, available, is_shared=True)
+        return KVCapacity(available, usual, available, is_shared=True)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """See `Device`."""
         size = self._settings.block_size
         return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
 
-    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         """See `Device`."""
         return HostPool(cache, self.allocate(shape, num_host_blocks))
 
-    def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
+    def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
         """Steps are computed when they come."""
         return None
 
@@ -181,7 +174,7 @@ class CpuDevice:
         """See `Device`."""
         return HostCarrier(self.dtype)
 
-    def blank(self, *sizes: int) -> Tensor:
+    def zeros(self, *sizes: int) -> Tensor:
         """See `Device`."""
         return torch.zeros(sizes, dtype=self.dtype)
 

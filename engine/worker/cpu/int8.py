@@ -1,10 +1,10 @@
-"""Operators with weights of 8 bits; all else is as in float32.
-
-Only linear layers are rounded. A quarter of the bytes to read makes single streams faster, and
+"""Linear layers with int8 weights and quantized activations.
+ A quarter of the bytes to read makes single streams faster, and
 several products in one instruction make batches faster.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,11 @@ from engine.worker.cpu.kernels.packed_tiles import (
     Form,
 )
 from engine.worker.cpu.kernels.packing import pack
-from engine.worker.cpu.operators import KernelCall, NativeOperators, columns_of_chunks
+from engine.worker.cpu.operators import KernelCall, columns_of_chunks
+from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool as NativeTeam
-from engine.worker.ports import Linear, ThreadPool
-from engine.worker.weights.int8_weight import Int8Weight, Weight, quantize
+from engine.worker.ports import ThreadPool, Weight
+from engine.worker.weights.formats.int8 import Int8Weight, quantize
 
 
 class Rounding(NamedTuple):
@@ -158,30 +159,26 @@ class CpuInt8Linear:
         return y
 
 
-class Int8Operators(NativeOperators):
-    """`NativeOperators`, but for the linear."""
+@dataclass(frozen=True, slots=True)
+class Int8Linears:
+    """Linears with int8 weights and quantized activations; float weights are quantized."""
 
-    def __init__(self, team: NativeTeam, rounding: Rounding = FASTEST) -> None:
-        super().__init__(team)
-        self._rounding = rounding
+    rounding: Rounding = FASTEST
+
+    @property
+    def description(self) -> str:
+        return f"int8 ({self.rounding.name})"
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
-        return *super().kernels, self._rounding.round_rows, self._rounding.linear
+        return self.rounding.round_rows, self.rounding.linear
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        form = self._rounding.form
+    def linear(
+        self, team: NativeTeam, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
+    ) -> CpuInt8Linear:
+        form = self.rounding.form
         weight = stack(weights, GROUPS * form.group)
         items = weight.values.view(torch.int16 if form.group == PAIR else torch.int32)
-        packed = pack(items, self._pages)  # a group moves as one
+        packed = pack(items, pages)  # a group moves as one
         shift = torch.zeros(len(weight.scales)) if bias is None else bias
-        return CpuInt8Linear(self._team, weight, packed, shift, self._rounding)
-
-
-class StoredOperators(Int8Operators):
-    """8 bits where all weights of a linear are stored so, floats where any is not."""
-
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        if all(isinstance(weight, Int8Weight) for weight in weights):
-            return super().linear(weights, bias)
-        return NativeOperators.linear(self, weights, bias)
+        return CpuInt8Linear(team, weight, packed, shift, self.rounding)

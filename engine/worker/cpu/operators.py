@@ -4,7 +4,8 @@ A layer keeps the operands of its kernel and fills in what changes from call to 
 costs a few microseconds of Python.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,8 +24,15 @@ from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool as NativeTeam
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Argmax, Linear, StageModel, ThreadPool
-from engine.worker.weights.int8_weight import Weight, dequantize
+from engine.worker.ports import (
+    Argmax,
+    Linear,
+    StageModel,
+    ThreadPool,
+    Weight,
+    common_format,
+    dequantize,
+)
 
 ACTIVATION_KINDS = {
     "silu": kernels.SILU,
@@ -177,22 +185,65 @@ class NativeActivation:
         return y
 
 
-class NativeOperators:
-    """See `Operators`. What no kernel does (odd activations) is torch's."""
+class CpuLinears(Protocol):
+    """How the CPU computes with one format of weights."""
 
-    def __init__(self, team: NativeTeam) -> None:
+    @property
+    def description(self) -> str:
+        """As reports show it: "int8 (14-bit activations)"."""
+        ...
+
+    @property
+    def kernels(self) -> tuple[Callable[..., None], ...]: ...
+
+    def linear(
+        self,
+        team: NativeTeam,
+        pages: WeightPages,
+        weights: Sequence[Weight],
+        bias: Tensor | None,
+    ) -> Linear:
+        """Packs weights, of this format or not, and makes the linear that computes with them."""
+        ...
+
+
+class FloatLinears:
+    """Linears in float32; quantized weights are dequantized."""
+
+    description = "float32"
+    kernels = linear.KERNELS
+
+    def linear(
+        self, team: NativeTeam, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
+    ) -> NativeLinear:
+        parts = [dequantize(weight) for weight in weights]
+        outputs = sum(len(part) for part in parts)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return NativeLinear(team, pack(whole, pages), outputs, bias)
+
+
+FLOATS = FloatLinears()
+
+
+class NativeOperators:
+    """`Operators` over native kernels. Activations without a kernel are torch's."""
+
+    def __init__(self, team: NativeTeam, linears: Mapping[str, CpuLinears] | None = None) -> None:
+        """`linears` by the format of the weights; weights of any other format become floats."""
         self._team = team
+        self._linears = linears or {}
         self.is_native = True  # until something is asked for that torch does
         self._pages = WeightPages()
         self._torch = TorchOperators()
-        self._turn = KernelCall(team, kernels.apply_rope, (0,) * 8)
+        self._rope = KernelCall(team, kernels.apply_rope, (0,) * 8)
         self._largest = KernelCall(team, drawing.largest, (0,) * 5)
         self._draw = KernelCall(team, drawing.draw, (0,) * 8)
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
         """Every kernel that these operators may run."""
-        return *kernels.KERNELS, *linear.KERNELS, *drawing.KERNELS
+        of_linears = [kernel for linears in self._linears.values() for kernel in linears.kernels]
+        return *kernels.KERNELS, *linear.KERNELS, *of_linears, *drawing.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model, with less Python in steps of decodes if its blocks are all kernels."""
@@ -201,10 +252,8 @@ class NativeOperators:
         return model
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        parts = [dequantize(weight) for weight in weights]
-        outputs = sum(len(part) for part in parts)
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return NativeLinear(self._team, pack(whole, self._pages), outputs, bias)
+        linears = self._linears.get(common_format(weights) or "", FLOATS)
+        return linears.linear(self._team, self._pages, weights, bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -221,9 +270,9 @@ class NativeOperators:
         self.is_native = False
         return self._torch.activation(name, is_gated=is_gated)
 
-    def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape
-        self._turn.words[:7] = (
+        self._rope.words[:7] = (
             heads.data_ptr(),
             heads.stride(0),
             cos.data_ptr(),
@@ -232,9 +281,9 @@ class NativeOperators:
             count,
             dim // 2,
         )
-        self._turn.over_rows(rows, 7)
+        self._rope.over_rows(rows, 7)
 
-    def largest(self, logits: Tensor) -> Argmax:
+    def argmax(self, logits: Tensor) -> Argmax:
         rows, vocab = logits.shape
         values = logits.new_empty(rows)
         ids = torch.empty(rows, dtype=torch.int64)
@@ -248,7 +297,7 @@ class NativeOperators:
         self._largest(rows)
         return Argmax(values, ids)
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         rows: Sequence[int],

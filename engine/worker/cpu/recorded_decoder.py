@@ -5,6 +5,7 @@ planned otherwise. Prompts, whose shapes seldom come twice, take the plain way.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import AttentionBackend, RotaryAngles
+from engine.worker.ports import RopeAngles, StepContext
 
 MOST_ROWS = 512
 MOST_TAPES = 128  # the oldest makes room
@@ -36,14 +37,14 @@ class DecodeRecording(NamedTuple):
 
     tape: KernelGraph
     hidden: Tensor
-    turn: RotaryAngles | None
+    rope: RopeAngles | None
 
-    def fill(self, hidden: Tensor, turn: RotaryAngles | None) -> None:
-        """Write a step's hidden states and turn to where the tape reads them."""
+    def fill(self, hidden: Tensor, rope: RopeAngles | None) -> None:
+        """Write a step's hidden states and RoPE angles to where the tape reads them."""
         self.hidden.copy_(hidden)
-        if self.turn is not None and turn is not None:
-            self.turn.cos.copy_(turn.cos)
-            self.turn.sin.copy_(turn.sin)
+        if self.rope is not None and rope is not None:
+            self.rope.cos.copy_(rope.cos)
+            self.rope.sin.copy_(rope.sin)
 
 
 class RecordedDecoder:
@@ -56,40 +57,34 @@ class RecordedDecoder:
         self.embed = decoder.embed
         self.logits = decoder.logits
 
-    def layers(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        attention: AttentionBackend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """See `StageModel`."""
+    def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
+        attention = context.attention
         planned = attention.tape_key if isinstance(attention, RecordableAttention) else b""
-        if not planned or rows is not None or len(hidden) > MOST_ROWS:
-            return self._decoder.layers(hidden, positions, attention, rows)
-        key, turn = (len(hidden), planned), self._decoder.turn(positions)
+        if not planned or context.rows is not None or len(hidden) > MOST_ROWS:
+            return self._decoder.layers(hidden, context)
+        rope = self._decoder.rope(context.positions)
+        key = (len(hidden), planned)
         recording = self._recordings.get(key)
         if recording is None:
-            recording = self._recordings[key] = self._record(hidden, turn, attention)
+            recording = self._recordings[key] = self._record(hidden, replace(context, rope=rope))
             if len(self._recordings) > MOST_TAPES:
                 del self._recordings[next(iter(self._recordings))]
         else:
-            recording.fill(hidden, turn)
+            recording.fill(hidden, rope)
             self._team.play(recording.tape)
         return hidden.copy_(recording.hidden)
 
-    def _record(
-        self, hidden: Tensor, turn: RotaryAngles | None, attention: AttentionBackend
-    ) -> DecodeRecording:
-        """Run the step as ever, on memory that stays."""
+    def _record(self, hidden: Tensor, context: StepContext) -> DecodeRecording:
+        """Run the step while recording it, on memory that the recording keeps."""
+        rope = context.rope
         with self._team.recording() as tape:
             place = tape.take("hidden", tuple(hidden.shape), hidden.dtype)
-            angles = turn and RotaryAngles(
-                tape.take("cos", tuple(turn.cos.shape), turn.cos.dtype),
-                tape.take("sin", tuple(turn.sin.shape), turn.sin.dtype),
+            angles = rope and RopeAngles(
+                tape.take("cos", tuple(rope.cos.shape), rope.cos.dtype),
+                tape.take("sin", tuple(rope.sin.shape), rope.sin.dtype),
             )
             recording = DecodeRecording(tape, place, angles)
-            recording.fill(hidden, turn)
-            left = self._decoder.through(place, angles, attention)
+            recording.fill(hidden, rope)
+            left = self._decoder.run_blocks(place, replace(context, rope=angles))
         assert left is place, "the residual stream stays where it is"
         return recording

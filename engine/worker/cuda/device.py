@@ -15,26 +15,29 @@ from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.memory import fitting, measure
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
-from engine.worker.cuda.model.operators import STORED, CudaOperators
+from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.step.build import make_launcher
 from engine.worker.cuda.step.kv_mover import DeviceMover
-from engine.worker.device import LaunchesSteps, Progress, Room, Whole, attentions_for, choose
+from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
 from engine.worker.model.data_plane import Carrier
-from engine.worker.model.kv_tensors import KVTensors, available_bytes, bytes_per_block
+from engine.worker.model.kv_tensors import available_bytes, bytes_per_block
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
+    BlockMover,
+    KVCapacity,
+    KVTensors,
     MakesAttention,
     ModelShape,
-    MovesBlocks,
     Operators,
+    PreferredFormat,
     StageModel,
     WeightSource,
+    name_of,
 )
-from engine.worker.weights.checkpoint_files import PreferredFormat
 
 logger = logging.getLogger(__name__)
 
@@ -70,26 +73,27 @@ class CudaDevice:
 
     threads = 1
     kernels = "torch"
-    rounds = False
+    linear_format = None  # weights are converted on the GPU
 
     def __init__(
         self,
         settings: WorkerSettings,
         gpu: Gpu,
         kernels: Kernels | None = None,
-        suits: PreferredFormat = PreferredFormat.FLOATS,
+        preferred: PreferredFormat | None = None,
     ) -> None:
         self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
-        self.dtype = choose("dtype", settings.dtype, DTYPES, "cuda")
+        self.dtype = choose_dtype("dtype", settings.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
-        self._format = weight_format(settings.weights, self.dtype, gpu, suits)
+        self._format = weight_format(settings.weights, self.dtype, gpu, preferred)
         if settings.activation_bits not in ("auto", "8"):
             raise StartupError(
                 f"activation_bits {settings.activation_bits!r} is not supported on cuda; "
                 "known: auto, 8"
             )
-        self.weights = "int8" if self._format == STORED else self._format
+        stored = None if preferred is None else preferred.format
+        self.weights = stored if stored is not None and self._format == STORED else self._format
         self.kv_dtype = kv_format(settings.kv_dtype, self.dtype)
         self._settings = settings
         self._gpu = gpu
@@ -100,14 +104,14 @@ class CudaDevice:
         self._progress: Progress = _no_progress  # replaced by `prepare`
 
     @classmethod
-    def open(cls, settings: WorkerSettings, suits: PreferredFormat) -> "CudaDevice":
+    def open(cls, settings: WorkerSettings, preferred: PreferredFormat) -> "CudaDevice":
         """Open the GPU of this worker; raises `StartupError` if there are fewer GPUs than
         workers."""
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
         wants_kernels = settings.attention != PLAIN_ATTENTION
-        return cls(settings, gpu, flashinfer_kernels() if wants_kernels else None, suits)
+        return cls(settings, gpu, flashinfer_kernels() if wants_kernels else None, preferred)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -115,7 +119,7 @@ class CudaDevice:
         return missing(wants_kernels=settings.attention != PLAIN_ATTENTION)
 
     def prepare(self, progress: Progress) -> None:
-        """Keep `progress` for `room`: which kernels to compile is known once the model is built."""
+        """Keep `progress` for `kv_capacity`, which compiles the kernels that the model needs."""
         self._progress = progress
 
     def operators(self) -> Operators:
@@ -148,7 +152,7 @@ class CudaDevice:
         size = self._settings.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
-    def room(self, rehearse: Callable[[], None]) -> Room:
+    def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """Memory that `--gpu-memory-utilization` leaves for KV beside the largest step.
 
         Every kernel runs once before the measurement, so that kernels which were never run on
@@ -156,10 +160,10 @@ class CudaDevice:
         """
         first_runs = {} if self._operators is None else self._operators.first_runs
         with fitting(self._gpu):
-            warm_up({**first_runs, "attention and all else": rehearse}, self._progress)
-        budget = measure(self._gpu, self._settings.gpu_memory_utilization, rehearse)
+            warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
+        budget = measure(self._gpu, self._settings.gpu_memory_utilization, profile_run)
         logger.info("KV cache: %d bytes (%s)", budget.left, budget)
-        return Room(budget.left, budget.left, available_bytes(), is_shared=False)
+        return KVCapacity(budget.left, budget.left, available_bytes(), is_shared=False)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A zeroed KV cache `[layers, 2, blocks, block_size, kv_heads, head_dim]`, with a spare
@@ -168,13 +172,13 @@ class CudaDevice:
         cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
-    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> MovesBlocks:
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         """Moves KV blocks to pinned host memory, where all layers of a block are contiguous."""
         layers, both, _, *block = self._sizes(shape, num_host_blocks)
         sizes = (num_host_blocks, layers, both, *block)
         return DeviceMover(self._streams, cache, self._streams.pinned(sizes, self.kv_dtype))
 
-    def launcher(self, whole: Whole, progress: Progress) -> LaunchesSteps | None:
+    def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
         """Launches steps ahead; uses CUDA graphs if attention supports them and they are
         enabled."""
         return make_launcher(self._streams, whole, self._settings, progress)
@@ -183,7 +187,7 @@ class CudaDevice:
         """NCCL: tensors go from GPU to GPU without passing through the host."""
         return self._gpu.carrier(self.dtype)
 
-    def blank(self, *sizes: int) -> Tensor:
+    def zeros(self, *sizes: int) -> Tensor:
         """A zeroed tensor in the activations' dtype on the GPU."""
         return torch.zeros(sizes, dtype=self.dtype, device=self.place)
 
@@ -196,16 +200,19 @@ class CudaDevice:
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
 
 
-def weight_format(asked: str, dtype: torch.dtype, gpu: Gpu, suits: PreferredFormat) -> str:
+def weight_format(
+    asked: str, dtype: torch.dtype, gpu: Gpu, preferred: PreferredFormat | None = None
+) -> str:
     """The weight format of linear layers; raises `StartupError` if this GPU cannot compute it."""
-    own = str(dtype).removeprefix("torch.")
-    if asked == "auto" and suits is not PreferredFormat.FLOATS:
-        return "int8" if suits is PreferredFormat.ROUNDED else STORED
+    own = name_of(dtype)
+    if asked == "auto" and preferred is not None and preferred.format is not None:
+        return preferred.format if preferred.converts else STORED
     if asked in ("auto", own):
         return own
-    if asked not in ("int8", "fp8"):
+    if asked not in LINEARS:
+        known = ", ".join((own, *LINEARS))
         raise StartupError(
-            f"weights {asked!r} is not supported on cuda with dtype {own}; known: {own}, int8, fp8"
+            f"weights {asked!r} is not supported on cuda with dtype {own}; known: {known}"
         )
     if asked == "fp8" and gpu.capability < FP8_BY_ROW:
         major, minor = gpu.capability
@@ -232,8 +239,8 @@ def flashinfer_kernels() -> FlashInferKernels:
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache: that of the model, or 8-bit floats (fp8 e4m3)."""
-    own = str(dtype).removeprefix("torch.")
-    return choose("kv_dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
+    own = name_of(dtype)
+    return choose_dtype("kv_dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:

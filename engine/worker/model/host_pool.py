@@ -5,7 +5,6 @@ Which request's KV lies in which host block is known to the ledger, never here.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction, WorkerSettings
-
-if TYPE_CHECKING:
-    from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.ports import KVTensors
 
 
 def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
@@ -36,9 +33,9 @@ def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available
 
 
 class HostPool:
-    """A `MovesBlocks` that makes every copy at once, on whatever devices the tiers are."""
+    """A `BlockMover` that makes every copy at once, on whatever devices the tiers are."""
 
-    def __init__(self, device: "KVTensors", host: "KVTensors") -> None:
+    def __init__(self, device: KVTensors, host: KVTensors) -> None:
         self._device = device
         self._host = host
 
@@ -65,8 +62,8 @@ def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:
     return torch.from_numpy(blocks.astype(np.int64))
 
 
-def _copy(source: "KVTensors", at: Tensor, target: "KVTensors", to: Tensor) -> None:
+def _copy(source: KVTensors, at: Tensor, target: KVTensors, to: Tensor) -> None:
     """Layer by layer, so that no more than one layer's blocks are held twice meanwhile."""
-    for read, write in zip(source.as_it_lies(), target.as_it_lies(), strict=True):
+    for read, write in zip(source.in_memory_order(), target.in_memory_order(), strict=True):
         blocks = read.index_select(0, at.to(read.device))
         write.index_copy_(0, to.to(write.device), blocks.to(write.device))

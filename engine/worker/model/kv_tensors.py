@@ -5,7 +5,6 @@ Which request owns which block is known to the ledger, never here.
 """
 
 import os
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import WorkerSettings
-from engine.worker.device import Room
-from engine.worker.ports import ModelShape
+from engine.worker.ports import KVCapacity, KVTensors, ModelShape
 
 CPU_KV_DTYPES = {
     "auto": torch.float32,
@@ -25,50 +23,6 @@ CPU_KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class KVTensors:
-    """Keys and values of each layer, `[num_blocks + num_spare, block_size, kv_heads, dim]` each.
-
-    In int8 a number counts times the scale of its token and head, `[num_blocks, block_size,
-    kv_heads]` for each layer; otherwise there are no scales. How a block lies is the device's.
-    Of the spare blocks, the last ones, nobody but the attention knows: rows that only fill up a
-    batch write there.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    num_spare: int = 0
-    key_scales: tuple[Tensor, ...] = ()
-    value_scales: tuple[Tensor, ...] = ()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.keys[0].shape[0] - self.num_spare
-
-    @property
-    def block_size(self) -> int:
-        return self.keys[0].shape[1]
-
-    def as_it_lies(self) -> list[Tensor]:
-        """All that blocks consist of, `[num_blocks, …]` each, in the order of memory.
-
-        To be moved, not computed with: see `as_bytes`.
-        """
-        return [
-            as_bytes(one.permute(sorted(range(one.dim()), key=one.stride, reverse=True)))
-            for one in (*self.keys, *self.values, *self.key_scales, *self.value_scales)
-        ]
-
-
-def as_bytes(numbers: Tensor) -> Tensor:
-    """8-bit floats as uint8, over the same memory, since few kernels of torch move them.
-
-    Others as they are.
-    """
-    is_small = numbers.is_floating_point() and numbers.itemsize == 1
-    return numbers.view(torch.uint8) if is_small else numbers
 
 
 def available_bytes() -> int:
@@ -98,7 +52,7 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: 
 
 
 def choose_num_blocks(
-    settings: WorkerSettings, block_bytes: int, max_model_len: int, room: Room
+    settings: WorkerSettings, block_bytes: int, max_model_len: int, capacity: KVCapacity
 ) -> int:
     """How many blocks to make; raises `StartupError` when none fit or more than fit are asked.
 
@@ -114,13 +68,13 @@ def choose_num_blocks(
         blocks, asked = settings.kv_bytes // block_bytes, f"kv_bytes={settings.kv_bytes}"
     else:
         enough = settings.max_batch_size * -(-max_model_len // size)
-        blocks = min(room.usual // block_bytes, enough)
-        asked = f"{room.usual} bytes of memory for KV"
+        blocks = min(capacity.usual // block_bytes, enough)
+        asked = f"{capacity.usual} bytes of memory for KV"
     if blocks < 1:
         raise StartupError(f"{asked} is less than one block of {size} slots ({block_bytes} bytes)")
-    if blocks * block_bytes > room.most:
+    if blocks * block_bytes > capacity.most:
         raise StartupError(
-            f"{asked} needs {blocks * block_bytes} bytes for KV, but {room.most} are available"
+            f"{asked} needs {blocks * block_bytes} bytes for KV, but {capacity.most} are available"
         )
     return blocks
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.step import LAST_TOKEN, Fault, RequestId, Step, StepEntry, StepId
-from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import RaggedLayout
 
 STAND_IN = 0
 

@@ -1,23 +1,23 @@
 """Layers that all model families share. Everything works on `[tokens, hidden]`.
 
-A layer is a frozen callable over its operators; only attention knows of requests.
+A layer is a frozen callable over its operators; only attention depends on which request a token
+belongs to.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.model.shard import AddUp, RankPart
-from engine.worker.ports import AttentionBackend, Linear, Norm, RotaryAngles
+from engine.worker.ports import AddUp, Linear, Norm, RankPart, RopeAngles, StepContext
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretch of the low rotary frequencies."""
+    """Llama 3.1's scaling of the low RoPE frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -26,8 +26,8 @@ class Llama3Scaling:
 
     def __call__(self, inverse: Tensor) -> Tensor:
         wavelength = 2 * math.pi / inverse
-        turns = self.original_max_positions / wavelength
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_max_positions / wavelength
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         share = share.clamp(0.0, 1.0)
         return (1 - share) * inverse / self.factor + share * inverse
 
@@ -44,7 +44,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class GivenScaling:
-    """Each frequency divided by a factor of its own, `[dim / 2]`."""
+    """Each frequency divided by its own factor, `[dim / 2]`."""
 
     factors: tuple[float, ...]
 
@@ -55,20 +55,20 @@ class GivenScaling:
 def inverse_frequencies(
     dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Rotary frequencies `[dim / 2]` in float32, fastest first."""
+    """RoPE frequencies `[dim / 2]` in float32, fastest first."""
     inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return inverse if scaling is None else scaling(inverse)
 
 
-def rotary_angles(positions: Tensor, inverse: Tensor) -> RotaryAngles:
-    """The turn of tokens at `positions` `[tokens]` with frequencies `inverse` `[dim / 2]`."""
+def rope_angles(positions: Tensor, inverse: Tensor) -> RopeAngles:
+    """RoPE angles at `positions` `[tokens]` from frequencies `inverse` `[dim / 2]`."""
     angles = positions.to(torch.float32)[:, None] * inverse
-    return RotaryAngles(angles.cos(), angles.sin())
+    return RopeAngles(angles.cos(), angles.sin())
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """A linear of which each rank holds some columns: the ranks' results are added up."""
+class RowParallelLinear:
+    """A linear split by columns over the ranks: the results of all ranks are summed."""
 
     part: Linear
     add_up: AddUp
@@ -81,7 +81,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of the ids in `part`; with `add_up` the other ranks have those of the others."""
+    """Embeddings of the ids in `part`; with `add_up` the other ranks hold the other ids."""
 
     rows: Tensor  # [part, hidden]
     part: RankPart
@@ -112,7 +112,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Fused q, k, v; optional norm of q and k per head (Qwen3); optional rotary; output."""
+    """Fused q, k, v; optional norm of q and k per head (Qwen3); optional RoPE; output."""
 
     layer: int
     num_heads: int
@@ -123,15 +123,15 @@ class AttentionBlock:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, turn: RotaryAngles | None, attention: AttentionBackend) -> Tensor:
-        """What the heads read, `[tokens, heads * dim]`; `out` is left to the caller."""
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        """The attention output `[tokens, heads * dim]`, before `out`, which the caller applies."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.apply_(q)
             self.k_norm.apply_(k)
-        return attention.run(self.layer, q, k, v, turn).view(len(x), -1)
+        return context.attention.run(self.layer, q, k, v, context.rope).view(len(x), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,68 +143,52 @@ class DecoderLayer:
     mlp_norm: Norm
     mlp: Mlp
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        turn: RotaryAngles | None,
-        attention: AttentionBackend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states of `rows`, None for all; `hidden` itself where it can be."""
-        read = self.attention(self.attention_norm(hidden), turn, attention)
+    def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
+        heads, rows = self.attention(self.attention_norm(hidden), context), context.rows
         if rows is not None:
-            hidden, read = hidden.index_select(0, rows), read.index_select(0, rows)
-        self.attention.out(read, hidden)
+            hidden, heads = hidden.index_select(0, rows), heads.index_select(0, rows)
+        self.attention.out(heads, hidden)
         return self.mlp(self.mlp_norm(hidden), hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A pre-norm decoder or a stage of one: what the first or last stage has may be None."""
+    """A pre-norm decoder or one stage of it.
+
+    `tokens` and `learned_positions` are None except on the first stage, `norm` and `head` except
+    on the last.
+    """
 
     blocks: tuple[DecoderLayer, ...]
     tokens: Embedding | None = None
     learned_positions: Tensor | None = None  # [positions, hidden]
-    inverse: Tensor | None = None  # rotary frequencies, [dim / 2]
+    inverse: Tensor | None = None  # RoPE frequencies, [dim / 2]
     norm: Norm | None = None
     head: Linear | None = None
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """See `StageModel`."""
         assert self.tokens is not None, "only the first stage embeds"
         hidden = self.tokens(ids)
         if self.learned_positions is not None:
             hidden += F.embedding(positions, self.learned_positions)
         return hidden
 
-    def layers(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        attention: AttentionBackend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """See `StageModel`."""
-        return self.through(hidden, self.turn(positions), attention, rows)
+    def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
+        return self.run_blocks(hidden, replace(context, rope=self.rope(context.positions)))
 
-    def turn(self, positions: Tensor) -> RotaryAngles | None:
-        """What the rotary heads of all layers are turned by."""
-        return None if self.inverse is None else rotary_angles(positions, self.inverse)
+    def rope(self, positions: Tensor) -> RopeAngles | None:
+        """The RoPE angles that all layers share; None for a model with learned positions."""
+        return None if self.inverse is None else rope_angles(positions, self.inverse)
 
-    def through(
-        self,
-        hidden: Tensor,
-        turn: RotaryAngles | None,
-        attention: AttentionBackend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Through all blocks, as `layers`."""
+    def run_blocks(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """As `layers`, with the RoPE angles already in the context."""
+        all_rows = context if context.rows is None else replace(context, rows=None)
         for block in self.blocks[:-1]:
-            block(hidden, turn, attention)
-        return self.blocks[-1](hidden, turn, attention, rows)
+            block(hidden, all_rows)
+        return self.blocks[-1](hidden, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `StageModel`."""
         assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None, "only the last stage has a head"
         return self.head(self.norm(hidden)).float()

@@ -8,12 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.step import LAST_TOKEN, Step, StepEntry
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
+from engine.worker.ports import Int32s, Int64s, RaggedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,41 +21,6 @@ class LayoutLimits:
     max_positions: int
     num_blocks: int
     block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedLayout:
-    """T new tokens of N requests; the first `num_decodes` requests have one new token each.
-
-    `kv_len[i]` counts the tokens that request i has cached after this step. Its pages are
-    `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, the last one filled to `kv_last_page_len[i]`.
-    """
-
-    token_ids: Int64s  # [T], 0 in `held_rows` until they are filled in
-    held_rows: Int64s  # [H], rows of `LAST_TOKEN` in the order of the entries
-    positions: Int64s  # [T]
-    slots: Int64s  # [T], page * block_size + offset
-    qo_indptr: Int32s  # [N + 1]
-    kv_len: Int32s  # [N]
-    kv_indptr: Int32s  # [N + 1]
-    kv_indices: Int32s  # [kv_indptr[N]]
-    kv_last_page_len: Int32s  # [N]
-    sampled_rows: Int64s  # [M], row of the last token of each request that draws
-    scored_rows: Int64s  # [P], row before each token of a prompt whose likelihood is asked for
-    num_decodes: int
-    block_size: int
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.kv_len)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def is_decode_only(self) -> bool:
-        return self.num_decodes == self.num_requests
 
 
 def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayout:

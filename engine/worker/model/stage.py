@@ -7,25 +7,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.model.layout import Int64s, RaggedLayout
-from engine.worker.ports import AttentionBackend, StageModel
+from engine.worker.ports import AttentionBackend, Int64s, RaggedLayout, StageModel, StepContext
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Runs one step through the layers; the first stage embeds, the last has the head."""
+    """Runs one step through the layers. The first stage embeds, the last one has the head."""
 
     model: StageModel
     attention: AttentionBackend
     place: torch.device = CPU
-    gather: Callable[[Tensor], Tensor | None] | None = None  # of logits, from ranks to rank 0
+    gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
 
     def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states `[tokens, hidden]` to hand on to the next stage.
+        """Hidden states `[tokens, hidden]` for the next stage.
 
-        `hidden` is what the stage before handed on, None on the first stage.
+        `hidden` comes from the previous stage and is None on the first one.
         """
         return self._run(layout, hidden, None)
 
@@ -34,12 +33,15 @@ class Stage:
         return self.head(self.read(layout, hidden)[: len(layout.sampled_rows)])
 
     def head(self, hidden: Tensor) -> Tensor | None:
-        """`[rows, vocab]` in float32 of what `read` returned; all ranks ask, rank 0 gets them."""
+        """Logits `[rows, vocab]` in float32 of rows that `read` returned.
+
+        All ranks of the stage call this together; ranks other than 0 get None.
+        """
         part = self.model.logits(hidden)
         return part if self.gather is None else self.gather(part)
 
     def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states that logits are asked of: `[sampled rows, then scored rows, hidden]`."""
+        """Hidden states that logits are needed for: `[sampled rows, then scored rows, hidden]`."""
         rows = np.concatenate((layout.sampled_rows, layout.scored_rows))
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
@@ -51,8 +53,8 @@ class Stage:
         if hidden is None:
             hidden = self.model.embed(self._put(layout.token_ids), positions)
         self.attention.plan(layout)
-        return self.model.layers(hidden, positions, self.attention, rows)
+        return self.model.layers(hidden, StepContext(positions, self.attention, rows))
 
     def _put(self, array: Int64s) -> Tensor:
-        """The array where this stage computes; on the CPU it stays where it is."""
+        """The array on this stage's device; on the CPU it is not copied."""
         return torch.from_numpy(array).to(self.place)

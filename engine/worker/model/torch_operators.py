@@ -1,4 +1,4 @@
-"""The operators in plain torch: right on every device, fast on none in particular."""
+"""The operators in plain torch: correct on every device, tuned for none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import SamplingParams
-from engine.worker.ports import Argmax, Linear, Norm
+from engine.worker.ports import Argmax, Linear, Norm, Weight, dequantize
 from engine.worker.sampling.filters import pick, probabilities
-from engine.worker.weights.int8_weight import Weight, dequantize
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """The weight as it lies in the checkpoint."""
+    """A linear with an unpacked float weight."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -64,7 +63,7 @@ class LayerNorm:
 
 
 class TorchOperators:
-    """See `Operators`."""
+    """The `Operators` of any device, in plain torch."""
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]
@@ -90,18 +89,18 @@ class TorchOperators:
 
         return gate
 
-    def turn_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        turned = first * cos - second * sin
+        rotated = first * cos - second * sin
         second.mul_(cos).add_(first * sin)
-        first.copy_(turned)
+        first.copy_(rotated)
 
-    def largest(self, logits: Tensor) -> Argmax:
+    def argmax(self, logits: Tensor) -> Argmax:
         values, ids = logits.max(dim=-1)
         return Argmax(values, ids)
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         rows: Sequence[int],

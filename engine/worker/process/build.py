@@ -1,8 +1,8 @@
-"""Putting a worker together: its share of the weights, room for KV, a device, the data plane."""
+"""Builds a worker: device, data plane, its share of the weights, KV cache."""
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -12,19 +12,29 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import Placement, WorkerReport, WorkerSettings
-from engine.worker.device import Device, LaunchesSteps, Progress, Room, Whole, open_device
+from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, open_device
 from engine.worker.model.data_plane import DataPlane
 from engine.worker.model.host_pool import choose_num_host_blocks
-from engine.worker.model.kv_tensors import KVTensors, choose_num_blocks
+from engine.worker.model.kv_tensors import choose_num_blocks
 from engine.worker.model.layout import LayoutLimits
-from engine.worker.model.shard import Shard
 from engine.worker.model.stage import Stage
-from engine.worker.ports import AttentionSpec, MakesAttention, ModelShape, MovesBlocks, StepLimits
+from engine.worker.ports import (
+    AttentionSpec,
+    BlockMover,
+    KVCapacity,
+    KVTensors,
+    MakesAttention,
+    ModelShape,
+    Shard,
+    StepLimits,
+    WeightSource,
+)
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Draws
 from engine.worker.weights.checkpoint import Checkpoint, load_from_table
-from engine.worker.weights.random import check_room
+from engine.worker.weights.random import RandomWeights, check_memory
+from engine.worker.weights.source import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +68,11 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
 
 
 def _num_blocks(
-    settings: WorkerSettings, room: Room, own_bytes: int, context: int
+    settings: WorkerSettings, capacity: KVCapacity, own_bytes: int, context: int
 ) -> tuple[int, int]:
     """How many blocks of `own_bytes` this worker has room for, on device and host."""
-    num_blocks = choose_num_blocks(settings, own_bytes, context, room)
-    left = room.left_on_host(num_blocks * own_bytes)
+    num_blocks = choose_num_blocks(settings, own_bytes, context, capacity)
+    left = capacity.left_on_host(num_blocks * own_bytes)
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
 
@@ -108,6 +118,19 @@ def _choose_attention(
     raise StartupError(f"attention {last!r} cannot be used: {reason}")
 
 
+def _converted(
+    checkpoint: Checkpoint,
+    weights: Weights | RandomWeights,
+    device: Device,
+    shard: Shard,
+    cache_dir: str,
+) -> AbstractContextManager[WeightSource]:
+    """The weights in the device's linear format, or as they are stored."""
+    if device.linear_format is None:
+        return nullcontext(weights)
+    return checkpoint.converted(weights, device.linear_format, shard, cache_dir)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a worker is made of; it is alone if it has no `plane`."""
@@ -116,7 +139,7 @@ class Parts:
     stage: Stage
     sampler: Draws
     constraints: Constraints
-    mover: MovesBlocks
+    mover: BlockMover
     launcher: LaunchesSteps | None  # only where the worker is alone
     limits: LayoutLimits
     report: WorkerReport
@@ -133,7 +156,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     `StartupError` with one readable line.
     """
     checkpoint = Checkpoint.open(settings.model)
-    device = device or open_device(settings, checkpoint.suits)
+    device = device or open_device(settings, checkpoint.preferred_format)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
     shard, plane = _take_place(shape, placement, device)
@@ -149,11 +172,10 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    if checkpoint.stored is None and device.place.type == "cpu":
-        item_bytes = 1 if device.weights.startswith("int8") else device.dtype.itemsize
-        check_room(num_parameters // placement.num_workers * item_bytes)
-    rounds = checkpoint.quantizing(weights, shard, settings.cache_dir)
-    with rounds if device.rounds else nullcontext(weights) as source:
+    if checkpoint.files is None and device.linear_format is not None:
+        bits = int(device.linear_format.bits)
+        check_memory(num_parameters // placement.num_workers * bits // 8)
+    with _converted(checkpoint, weights, device, shard, settings.cache_dir) as source:
         model = checkpoint.family.build(device.source(source), shard, operators)
     model = device.recorded(model, operators, shard.num_ranks)
     weights.drop_pages()
@@ -164,16 +186,16 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
         )
 
     sampler = device.sampler(shape.vocab_size, operators)
-    rehearsal = ProfileRun(settings, shard, max_model_len, device, make_stage, sampler)
+    profile_run = ProfileRun(settings, shard, max_model_len, device, make_stage, sampler)
     block_bytes = device.block_bytes(local)
     share = _share(settings, device.block_bytes(shape), block_bytes)
-    room = device.room(rehearsal)
-    num_blocks, num_host_blocks = _num_blocks(share, room, block_bytes, max_model_len)
+    capacity = device.kv_capacity(profile_run)
+    num_blocks, num_host_blocks = _num_blocks(share, capacity, block_bytes, max_model_len)
     if plane is not None:
         num_blocks = plane.least("blocks", num_blocks)
         num_host_blocks = plane.least("host blocks", num_host_blocks)
     cache = device.allocate(local, num_blocks)
-    whole = Whole(
+    whole = WholeModel(
         stage=make_stage(cache),
         constraints=constraints,
         sampler=sampler,

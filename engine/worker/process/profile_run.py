@@ -16,10 +16,9 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.device import Device
-from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.model.shard import Shard
 from engine.worker.model.stage import Stage
+from engine.worker.ports import KVTensors, Shard
 from engine.worker.sampling.sampler import Draws
 
 HARDEST = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
@@ -46,7 +45,7 @@ class ProfileRun:
         hidden = None
         with torch.inference_mode(), self.device.awake():
             if not self.shard.is_first:
-                hidden = self.device.blank(layout.num_tokens, shape.hidden_size)
+                hidden = self.device.zeros(layout.num_tokens, shape.hidden_size)
             if not self.shard.is_last:
                 stage.run(layout, hidden)
                 return

@@ -23,7 +23,8 @@ from engine.worker.device import Device, Progress
 from engine.worker.launched import Collected, Done, Launched
 from engine.worker.model.data_plane import Handed
 from engine.worker.model.last_tokens import LastTokens
-from engine.worker.model.layout import RaggedLayout, build_layout
+from engine.worker.model.layout import build_layout
+from engine.worker.ports import RaggedLayout
 from engine.worker.process.build import Parts, make_parts
 from engine.worker.process.inbox import Inbox
 from engine.worker.process.token_return import TokenReturn
@@ -132,7 +133,7 @@ class Worker:
             raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
         self._is_amid = False
         if self._owes:
-            nothing = self._device.blank(step.num_tokens, self._shard.shape.hidden_size)
+            nothing = self._device.zeros(step.num_tokens, self._shard.shape.hidden_size)
             self._hand_on(step.step_id, nothing, 0.0, line)
         self._return.send(())
 

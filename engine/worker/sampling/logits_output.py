@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.step import Fault, Step, TokenLogprobs
-from engine.worker.model.layout import RaggedLayout
+from engine.worker.ports import RaggedLayout
 from engine.worker.sampling.constraints import Constraints, MaskRequest
 from engine.worker.sampling.logprobs import log_probabilities
 from engine.worker.sampling.sampler import Draws, RowFault, SampledToken

@@ -142,7 +142,7 @@ class Sampler:
         """See `Draws`."""
         asking = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         untouched = logits[asking] if asking else None
-        largest = self.operators.largest(logits)
+        largest = self.operators.argmax(logits)
         tokens: list[int] = largest.ids.tolist()
         faults = {**_blemishes(largest.values), **masks.faults}
         worked_on = [row for row, draw in enumerate(draws) if not is_plain(draw)]
@@ -154,7 +154,7 @@ class Sampler:
         if drawn:
             samplings = [draws[row].sampling for row in drawn]
             points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
-            found = self.operators.draw(logits, drawn, samplings, points)
+            found = self.operators.sample(logits, drawn, samplings, points)
             for row, token in zip(drawn, found, strict=True):
                 tokens[row] = token
         logprobs = () if untouched is None else _tell(untouched, draws, tokens)

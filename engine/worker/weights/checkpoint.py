@@ -15,29 +15,35 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.grammar import GrammarCompiler, TokenTable
-from engine.worker.model.shard import Shard
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
-from engine.worker.ports import ModelFamily, ReadsFamily, WeightSource
+from engine.worker.ports import (
+    LinearFormat,
+    ModelFamily,
+    PreferredFormat,
+    ReadsFamily,
+    Shard,
+    Weight,
+    WeightSource,
+    dequantize,
+)
 from engine.worker.weights.checkpoint_files import (
     CheckpointFiles,
-    PreferredFormat,
     QuantizedFiles,
     SafetensorsFiles,
 )
-from engine.worker.weights.int8_weight import Weight, dequantize
-from engine.worker.weights.quantized_cache import facts_about, file_for, quantizing
+from engine.worker.weights.quantized_cache import cache_file, converted, source_facts
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
 
 
 def load_by_name(path: str) -> object:
-    """What `"module:name"`, an entry of an adapter's table, stands for."""
+    """The object that `"module:name"`, an entry of an adapter table, names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def load_from_table(table_path: str, what: str, name: str) -> object:
-    """The entry `name` of a table; raises `StartupError` with what there is."""
+    """The entry `name` of a table; raises `StartupError` with all known names."""
     table = cast(Mapping[str, str], load_by_name(table_path))
     if name not in table:
         raise StartupError(f"{what} {name!r} is not supported; known: {', '.join(table)}")
@@ -45,24 +51,24 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
 
 
 class _NoOperators(TorchOperators):
-    """For a model without contents: nothing large is put together."""
+    """Builds a model from tensors without contents, and so allocates nothing large."""
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> TorchLinear:
         return TorchLinear(dequantize(weights[0]), bias)
 
 
-def _open_stored(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFiles:
-    """The tensors of a directory or file, in the format that it is in."""
+def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFiles:
+    """The tensors of a checkpoint directory or GGUF file."""
     if checkpoint.is_file():
         open_gguf = cast(
             Callable[[Path], CheckpointFiles], load_by_name("adapters.gguf.tensors:GgufTensors")
         )
         return open_gguf(checkpoint)
-    has_rounded = cast(
+    has_quantized = cast(
         Callable[[Mapping[str, object]], bool],
         load_by_name("adapters.models.quantization:has_int8_weights"),
     )
-    return QuantizedFiles(checkpoint) if has_rounded(config) else SafetensorsFiles(checkpoint)
+    return QuantizedFiles(checkpoint) if has_quantized(config) else SafetensorsFiles(checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,11 @@ class Checkpoint:
     architecture: str
     family: ModelFamily
     end_ids: tuple[int, ...]
-    stored: CheckpointFiles | None = None  # None: contents are random
+    files: CheckpointFiles | None = None  # None: the weights are random
 
     @classmethod
     def open(cls, model: str) -> "Checkpoint":
-        """Find a directory or hub id; raises `StartupError`."""
+        """Find a checkpoint by directory, file or hub id; raises `StartupError`."""
         resolve = cast(
             Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
         )
@@ -97,46 +103,46 @@ class Checkpoint:
         reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
-        stored = None if is_random else _open_stored(directory, config)
-        return cls(directory, str(names[0]), family, end_token_ids(directory), stored)
+        files = None if is_random else _open_files(directory, config)
+        return cls(directory, str(names[0]), family, end_token_ids(directory), files)
 
     @property
-    def suits(self) -> PreferredFormat:
-        """What its linears are computed in, unless the settings say."""
-        return PreferredFormat.FLOATS if self.stored is None else self.stored.suits
+    def preferred_format(self) -> PreferredFormat:
+        """What its linears are computed in when the setting `weights` is "auto"."""
+        return PreferredFormat() if self.files is None else self.files.preferred_format
 
     def open_weights(
         self, dtype: torch.dtype, progress: Callable[[str, int, int], None]
     ) -> Weights | RandomWeights:
         """Its tensors in this dtype; raises `StartupError`."""
-        if self.stored is None:
+        if self.files is None:
             return RandomWeights(dtype, progress)
-        return Weights(self.stored, dtype, progress)
+        return Weights(self.files, dtype, progress)
 
     def survey(self, weights: Weights | RandomWeights, shard: Shard) -> int:
-        """Look at names and shapes of all tensors, also of those that other shards take.
+        """Check names and shapes of all tensors, including those that other shards load.
 
         Returns the number of parameters of the whole model. Raises `StartupError`.
         """
         whole, own = weights.outline(), weights.outline()
         self.family.build(whole, Shard.whole(shard.shape), _NoOperators())
-        whole.check_all_taken(self.family.ignored_weights)
+        whole.check_all_requested(self.family.ignored_weights)
         self.family.build(own, shard, _NoOperators())
-        weights.expect(len(own.taken))
+        weights.expect(len(own.requested))
         return whole.num_parameters
 
-    def quantizing(
-        self, weights: WeightSource, shard: Shard, cache_dir: str
+    def converted(
+        self, weights: WeightSource, to: LinearFormat, shard: Shard, cache_dir: str
     ) -> AbstractContextManager[WeightSource]:
-        """The weights with all matrices in 8 bits, kept in `cache_dir` for the next start."""
-        files = () if self.stored is None else self.stored.files
-        num_tensors = 0 if self.stored is None else len(self.stored.names)
+        """The weights with all matrices in one format, cached in `cache_dir` for the next start."""
+        files = () if self.files is None else self.files.files
+        num_tensors = 0 if self.files is None else len(self.files.names)
         share = (shard.span.start, shard.span.stop, shard.rank, shard.num_ranks)
-        kept = file_for(files, share, cache_dir)
-        return quantizing(weights, num_tensors, kept, facts_about(files))
+        path = cache_file(files, share, to.name, cache_dir)
+        return converted(weights, to, num_tensors, path, source_facts(files))
 
     def open_grammars(self) -> GrammarCompiler:
-        """Constrained decoding over its vocabulary; reading a large one takes seconds."""
+        """The grammar compiler over its vocabulary; reading a large vocabulary takes seconds."""
         load_token_table = cast(
             Callable[[Path], TokenTable], load_by_name("adapters.tokenizers:load_token_table")
         )

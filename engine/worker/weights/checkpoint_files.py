@@ -1,12 +1,11 @@
-"""Tensors as they lie in files: what a checkpoint's format must tell, and safetensors.
+"""The files of a checkpoint: what every file format has to provide, and safetensors.
 
-Files are mapped and read at first touch; a tensor is a view of its file.
+Files are memory-mapped: a tensor is a view of its file, and its pages are read when first used.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 import json
 from collections.abc import Sequence, Set
-from enum import Enum
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -15,51 +14,44 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.weights.int8_weight import Int8Weight, Weight
+from engine.worker.ports import PreferredFormat, Weight
+from engine.worker.weights.formats.int8 import INT8, Int8Weight
 from engine.worker.weights.mappings import drop_pages
 
 INDEX = "model.safetensors.index.json"
-SCALE = "_scale"  # after the name of a tensor of 8 bits
-FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
-
-
-class PreferredFormat(Enum):
-    """What linears are computed in, unless the settings say."""
-
-    FLOATS = "floats"
-    STORED = "stored"  # in 8 bits what is stored so, all else in floats
-    ROUNDED = "rounded"  # so few bits are stored that 8 lose little more
+SCALE = "_scale"  # suffix of the scales of an int8 tensor
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtype names of safetensors
 
 
 class CheckpointFiles(Protocol):
-    """A checkpoint's tensors by the names of Hugging Face, before anything of them is read."""
+    """The tensors of a checkpoint under Hugging Face's names, before any of them is read."""
 
     @property
     def names(self) -> Set[str]: ...
 
     @property
-    def suits(self) -> PreferredFormat: ...
+    def preferred_format(self) -> PreferredFormat:
+        """What linears are computed in when the setting `weights` is "auto"."""
+        ...
 
     @property
-    def files(self) -> Sequence[Path]:
-        """What they lie in."""
-        ...
+    def files(self) -> Sequence[Path]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there; raises `StartupError` if its type cannot be read."""
+        """Of an existing tensor; raises `StartupError` if its dtype is not supported."""
         ...
 
-    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
-        """A part of a tensor, in the dtype that it is stored in; touches little else."""
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        """A slice of a tensor in its stored dtype or format; other pages are hardly touched."""
         ...
 
     def drop_pages(self) -> None:
-        """Give back what was read of the files."""
+        """Release the file pages read so far from this process's memory."""
         ...
 
 
 def shards_of(directory: Path) -> dict[str, Path]:
-    """Names of all tensors and the file each is in; raises `StartupError`."""
+    """The file of each tensor by its name; raises `StartupError`."""
     index = directory / INDEX
     if index.exists():
         return _read_index(index)
@@ -83,7 +75,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         shards = {name: index.parent / Path(file).name for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{index} is not an index of safetensors: {error!r}") from error
+        raise StartupError(f"{index} is not a safetensors index: {error!r}") from error
     for path in sorted(set(shards.values())):
         missing = {name for name, at in shards.items() if at == path} - _names(path)
         if missing:
@@ -100,19 +92,19 @@ def _names(path: Path) -> set[str]:
 
 
 class SafetensorsHeader(Protocol):
-    """safetensors' slice of a tensor before anything of it is read."""
+    """safetensors' handle of a tensor, which reads nothing until it is indexed."""
 
     def get_shape(self) -> list[int]: ...
 
     def get_dtype(self) -> str: ...
 
-    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor: ...
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
 class SafetensorsFiles:
-    """A directory of safetensors as `CheckpointFiles`. Mapped tensors keep their file mapped."""
+    """A directory of safetensors. A tensor that is a view of a file keeps the file mapped."""
 
-    suits = PreferredFormat.FLOATS
+    preferred_format = PreferredFormat()
 
     def __init__(self, directory: Path) -> None:
         self._shards = shards_of(directory)
@@ -135,11 +127,11 @@ class SafetensorsFiles:
             raise StartupError(f"tensor {name} is {header.get_dtype()}, which is not supported")
         return tuple(header.get_shape())
 
-    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
-        return self.header(name)[wanted]
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        return self.header(name)[index]
 
     def header(self, name: str) -> SafetensorsHeader:
-        """What the file says of a tensor that is there."""
+        """The header of an existing tensor."""
         return cast(SafetensorsHeader, self._files[self._shards[name]].get_slice(name))
 
     def drop_pages(self) -> None:
@@ -147,9 +139,9 @@ class SafetensorsFiles:
 
 
 class QuantizedFiles(SafetensorsFiles):
-    """The same where matrices may be int8, each with the scales of its rows beside it."""
+    """A directory of safetensors in which matrices may be int8, each with its row scales."""
 
-    suits = PreferredFormat.STORED
+    preferred_format = PreferredFormat(INT8.name, converts=False)
 
     @property
     def names(self) -> Set[str]:
@@ -157,7 +149,7 @@ class QuantizedFiles(SafetensorsFiles):
         return {name for name in names if not self._is_scale(name)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if not self._is_rounded(name):
+        if not self._is_int8(name):
             return super().shape(name)
         shape = tuple(self.header(name).get_shape())
         scales = tuple(self._scales(name).get_shape())
@@ -167,24 +159,24 @@ class QuantizedFiles(SafetensorsFiles):
             )
         return shape
 
-    def read(self, name: str, wanted: tuple[slice, ...]) -> Weight:
-        if not self._is_rounded(name):
-            return super().read(name, wanted)
-        scales = self._scales(name)[wanted[:1]]
-        return Int8Weight(self.header(name)[wanted], scales.flatten().to(torch.float32))
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        if not self._is_int8(name):
+            return super().read(name, index)
+        scales = self._scales(name)[index[:1]]
+        return Int8Weight(self.header(name)[index], scales.flatten().to(torch.float32))
 
-    def _is_rounded(self, name: str) -> bool:
+    def _is_int8(self, name: str) -> bool:
         header = self.header(name)
         return header.get_dtype() == "I8" and len(header.get_shape()) == 2
 
     def _is_scale(self, name: str) -> bool:
         whole = name.removesuffix(SCALE)
-        return whole != name and whole in self._shards and self._is_rounded(whole)
+        return whole != name and whole in self._shards and self._is_int8(whole)
 
     def _scales(self, name: str) -> SafetensorsHeader:
         if name + SCALE not in self._shards:
             raise StartupError(f"tensor {name} is I8 without {name}{SCALE}")
         scales = self.header(name + SCALE)
         if scales.get_dtype() not in FLOATS:
-            raise StartupError(f"tensor {name}{SCALE} is {scales.get_dtype()}, not floats")
+            raise StartupError(f"tensor {name}{SCALE} is {scales.get_dtype()}, expected floats")
         return scales

@@ -1,8 +1,8 @@
-"""Random weights of any shape, drawn tensor by tensor as they are taken: a model without a file.
+"""Random weights of any shape, generated tensor by tensor as they are loaded.
 
-A tensor is a function of its name, shape and place alone, so that stages and ranks cut the same
-model. Matrices are uniform with the spread that checkpoints begin their training with, the
-weights of norms are 1; hidden states and logits stay finite over any number of layers.
+A tensor is a function of its name and shape alone, so that stages and ranks load slices of the
+same model. Matrices are uniform with the usual standard deviation of freshly initialised models,
+norm weights are 1; hidden states and logits stay finite over any number of layers.
 """
 
 import mmap
@@ -19,94 +19,78 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.model.kv_tensors import available_bytes
+from engine.worker.ports import TensorSlice
 from engine.worker.weights.source import Outline
 
-SPREAD = 0.02 * 3**0.5  # of a uniform draw with a standard deviation of 0.02
-CHUNK = 1 << 20  # elements that one generator draws
+SPREAD = 0.02 * 3**0.5  # half-width of a uniform distribution of standard deviation 0.02
+CHUNK = 1 << 20  # elements made by one generator
 
 
 class RandomWeights:
-    """A `WeightSource` that has every tensor asked for, in every shape."""
+    """A `WeightSource` that has every tensor in every shape."""
 
     def __init__(self, dtype: torch.dtype, progress: Callable[[str, int, int], None]) -> None:
         self._dtype = dtype
         self._progress = progress
-        self._taken: set[str] = set()
-        self._num_wanted = 0
+        self._loaded: set[str] = set()
+        self._num_expected = 0
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
     def __repr__(self) -> str:
-        return f"<RandomWeights {len(self._taken)}/{self._num_wanted} taken>"
+        return f"<RandomWeights {len(self._loaded)}/{self._num_expected} loaded>"
 
     @property
     def names(self) -> Set[str]:
-        """Those taken so far: nothing is left over."""
-        return self._taken
+        """The tensors loaded so far, so that none is left over."""
+        return self._loaded
 
     def has(self, name: str) -> bool:
-        """No: a tensor that a model may do without, it does without."""
+        """False: a random model has no optional tensors."""
         return False
 
     def outline(self) -> Outline:
         return Outline(self)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """All is well."""
+    def check(self, part: TensorSlice) -> None:
+        """Every name and shape is valid."""
 
     def expect(self, num_tensors: int) -> None:
-        """So many will be taken: what progress counts up to."""
-        self._num_wanted = num_tensors
+        """Set the number of tensors that progress counts up to."""
+        self._num_expected = num_tensors
 
     def skip(self, name: str) -> None:
-        """See `WeightSource`."""
-        self._taken.add(name)
+        self._loaded.add(name)
 
     def drop_pages(self) -> None:
-        """Nothing is held."""
+        """There are no file pages to release."""
 
-    def take(
-        self,
-        name: str,
-        *shape: int,
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
-        """See `WeightSource`. Raises `StartupError` where memory does not hold the tensor."""
-        wanted = range(shape[0]) if rows is None else rows
+    def tensor(self, part: TensorSlice) -> Tensor:
+        """Raises `StartupError` where memory does not hold the tensor."""
+        shape = part.stored_shape
+        rows, *others = part.ranges[::-1] if part.is_transposed else part.ranges
         if len(shape) == 1:
-            whole = self._vector(name, shape[0])[wanted.start : wanted.stop]
+            found = self._vector(part.name, shape[0])[rows.start : rows.stop]
         else:
-            whole = self._matrix(name, shape, wanted)
-            if columns is not None:
-                whole = whole[:, columns.start : columns.stop].contiguous()
-        self._taken.add(name)
-        self._progress("random weights", len(self._taken), self._num_wanted)
-        return whole.to(self._dtype)
+            found = self._matrix(part.name, shape, rows)
+            if len(others[0]) < shape[1]:
+                found = found[:, others[0].start : others[0].stop].contiguous()
+        self._loaded.add(part.name)
+        self._progress("random weights", len(self._loaded), self._num_expected)
+        found = found.to(self._dtype)
+        return found.t() if part.is_transposed else found
 
-    def take_matrix(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        rows: range | None = None,
-        columns: range | None = None,
-        is_transposed: bool = False,
-    ) -> Tensor:
-        """See `WeightSource`."""
-        if is_transposed:
-            return self.take(name, inputs, outputs, rows=columns, columns=rows).t()
-        return self.take(name, outputs, inputs, rows=rows, columns=columns)
+    def weight(self, part: TensorSlice) -> Tensor:
+        return self.tensor(part)
 
     def _vector(self, name: str, size: int) -> Tensor:
         if name.endswith(".bias"):
-            drawn = np.empty(size, dtype=np.float32)
-            _draw(_seed(name), 0, drawn)
-            return torch.from_numpy(drawn)
+            values = np.empty(size, dtype=np.float32)
+            _fill(_seed(name), 0, values)
+            return torch.from_numpy(values)
         return torch.ones(size)
 
     def _matrix(self, name: str, shape: tuple[int, ...], rows: range) -> Tensor:
-        """These rows of it, `[rows, columns]`, in float32."""
+        """Some rows of a matrix, `[rows, columns]` in float32."""
         width = prod(shape[1:])
         start, stop = rows.start * width, rows.stop * width
         first = start // CHUNK
@@ -115,20 +99,20 @@ class RandomWeights:
             raise StartupError(
                 f"tensor {name} needs {4 * size} bytes, but {available_bytes()} are available"
             )
-        flat = _room(size)
+        flat = _allocate(size)
         seed, chunks = _seed(name), range(0, size, CHUNK)
-        with ThreadPoolExecutor(self._threads) as pool:  # numpy draws without the lock
-            for drawn in [
-                pool.submit(_draw, seed, first + at // CHUNK, flat[at : at + CHUNK])
+        with ThreadPoolExecutor(self._threads) as pool:  # numpy generates without the GIL
+            for filled in [
+                pool.submit(_fill, seed, first + at // CHUNK, flat[at : at + CHUNK])
                 for at in chunks
             ]:
-                drawn.result()
+                filled.result()
         own = flat[start - first * CHUNK : stop - first * CHUNK]
         return torch.from_numpy(own).view(len(rows), *shape[1:])
 
 
-def check_room(num_bytes: int) -> None:
-    """Raise `StartupError` if memory will not hold weights of about so many bytes."""
+def check_memory(num_bytes: int) -> None:
+    """Raise `StartupError` if less than `num_bytes` of memory are available for weights."""
     if num_bytes > (available := available_bytes()):
         raise StartupError(
             f"random weights of {num_bytes / 2**30:.1f} GiB do not fit into the "
@@ -136,8 +120,9 @@ def check_room(num_bytes: int) -> None:
         )
 
 
-def _room(size: int) -> NDArray[np.float32]:
-    """So many elements, with all their pages at once: one by one they take longer than drawing."""
+def _allocate(size: int) -> NDArray[np.float32]:
+    """Memory for `size` elements, all pages populated at once: single page faults take longer than
+    generating the numbers."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=np.float32)
 
@@ -146,8 +131,8 @@ def _seed(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _draw(seed: int, chunk: int, into: NDArray[np.float32]) -> None:
-    """Fill with chunk number `chunk` of the tensor of this seed: one of 65,536 values each."""
+def _fill(seed: int, chunk: int, into: NDArray[np.float32]) -> None:
+    """Fill with chunk number `chunk` of the tensor with this seed; each value is one of 65,536."""
     generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence((seed, chunk))))
     words = generator.integers(1 << 64, size=-(-len(into) // 4), dtype=np.uint64)
     np.multiply(words.view(np.int16)[: len(into)], np.float32(SPREAD / (1 << 15)), out=into)

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint as a model asks for them: by name, shape and part.
+"""The tensors of a checkpoint as a model reads them: by name, shape and slice.
 
-A tensor in the worker's dtype is a view of the file; another dtype is converted, one tensor at
-a time. Every tensor of the checkpoint must have a place in the model: what is left over is a
-refusal, which every worker finds by building the whole model once without its contents.
+A tensor in the worker's dtype is a view of the mapped file; other dtypes are converted, one tensor
+at a time. Every tensor of the checkpoint must have a place in the model: each worker first builds
+the whole model without its contents, and a tensor left over is an error.
 """
 
 from collections.abc import Callable, Set
@@ -14,34 +14,34 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.worker.ports import TensorSlice, Weight, dequantize
 from engine.worker.weights.checkpoint_files import CheckpointFiles
-from engine.worker.weights.int8_weight import Int8Weight, Weight, dequantize
 
 
 class Weights:
-    """A `WeightSource` over what is stored."""
+    """A `WeightSource` that reads the files of a checkpoint."""
 
     def __init__(
-        self, stored: CheckpointFiles, dtype: torch.dtype, progress: Callable[[str, int, int], None]
+        self, files: CheckpointFiles, dtype: torch.dtype, progress: Callable[[str, int, int], None]
     ) -> None:
-        self._stored = stored
+        self._files = files
         self._dtype = dtype
         self._progress = progress
-        self._taken: dict[str, int] = {}
-        self._num_wanted = len(stored.names)
+        self._loaded: dict[str, int] = {}
+        self._num_expected = len(files.names)
 
     def __repr__(self) -> str:
-        return f"<Weights {len(self._taken)}/{len(self.names)} taken>"
+        return f"<Weights {len(self._loaded)}/{len(self.names)} loaded>"
 
     @property
-    def num_taken(self) -> int:
-        """Elements taken so far."""
-        return sum(self._taken.values())
+    def num_loaded(self) -> int:
+        """Matrix elements loaded so far."""
+        return sum(self._loaded.values())
 
     @property
     def names(self) -> Set[str]:
         """All tensors of the checkpoint."""
-        return self._stored.names
+        return self._files.names
 
     def has(self, name: str) -> bool:
         return name in self.names
@@ -50,132 +50,97 @@ class Weights:
         """The same names and shapes, without contents."""
         return Outline(self)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `StartupError` unless the tensor is there, in this shape and a type of ours."""
-        if name not in self.names:
-            raise StartupError(f"tensor {name} is missing from the checkpoint")
-        stored = self._stored.shape(name)
-        if stored != shape:
+    def check(self, part: TensorSlice) -> None:
+        """Raise `StartupError` unless the tensor is there, in this shape and a known dtype."""
+        if part.name not in self.names:
+            raise StartupError(f"tensor {part.name} is missing from the checkpoint")
+        found, expected = self._files.shape(part.name), part.stored_shape
+        if found != expected:
             raise StartupError(
-                f"tensor {name} has shape {list(stored)}, the config asks for {list(shape)}"
+                f"tensor {part.name} has shape {list(found)}, but config.json implies "
+                f"{list(expected)}"
             )
 
-    def take(
-        self,
-        name: str,
-        *shape: int,
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
-        """See `WeightSource`. Pages of the file beyond these rows and columns stay untouched."""
-        return dequantize(self._read(name, shape, (rows, columns)[: len(shape)])).to(self._dtype)
+    def tensor(self, part: TensorSlice) -> Tensor:
+        """Pages of the file beyond these rows and columns are not read."""
+        found = dequantize(self._read(part)).to(self._dtype)
+        return found.t() if part.is_transposed else found
 
-    def take_matrix(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        rows: range | None = None,
-        columns: range | None = None,
-        is_transposed: bool = False,
-    ) -> Weight:
-        """See `WeightSource`."""
-        if not is_transposed:
-            weight = self._read(name, (outputs, inputs), (rows, columns))
-            return weight if isinstance(weight, Int8Weight) else weight.to(self._dtype)
-        weight = self._read(name, (inputs, outputs), (columns, rows))
-        if isinstance(weight, Int8Weight):
-            raise StartupError(f"tensor {name} is of 8 bits and [in, out], expected [out, in]")
-        return weight.to(self._dtype).t()
+    def weight(self, part: TensorSlice) -> Weight:
+        """Quantized where the file stores it quantized."""
+        found = self._read(part)
+        if not isinstance(found, Tensor):
+            if part.is_transposed:
+                raise StartupError(
+                    f"tensor {part.name} is {found.format} stored as [in, out], "
+                    "but only [out, in] is supported"
+                )
+            return found
+        found = found.to(self._dtype)
+        return found.t() if part.is_transposed else found
 
-    def _read(self, name: str, shape: tuple[int, ...], parts: tuple[range | None, ...]) -> Weight:
-        self.check(name, shape)
-        wanted = (slice(None) if run is None else slice(run.start, run.stop) for run in parts)
-        found = self._stored.read(name, tuple(wanted))
-        self._count(name, prod(found.shape))
+    def _read(self, part: TensorSlice) -> Weight:
+        """As it is stored, so perhaps transposed."""
+        self.check(part)
+        found = self._files.read(part.name, part.stored_index)
+        self._count(part.name, prod(found.shape))
         return found
 
     def skip(self, name: str) -> None:
-        """See `WeightSource`."""
         self._count(name, 0)
 
     def _count(self, name: str, elements: int) -> None:
-        self._taken[name] = self._taken.get(name, 0) + elements
-        self._progress("weights", len(self._taken), self._num_wanted)
+        self._loaded[name] = self._loaded.get(name, 0) + elements
+        self._progress("weights", len(self._loaded), self._num_expected)
 
     def drop_pages(self) -> None:
-        """Give back what was read of the files: linears have copies, and of an embedding few rows
-        are ever read."""
-        self._stored.drop_pages()
+        """Release the file pages read so far: linears have copies, and of an embedding only a few
+        rows are ever read."""
+        self._files.drop_pages()
 
     def expect(self, num_tensors: int) -> None:
-        """So many will be taken: what progress counts up to."""
-        self._num_wanted = num_tensors
+        """Set the number of tensors that progress counts up to."""
+        self._num_expected = num_tensors
 
 
 class Surveyed(Protocol):
-    """A `WeightSource` that can be asked before anything is taken."""
+    """A `WeightSource` that knows names and shapes before it loads anything."""
 
     @property
     def names(self) -> Set[str]: ...
 
     def has(self, name: str) -> bool: ...
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None: ...
+    def check(self, part: TensorSlice) -> None: ...
 
 
 class Outline:
-    """A `WeightSource` of tensors without contents, which notes what it was asked for."""
+    """A `WeightSource` of tensors without contents, which records what was requested."""
 
     def __init__(self, weights: Surveyed) -> None:
         self._weights = weights
-        self.taken: dict[str, int] = {}  # elements of each tensor
+        self.requested: dict[str, int] = {}  # elements of each tensor
 
     @property
     def num_parameters(self) -> int:
-        return sum(self.taken.values())
+        return sum(self.requested.values())
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
-    def take(
-        self,
-        name: str,
-        *shape: int,
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
-        """See `WeightSource`."""
-        self._weights.check(name, shape)
-        self.taken[name] = prod(shape)
-        lengths = [
-            size if run is None else len(run)
-            for size, run in zip(shape, (rows, columns), strict=False)
-        ]
-        return torch.empty(1).expand(lengths)  # one element, whatever its shape
+    def tensor(self, part: TensorSlice) -> Tensor:
+        self._weights.check(part)
+        self.requested[part.name] = prod(part.shape)
+        return torch.empty(1).expand(part.sizes)  # one element, whatever its shape
 
-    def take_matrix(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        rows: range | None = None,
-        columns: range | None = None,
-        is_transposed: bool = False,
-    ) -> Tensor:
-        """See `WeightSource`."""
-        if is_transposed:
-            return self.take(name, inputs, outputs, rows=columns, columns=rows).t()
-        return self.take(name, outputs, inputs, rows=rows, columns=columns)
+    def weight(self, part: TensorSlice) -> Tensor:
+        return self.tensor(part)
 
     def skip(self, name: str) -> None:
-        """See `WeightSource`."""
-        self.taken[name] = 0
+        self.requested[name] = 0
 
-    def check_all_taken(self, ignored: tuple[str, ...]) -> None:
-        """Refuse if the checkpoint holds tensors that the model has no place for."""
-        for name in sorted(self._weights.names - self.taken.keys()):
+    def check_all_requested(self, ignored: tuple[str, ...]) -> None:
+        """Raise `StartupError` if the checkpoint holds tensors that the model does not use."""
+        for name in sorted(self._weights.names - self.requested.keys()):
             if not any(fnmatch(name, pattern) for pattern in ignored):
-                raise StartupError(f"tensor {name} of the checkpoint has no place in the model")
+                raise StartupError(f"tensor {name} of the checkpoint is not used by the model")

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
-from engine.worker.ports import AttentionSpec, StepLimits
+from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, StepLimits
 from tests.flashinfer_stand_in import StandIn
 
 LIMITS = StepLimits(max_requests=8, max_tokens=128, max_model_len=128)

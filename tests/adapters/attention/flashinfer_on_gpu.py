@@ -15,9 +15,7 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.model.layout import RaggedLayout
-from engine.worker.ports import AttentionSpec, RotaryAngles, StepLimits
+from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, StepLimits
 
 FP8 = torch.float8_e4m3fn
 LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=8192)
@@ -109,7 +107,7 @@ class OnGpu:
         )
         return q, k, v
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None = None) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None = None) -> Tensor:
         with torch.inference_mode(), poisoned():
             return self.attention.run(0, q, k, v, turn)
 

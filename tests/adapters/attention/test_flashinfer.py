@@ -6,8 +6,8 @@ from torch import Tensor
 
 from adapters.attention.flashinfer import workspace as flashinfer_workspace
 from engine.errors import StartupError
-from engine.worker.model.layout import RaggedLayout, padded
-from engine.worker.ports import RotaryAngles, StepLimits
+from engine.worker.model.layout import padded
+from engine.worker.ports import RaggedLayout, RopeAngles, StepLimits
 from tests.adapters.attention.flashinfer_cases import Made, Paged, make
 
 
@@ -15,7 +15,7 @@ def noise(rows: int, seed: int = 1) -> Tensor:
     return torch.randn((rows, 8, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def run(made: Made, fused: Tensor, turn: RotaryAngles | None = None) -> Tensor:
+def run(made: Made, fused: Tensor, turn: RopeAngles | None = None) -> Tensor:
     made.stand_in.catch_up()
     q, k, v = torch.split(fused.to(made.spec.dtype), [4, 2, 2], dim=1)
     return made.attention.run(0, q, k, v, turn)

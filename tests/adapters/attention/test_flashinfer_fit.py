@@ -11,8 +11,7 @@ from adapters.attention.flashinfer.fit import missing_requirement, unsupported_s
 from engine.errors import StartupError
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import RUNS_ON
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.ports import AttentionSpec
+from engine.worker.ports import AttentionSpec, KVTensors
 
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters.attention.flashinfer.workspace import eager_bytes
-from engine.worker.ports import RotaryAngles
+from engine.worker.ports import RopeAngles
 from tests.adapters.attention.flashinfer_cases import Paged
 from tests.adapters.attention.flashinfer_on_gpu import FP8, ON_GPU, OnGpu, Shape, check_close
 
@@ -83,7 +83,7 @@ def test_heads_are_turned_as_the_step_says() -> None:
     gpu.attention.plan(layout)
     q, k, v = gpu.step(layout.num_tokens)
     angles = gpu.noise(layout.num_tokens, LLAMA.dim // 2) * 3
-    turn = RotaryAngles(angles.cos(), angles.sin())
+    turn = RopeAngles(angles.cos(), angles.sin())
     pairs = (
         torch.complex(*q.double().chunk(2, dim=-1))
         * torch.polar(torch.ones_like(angles, dtype=torch.double), angles.double())[:, None]

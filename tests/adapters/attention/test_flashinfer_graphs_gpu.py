@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.model.layout import RaggedLayout, padded
+from engine.worker.model.layout import padded
+from engine.worker.ports import RaggedLayout
 from tests.adapters.attention.flashinfer_cases import Paged
 from tests.adapters.attention.flashinfer_on_gpu import ON_GPU, OnGpu, Shape, check_close
 

@@ -14,9 +14,8 @@ from adapters.attention.flashinfer.backend import FlashInferAttention
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import CudaEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import KVTensors
 from engine.worker.model.layout import padded
-from engine.worker.ports import AttentionSpec
+from engine.worker.ports import AttentionSpec, KVTensors
 from tests.adapters.attention.flashinfer_cases import LIMITS, Made, Paged, make
 from tests.flashinfer_stand_in import StandIn
 

@@ -6,7 +6,7 @@ import torch
 from adapters.attention.flashinfer import fp8
 from adapters.attention.reference import ReferenceAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import KVTensors
+from engine.worker.ports import KVTensors
 from tests.adapters.attention.flashinfer_cases import Paged, make
 
 
@@ -34,6 +34,6 @@ def test_the_reference_keeps_and_reads_them_as_flashinfer_does(
         made.stand_in.catch_up()
         answers.append(attention.run(0, q, k, v, None))
     torch.testing.assert_close(*answers, rtol=1e-2, atol=1e-2)
-    for one, other in zip(made.cache.as_it_lies(), own.as_it_lies(), strict=True):
+    for one, other in zip(made.cache.in_memory_order(), own.in_memory_order(), strict=True):
         assert one.dtype == torch.uint8
         assert torch.equal(one, other)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
-from engine.worker.weights.checkpoint_files import PreferredFormat
+from engine.worker.ports import PreferredFormat
 from tests.checkpoints import LLAMA3_ROPE
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.gguf_files import Gguf
@@ -50,8 +50,8 @@ def test_weights_of_few_bits_become_int8_by_default(tmp_path: Path) -> None:
     few, many = tmp_path / "few.gguf", tmp_path / "many.gguf"
     model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(few)
     Gguf("llama", Kind.Q8_0, changes=WIDE).write(many)
-    assert GgufTensors(few).suits is PreferredFormat.ROUNDED
-    assert GgufTensors(many).suits is PreferredFormat.FLOATS
+    assert GgufTensors(few).preferred_format == PreferredFormat("int8")
+    assert GgufTensors(many).preferred_format == PreferredFormat()
     worker = load_worker(few, attention="cpu")
     assert worker.report.weights.startswith("int8")
     off = (Driver(worker).logits((0, TOKENS))[0] - expected(model)).abs().max()

@@ -13,7 +13,7 @@ from engine.errors import StartupError
 from engine.worker.cpu.kernels.packed_tiles import HAS_QUADS
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.checkpoint_files import QuantizedFiles
-from engine.worker.weights.int8_weight import quantize
+from engine.worker.weights.formats.int8 import quantize
 from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
 

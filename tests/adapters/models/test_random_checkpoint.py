@@ -13,7 +13,7 @@ from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import StartupError
 from engine.step import Placement
-from engine.worker.model.shard import Shard
+from engine.worker.ports import Shard
 from engine.worker.weights.checkpoint import Checkpoint
 
 PARAMETERS = {

@@ -10,9 +10,14 @@ from engine.worker.cpu.attention.softmax import SPAN, part_floats
 from engine.worker.cpu.kernels.dtypes import kind_of
 from engine.worker.cpu.operators import KernelCall
 from engine.worker.cpu.recorded_decoder import RecordableAttention
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.model.layout import Int64s, RaggedLayout
-from engine.worker.ports import AttentionSpec, RotaryAngles, ThreadPool
+from engine.worker.ports import (
+    AttentionSpec,
+    Int64s,
+    KVTensors,
+    RaggedLayout,
+    RopeAngles,
+    ThreadPool,
+)
 
 ROWS = 24  # of a task: tokens x query heads of one KV head
 CHUNKS_PER_THREAD = 4  # enough for threads to end together
@@ -129,7 +134,7 @@ class CpuAttention(RecordableAttention):
             self._parts = np.empty(needed, dtype=np.float32)
         return whole, np.concatenate((runs, tasks[~is_long]))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
         """See `AttentionBackend`."""
         rows, stride = len(q), q.stride(0)
         ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes

@@ -6,6 +6,7 @@ Products accumulate in int32 or float32, are scaled, and are rounded once to the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from engine.worker.cuda.model.gemm import (
     INT8_ROWS,
     Gemm8Bit,
 )
-from engine.worker.ports import Linear
-from engine.worker.weights.int8_weight import MOST, Int8Weight, Weight
+from engine.worker.ports import Linear, Weight
+from engine.worker.weights.formats.int8 import MAX_INT8, Int8Weight
 
 ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
 
@@ -51,7 +52,7 @@ class CudaInt8Linear:
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        steps, scales = quantized_rows(x, MOST)
+        steps, scales = quantized_rows(x, MAX_INT8)
         values = steps.round_().to(torch.int8)
         if len(x) < INT8_ROWS:
             values = F.pad(values, (0, 0, 0, INT8_ROWS - len(x)))
@@ -104,6 +105,21 @@ def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class MakesLinear(Protocol):
+    """Makes a linear in one format from weights in any format."""
+
+    def __call__(
+        self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+    ) -> Linear: ...
+
+
+def float_linear(
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+) -> FloatLinear:
+    """A linear with weights in the dtype of the activations."""
+    return FloatLinear(stacked(weights, dtype), bias)
+
+
 def int8_linear(
     weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
 ) -> Linear:
@@ -130,25 +146,33 @@ def fp8_linear(
     return CudaFp8Linear(values, scales, bias, gemm)
 
 
+def device_of(weight: Weight) -> torch.device:
+    """The device of a weight's tensors."""
+    if isinstance(weight, Tensor):
+        return weight.device
+    return next(iter(weight.tensors.values())).device
+
+
 def _dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Dequantize in slices, so that no whole matrix exists in float32."""
-    if not isinstance(weight, Int8Weight):
+    if isinstance(weight, Tensor):
         return weight
-    found = torch.empty(weight.shape, dtype=dtype, device=weight.values.device)
+    found = torch.empty(weight.shape, dtype=dtype, device=device_of(weight))
     for at in range(0, len(found), ROWS_AT_ONCE):
-        found[at : at + ROWS_AT_ONCE] = weight.cut(
-            slice(at, at + ROWS_AT_ONCE), slice(None)
-        ).dequantize()
+        here = slice(at, at + ROWS_AT_ONCE)
+        found[here] = weight.rows(here).dequantize()
     return found
 
 
 def _quantize_int8(weight: Weight) -> Int8Weight:
     if isinstance(weight, Int8Weight):
         return weight
+    if not isinstance(weight, Tensor):
+        weight = weight.dequantize()
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for at in range(0, len(weight), ROWS_AT_ONCE):
-        steps, each = quantized_rows(weight[at : at + ROWS_AT_ONCE], MOST)
+        steps, each = quantized_rows(weight[at : at + ROWS_AT_ONCE], MAX_INT8)
         values[at : at + ROWS_AT_ONCE] = steps.round_()
         scales[at : at + ROWS_AT_ONCE] = each[:, 0]
     return Int8Weight(values, scales)
@@ -156,16 +180,12 @@ def _quantize_int8(weight: Weight) -> Int8Weight:
 
 def _quantize_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
     """Values and scales `[out, 1]`."""
-    source = weight.values if isinstance(weight, Int8Weight) else weight
-    values = torch.empty(weight.shape, dtype=FP8, device=source.device)
-    scales = torch.empty(len(source), 1, device=source.device)
-    for at in range(0, len(source), ROWS_AT_ONCE):
+    place, outputs = device_of(weight), weight.shape[0]
+    values = torch.empty(weight.shape, dtype=FP8, device=place)
+    scales = torch.empty(outputs, 1, device=place)
+    for at in range(0, outputs, ROWS_AT_ONCE):
         here = slice(at, at + ROWS_AT_ONCE)
-        part = (
-            weight[here]
-            if isinstance(weight, Tensor)
-            else weight.cut(here, slice(None)).dequantize()
-        )
+        part = weight[here] if isinstance(weight, Tensor) else weight.rows(here).dequantize()
         steps, scales[here] = quantized_rows(part, FP8_MOST)
         values[here] = steps.to(FP8)
     return values, scales

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.worker.cuda.model.gemm import Gemm8Bit
 from engine.worker.cuda.model.kernels import Kernels, fits
-from engine.worker.cuda.model.linears import FloatLinear, fp8_linear, int8_linear, stacked
+from engine.worker.cuda.model.linears import MakesLinear, float_linear, fp8_linear, int8_linear
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Linear, Norm
-from engine.worker.weights.int8_weight import Int8Weight, Weight
+from engine.worker.ports import Linear, Norm, Weight, common_format
 
 STORED = "stored"
+LINEARS: dict[str, MakesLinear] = {"int8": int8_linear, "fp8": fp8_linear}
 TRIAL_WIDTH = 64  # output width of a gate's first run, which compiles it
 
 
@@ -51,8 +51,8 @@ class FusedGate:
 
 
 class CudaOperators(TorchOperators):
-    """Operators on a GPU. `weights` is "int8", "fp8", the name of a dtype, or `STORED`: each linear
-    in the checkpoint's own format.
+    """Operators on a GPU. `weights` is a format in `LINEARS`, a dtype, or `STORED`: each
+    linear in the checkpoint's own format.
 
     Plain torch is used without `kernels`, and for LayerNorm, float32, and activations or widths for
     which there is no kernel.
@@ -74,12 +74,9 @@ class CudaOperators(TorchOperators):
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        are_quantized = all(isinstance(weight, Int8Weight) for weight in weights)
-        if self._weights == "int8" or (self._weights == STORED and are_quantized):
-            return int8_linear(weights, bias, self._dtype, self._gemm)
-        if self._weights == "fp8":
-            return fp8_linear(weights, bias, self._dtype, self._gemm)
-        return FloatLinear(stacked(weights, self._dtype), bias)
+        name = common_format(weights) if self._weights == STORED else self._weights
+        make = LINEARS.get(name or "", float_linear)
+        return make(weights, bias, self._dtype, self._gemm)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

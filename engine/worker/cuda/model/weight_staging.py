@@ -8,8 +8,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from engine.worker.cuda.gpu import Gpu
-from engine.worker.ports import WeightSource
-from engine.worker.weights.int8_weight import Int8Weight, Weight
+from engine.worker.ports import TensorSlice, Weight, WeightSource
 
 PIECE_BYTES = 32 << 20
 
@@ -20,7 +19,7 @@ class OnDevice:
     def __init__(self, weights: WeightSource, gpu: Gpu) -> None:
         self._weights = weights
         self._gpu = gpu
-        self._on_gpu = WeakValueDictionary[tuple[str, range | None, range | None], Tensor]()
+        self._on_gpu = WeakValueDictionary[TensorSlice, Tensor]()
         self._staging: Staging | None = None  # made for the first tensor
 
     def has(self, name: str) -> bool:
@@ -30,37 +29,20 @@ class OnDevice:
         """Mark a tensor as used without reading it."""
         self._weights.skip(name)
 
-    def take(
-        self,
-        name: str,
-        *shape: int,
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
+    def tensor(self, part: TensorSlice) -> Tensor:
         """As `WeightSource`, on the GPU."""
-        found = self._copy(self._weights.take(name, *shape, rows=rows, columns=columns))
-        self._on_gpu[name, rows, columns] = found
+        found = self._copy(self._weights.tensor(part))
+        self._on_gpu[part] = found
         return found
 
-    def take_matrix(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        rows: range | None = None,
-        columns: range | None = None,
-        is_transposed: bool = False,
-    ) -> Weight:
+    def weight(self, part: TensorSlice) -> Weight:
         """As `WeightSource`; a tied output head reuses the embedding that is already on the GPU."""
-        weight = self._weights.take_matrix(
-            name, outputs, inputs, rows=rows, columns=columns, is_transposed=is_transposed
-        )
-        if isinstance(weight, Int8Weight):
-            return Int8Weight(self._copy(weight.values), self._copy(weight.scales))
-        if is_transposed:
+        weight = self._weights.weight(part)
+        if not isinstance(weight, Tensor):
+            return weight.map(self._copy)
+        if part.is_transposed:
             return self._copy(weight.t()).t()
-        on_gpu = self._on_gpu.get((name, rows, columns))
+        on_gpu = self._on_gpu.get(part)
         return self._copy(weight) if on_gpu is None else on_gpu
 
     def _copy(self, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.step import LAST_TOKEN, RequestId, Step, StepEntry
-from engine.worker.model.layout import Int64s
+from engine.worker.ports import Int64s
 
 
 class LastTokensTensor(Protocol):

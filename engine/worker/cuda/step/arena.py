@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.model.layout import Int64s
+from engine.worker.ports import Int64s
 from engine.worker.streams import StreamEvent, Streams
 
 NUM_BUFFERS = 3

@@ -9,13 +9,13 @@ from engine.worker.cuda.step.graphs import DecodeGraphs, Layers
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.launcher import StepLauncher
 from engine.worker.cuda.step.transfers import HostTransfer
-from engine.worker.device import Progress, Whole
+from engine.worker.device import Progress, WholeModel
 from engine.worker.ports import CapturableAttention
 from engine.worker.streams import Streams
 
 
 def make_launcher(
-    streams: Streams, whole: Whole, settings: WorkerSettings, progress: Progress
+    streams: Streams, whole: WholeModel, settings: WorkerSettings, progress: Progress
 ) -> StepLauncher:
     """The launcher; captures all graphs if attention supports it and `settings.cuda_graphs` is
     set."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.worker.cuda.sampling.last_tokens import Source
 from engine.worker.cuda.step.arena import StepArena
 from engine.worker.cuda.step.graphs import DecodeGraphs
-from engine.worker.model.layout import Int64s, RaggedLayout, padded
-from engine.worker.ports import AttentionBackend, StageModel
+from engine.worker.model.layout import padded
+from engine.worker.ports import AttentionBackend, Int64s, RaggedLayout, StageModel, StepContext
 
 
 class _Inputs(NamedTuple):
@@ -71,7 +71,7 @@ class Forward:
         rows = _rows(layout)
         is_all = np.array_equal(rows, np.arange(layout.num_tokens))
         wanted = None if is_all or not len(rows) else inputs.rows
-        hidden = self._model.layers(hidden, inputs.positions, self._attention, wanted)
+        hidden = self._model.layers(hidden, StepContext(inputs.positions, self._attention, wanted))
         return hidden[: len(rows)]
 
     def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:

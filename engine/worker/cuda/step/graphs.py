@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.worker.cuda.step.arena import StepArena
-from engine.worker.model.layout import RaggedLayout, blank_layout
-from engine.worker.ports import CapturableAttention, StageModel
+from engine.worker.model.layout import blank_layout
+from engine.worker.ports import CapturableAttention, RaggedLayout, StageModel, StepContext
 from engine.worker.streams import Graph, Streams
 
 Progress = Callable[[str, int, int], None]
@@ -43,7 +43,8 @@ class Layers:
     attention: CapturableAttention
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model.layers(self.model.embed(ids, positions), positions, self.attention)
+        context = StepContext(positions, self.attention)
+        return self.model.layers(self.model.embed(ids, positions), context)
 
 
 class DecodeGraphs:

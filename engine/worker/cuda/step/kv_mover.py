@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.step import BlockMove, Direction
 from engine.worker.cuda.step.transfers import put
 from engine.worker.model.host_pool import read_blocks
-from engine.worker.model.kv_tensors import KVTensors, as_bytes
+from engine.worker.ports import KVTensors, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 
 STAGING_BYTES = 64 << 20  # device memory for staging, at least one block

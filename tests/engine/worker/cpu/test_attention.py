@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention.backend import CpuAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import CPU_KV_DTYPES, KVTensors, allocate
+from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.ports import AttentionSpec, ModelShape
+from engine.worker.ports import AttentionSpec, KVTensors, ModelShape
 
 LENGTH = 1500  # of the long request: several spans
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 1, 32, 16, 140
@@ -62,7 +62,7 @@ def test_bits_are_the_same_alone_in_company_cut_and_shared_out(
         beside, found = run(shared, (1, 0, mate), (0, start, whole[start:end].clone()))
         assert torch.equal(found, expected[start:end])
         assert len(beside) == len(mate)
-    for once, again in zip(cache.as_it_lies(), other.as_it_lies(), strict=True):
+    for once, again in zip(cache.in_memory_order(), other.in_memory_order(), strict=True):
         assert torch.equal(once[TABLE[:90].astype(int)], again[TABLE[:90].astype(int)])
     mates = [(i, 0, rows_of(1, i)) for i in range(1, 30)]
     (again,) = run(shared, (0, LENGTH - 1, whole[last].clone()))

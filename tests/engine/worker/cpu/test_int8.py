@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import OCTETS, SHORTS, Int8Operators, Rounding
+from engine.worker.cpu.int8 import OCTETS, SHORTS, Rounding
 from engine.worker.cpu.kernels.int8_linear import DEPTH, MOST_OCTET, MOST_SHORT
+from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.weights.int8_weight import quantize
+from engine.worker.weights.formats.int8 import quantize
+from tests.engine.worker.cpu.int8_operators import int8_operators
 
 MOST = {SHORTS: MOST_SHORT, OCTETS: MOST_OCTET}
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
@@ -22,8 +24,8 @@ def rounding(request: pytest.FixtureRequest) -> Rounding:
 
 
 @pytest.fixture(scope="module")
-def operators(rounding: Rounding) -> Int8Operators:
-    return Int8Operators(NativeThreadPool(2), rounding)
+def operators(rounding: Rounding) -> NativeOperators:
+    return int8_operators(NativeThreadPool(2), rounding)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -47,7 +49,7 @@ def plainly(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most: int) -
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 65, 200])
 def test_whole_numbers_are_added_exactly(
-    operators: Int8Operators, rounding: Rounding, rows: int, inputs: int, outputs: int
+    operators: NativeOperators, rounding: Rounding, rows: int, inputs: int, outputs: int
 ) -> None:
     x, weight, bias = noise(rows, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
     start, none = noise(rows, outputs, seed=3), torch.zeros(rows, outputs)
@@ -59,7 +61,7 @@ def test_whole_numbers_are_added_exactly(
 
 
 def test_activations_are_off_by_at_most_half_a_step(
-    operators: Int8Operators, rounding: Rounding
+    operators: NativeOperators, rounding: Rounding
 ) -> None:
     x, ones = noise(50, 32) * torch.logspace(-6, 6, 50)[:, None], torch.eye(32)
     off = (operators.linear([ones], None)(x) - x).abs()
@@ -70,7 +72,7 @@ def test_activations_are_off_by_at_most_half_a_step(
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_a_row_is_the_same_bits_in_any_company(
-    operators: Int8Operators, inputs: int, outputs: int
+    operators: NativeOperators, inputs: int, outputs: int
 ) -> None:
     linear = operators.linear([noise(outputs, inputs, seed=1)], noise(outputs, seed=2))
     x = noise(150, inputs)
@@ -79,14 +81,14 @@ def test_a_row_is_the_same_bits_in_any_company(
         assert torch.equal(linear(x[first : first + count]), together[first : first + count])
 
 
-def test_the_largest_sum_fits(operators: Int8Operators) -> None:
+def test_the_largest_sum_fits(operators: NativeOperators) -> None:
     width = 2 * DEPTH
     x, weight = torch.full((4, width), -3.0), torch.full((8, width), 2.0)
     found = operators.linear([weight], None)(x)
     torch.testing.assert_close(found, torch.full((4, 8), -6.0 * width))
 
 
-def test_rows_of_zeros_and_columns_of_zeros_give_zeros(operators: Int8Operators) -> None:
+def test_rows_of_zeros_and_columns_of_zeros_give_zeros(operators: NativeOperators) -> None:
     x, weight = noise(3, 50), noise(6, 50, seed=1)
     x[1], weight[4] = 0, 0
     found = operators.linear([weight], None)(x)
@@ -96,7 +98,7 @@ def test_rows_of_zeros_and_columns_of_zeros_give_zeros(operators: Int8Operators)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_none(operators: Int8Operators, value: float) -> None:
+def test_what_is_no_number_stays_none(operators: NativeOperators, value: float) -> None:
     x = noise(4, 64)
     x[2, 10] = value
     found = operators.linear([noise(8, 64, seed=1)], None)(x)
@@ -104,13 +106,13 @@ def test_what_is_no_number_stays_none(operators: Int8Operators, value: float) ->
     assert found[[0, 1, 3]].isfinite().all()
 
 
-def test_rows_may_lie_apart(operators: Int8Operators) -> None:
+def test_rows_may_lie_apart(operators: NativeOperators) -> None:
     whole, weight = noise(9, 100), noise(12, 32, seed=1)
     linear = operators.linear([weight], None)
     assert torch.equal(linear(whole[:, 20:52]), linear(whole[:, 20:52].contiguous()))
 
 
-def test_linears_over_one_input_are_fused_row_below_row(operators: Int8Operators) -> None:
+def test_linears_over_one_input_are_fused_row_below_row(operators: NativeOperators) -> None:
     x, parts = noise(6, 32), [noise(rows, 32, seed=rows) for rows in (8, 3, 20)]
     alone = [operators.linear([part], None)(x) for part in parts]
     assert torch.equal(operators.linear(parts, None)(x), torch.cat(alone, dim=1))

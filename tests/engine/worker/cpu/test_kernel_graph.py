@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import Int8Operators
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
+from tests.engine.worker.cpu.int8_operators import int8_operators
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def team() -> NativeThreadPool:
     return NativeThreadPool(2)
 
 
-@pytest.fixture(params=[NativeOperators, Int8Operators])
+@pytest.fixture(params=[NativeOperators, int8_operators])
 def operators(request: pytest.FixtureRequest, team: NativeThreadPool) -> NativeOperators:
     made: NativeOperators = request.param(team)
     return made

@@ -14,9 +14,14 @@ from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.step import Step, StepResult, WorkerSettings
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
 from engine.worker.launched import Launched
-from engine.worker.model.kv_tensors import KVTensors
-from engine.worker.model.layout import RaggedLayout
-from engine.worker.ports import AttentionBackend, AttentionSpec, MakesAttention, RotaryAngles
+from engine.worker.ports import (
+    AttentionBackend,
+    AttentionSpec,
+    KVTensors,
+    MakesAttention,
+    RaggedLayout,
+    RopeAngles,
+)
 from engine.worker.process.worker import Worker
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import settings_for
@@ -45,7 +50,7 @@ class CapturableReference(ReferenceAttention):
     def baked(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows, self._num_layers)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RotaryAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
         assert self._left == self._num_layers - layer, "run without a plan"
         self._left -= 1
         return super().run(layer, q, k, v, turn)

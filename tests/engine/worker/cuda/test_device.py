@@ -22,10 +22,9 @@ from engine.step import (
 from engine.worker.cuda.device import CudaDevice, warm_up
 from engine.worker.cuda.memory import GRAPHS_BYTES, measure
 from engine.worker.cuda.model.weight_staging import OnDevice, Staging
-from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
-from engine.worker.model.shard import Shard
+from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
-from engine.worker.ports import AttentionSpec, ModelShape
+from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, Shard, TensorSlice
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
@@ -178,7 +177,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(tmp_path: Path) 
 
     device = CudaDevice(settings_for(tmp_path), StandingGpu())
     with pytest.raises(StartupError, match=r"the largest step does not fit on cpu .*--max-batch-"):
-        device.room(too_large)
+        device.kv_capacity(too_large)
 
 
 def test_the_largest_step_is_rehearsed_with_all_its_tokens(
@@ -247,7 +246,8 @@ def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(tmp_path))
     source = OnDevice(checkpoint.open_weights(torch.bfloat16, nothing), StandingGpu())
     name, shape = "model.embed_tokens.weight", checkpoint.family.shape
-    rows = range(shape.vocab_size)
-    embedding = source.take(name, shape.vocab_size, shape.hidden_size, rows=rows)
-    head = source.take_matrix(name, shape.vocab_size, shape.hidden_size, rows=rows)
+    sizes = (shape.vocab_size, shape.hidden_size)
+    part = TensorSlice(name, sizes, rows=range(shape.vocab_size))
+    embedding = source.tensor(part)
+    head = source.weight(part)
     assert head is embedding

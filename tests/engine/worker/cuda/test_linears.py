@@ -16,8 +16,8 @@ from engine.worker.cuda.model.linears import (
     quantized_rows,
     stacked,
 )
-from engine.worker.ports import Linear
-from engine.worker.weights.int8_weight import Int8Weight, Weight, quantize
+from engine.worker.ports import Linear, Weight
+from engine.worker.weights.formats.int8 import Int8Weight, quantize
 
 Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype, Gemm8Bit], Linear]
 FORMATS: dict[str, tuple[Make, float]] = {  # with the largest error, relative to the spread

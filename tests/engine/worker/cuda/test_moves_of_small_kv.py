@@ -7,7 +7,7 @@ import torch
 
 from engine.step import BlockMove, Direction
 from engine.worker.cuda.step.kv_mover import DeviceMover
-from engine.worker.model.kv_tensors import KVTensors, as_bytes
+from engine.worker.ports import KVTensors, as_bytes
 from tests.engine.worker.cuda.standin import StandInStreams
 
 

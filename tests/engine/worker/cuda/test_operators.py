@@ -13,7 +13,7 @@ from engine.worker.cuda.model.kernels import GATED
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, FloatLinear
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
 from engine.worker.model.torch_operators import ACTIVATIONS, RmsNorm, TorchOperators
-from engine.worker.weights.int8_weight import quantize
+from engine.worker.weights.formats.int8 import quantize
 
 CPU = torch.device("cpu")
 PLAIN = TorchOperators()

@@ -78,18 +78,18 @@ def test_a_block_comes_back_with_all_that_it_consists_of(
     dtype: torch.dtype, num_blocks: int
 ) -> None:
     device = allocate(SHAPE, 2, num_blocks, 4, dtype)
-    filled = [torch.randint(-9, 9, one.shape).to(one.dtype) for one in device.as_it_lies()]
+    filled = [torch.randint(-9, 9, one.shape).to(one.dtype) for one in device.in_memory_order()]
     assert len(filled) == (8 if dtype == torch.int8 else 4)
-    for tensor, numbers in zip(device.as_it_lies(), filled, strict=True):
+    for tensor, numbers in zip(device.in_memory_order(), filled, strict=True):
         assert tensor.is_contiguous()
         tensor.copy_(numbers)
     moves = HostPool(device, allocate(SHAPE, 2, 1, 4, dtype))
     last = num_blocks - 1
     make(moves, [BlockMove(Direction.OUT, table(last), table(0), is_awaited=True)])
-    for tensor in device.as_it_lies():
+    for tensor in device.in_memory_order():
         tensor.zero_()
     make(moves, [BlockMove(Direction.IN, table(0), table(0), is_awaited=True)])
-    for tensor, numbers in zip(device.as_it_lies(), filled, strict=True):
+    for tensor, numbers in zip(device.in_memory_order(), filled, strict=True):
         assert torch.equal(tensor[0], numbers[last])
 
 

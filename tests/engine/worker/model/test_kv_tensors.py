@@ -5,7 +5,6 @@ import torch
 
 from engine.errors import StartupError
 from engine.step import WorkerSettings
-from engine.worker.device import Room
 from engine.worker.model.kv_tensors import (
     CPU_KV_DTYPES,
     allocate,
@@ -13,7 +12,7 @@ from engine.worker.model.kv_tensors import (
     bytes_per_block,
     choose_num_blocks,
 )
-from engine.worker.ports import ModelShape
+from engine.worker.ports import KVCapacity, ModelShape
 
 SHAPE = ModelShape(
     num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=1, inner_size=1,
@@ -30,7 +29,9 @@ def blocks(
     **settings: int,
 ) -> int:
     asked = WorkerSettings(model="", **settings)  # type: ignore[arg-type]
-    return choose_num_blocks(asked, BLOCK, max_model_len, Room(available, usual, 0, is_shared=True))
+    return choose_num_blocks(
+        asked, BLOCK, max_model_len, KVCapacity(available, usual, 0, is_shared=True)
+    )
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -67,7 +68,7 @@ def test_room_that_cannot_be_had_is_refused(settings: dict[str, int], named: str
 @pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
 def test_blocks_take_the_bytes_that_are_counted_for_them(dtype: torch.dtype) -> None:
     cache = allocate(SHAPE, 3, 5, 16, dtype)
-    num_bytes = sum(tensor.nbytes for tensor in cache.as_it_lies())
+    num_bytes = sum(tensor.nbytes for tensor in cache.in_memory_order())
     assert num_bytes == 5 * bytes_per_block(SHAPE, 3, 16, dtype)
 
 

@@ -23,9 +23,9 @@ from engine.step import (
     StepEntry,
     StepId,
 )
-from engine.worker.model.shard import Shard, layer_spans
 from engine.worker.model.stage import Stage
-from engine.worker.ports import ModelShape
+from engine.worker.ports import ModelShape, Shard
+from engine.worker.ports.shard import layer_spans
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker

@@ -15,11 +15,10 @@ from adapters.models.checkpoint import read_config
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv_tensors import allocate
-from engine.worker.model.layout import LayoutLimits, RaggedLayout, build_layout
-from engine.worker.model.shard import Shard
+from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import AttentionSpec, ModelFamily
+from engine.worker.ports import AttentionSpec, ModelFamily, RaggedLayout, Shard
 from engine.worker.weights.checkpoint_files import SafetensorsFiles
 from engine.worker.weights.source import Weights
 from tests.checkpoints import make_checkpoint
@@ -76,7 +75,7 @@ def test_a_stage_takes_only_its_share_of_the_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     _, whole = make_stage(tmp_path, range(LAYERS))
     shares = [make_stage(tmp_path, range(i, i + 1))[1] for i in range(LAYERS)]
-    assert sum(share.num_taken for share in shares) == whole.num_taken
+    assert sum(share.num_loaded for share in shares) == whole.num_loaded
 
 
 def test_logits_come_for_the_sampled_rows_only(tmp_path: Path) -> None:

@@ -163,6 +163,6 @@ def test_on_the_cpu_kv_usually_takes_4_gib_or_a_quarter_of_what_there_is(
     monkeypatch.setattr(cpu, "available_bytes", lambda: available)
     placement = Placement(num_local_workers=neighbours)
     device = open_device(replace(SETTINGS, device="cpu", threads=1, placement=placement))
-    room = device.room(lambda: pytest.fail("the CPU does not rehearse"))
+    room = device.kv_capacity(lambda: pytest.fail("the CPU does not rehearse"))
     assert (room.most, room.usual) == (available, usual)
     assert room.left_on_host(usual) == available - usual

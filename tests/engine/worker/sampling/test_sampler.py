@@ -299,7 +299,7 @@ def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
 ) -> None:
     scaled = logits / np.float32(divisor)
     points = [(i + 0.5) / GRID for i in range(GRID)]
-    found = operators.draw(torch.from_numpy(scaled)[None], [0] * GRID, [sampling] * GRID, points)
+    found = operators.sample(torch.from_numpy(scaled)[None], [0] * GRID, [sampling] * GRID, points)
     counts = np.bincount(found, minlength=len(logits))
     expected = GRID * normal(probabilities(scaled, sampling))
     assert np.abs(np.cumsum(counts) - np.cumsum(expected)).max() < 1.01
@@ -316,8 +316,8 @@ def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
     ] * 2
     points = [uniform(seed, 0) for seed in range(8)]
     expected = [pick(probabilities(rows[i].numpy(), samplings[i]), points[i]) for i in range(8)]
-    assert operators.draw(rows, list(range(8)), samplings, points) == expected
-    assert operators.largest(rows).ids.tolist() == rows.argmax(-1).tolist()
+    assert operators.sample(rows, list(range(8)), samplings, points) == expected
+    assert operators.argmax(rows).ids.tolist() == rows.argmax(-1).tolist()
 
 
 def test_a_row_without_any_id_left_fails_alone(operators: Operators) -> None:

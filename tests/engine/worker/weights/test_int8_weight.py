@@ -1,28 +1,30 @@
-"""Weights of 8 bits: near what was rounded, cut without a change, and used alike by all linears."""
+"""int8 weights: their quantization error, their slices, and linears that use them."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import BY_BITS, Int8Operators
+from engine.worker.cpu.int8 import BY_BITS
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.weights.int8_weight import MOST, ROWS_AT_ONCE, Int8Weight, dequantize, quantize
+from engine.worker.ports import dequantize
+from engine.worker.weights.formats.int8 import INT8, MAX_INT8, ROWS_AT_ONCE, Int8Weight, quantize
+from tests.engine.worker.cpu.int8_operators import int8_operators
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_rounding_is_off_by_half_a_step_at_most() -> None:
+def test_the_quantization_error_is_at_most_half_a_step() -> None:
     weight = noise(ROWS_AT_ONCE + 3, 20) * torch.logspace(-6, 6, ROWS_AT_ONCE + 3)[:, None]
     found = quantize(weight)
-    assert found.values.abs().amax(dim=1).eq(MOST).all()
+    assert found.values.abs().amax(dim=1).eq(MAX_INT8).all()
     assert ((dequantize(found) - weight).abs() <= found.scales[:, None] * 0.5001).all()
 
 
-def test_rounding_what_is_rounded_changes_nothing() -> None:
+def test_quantizing_a_quantized_weight_changes_nothing() -> None:
     once = quantize(noise(7, 20))
     assert quantize(once) is once
     again = quantize(dequantize(once))
@@ -34,11 +36,21 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert not dequantize(quantize(torch.zeros(2, 5))).any()
 
 
-def test_a_part_is_that_part_of_the_whole() -> None:
+def test_some_rows_are_those_rows_of_the_whole() -> None:
     whole = quantize(noise(12, 20))
-    part = whole.cut(slice(3, 9), slice(10, 20))
-    assert part.shape == (6, 10)
-    assert torch.equal(dequantize(part), dequantize(whole)[3:9, 10:20])
+    part = whole.rows(slice(3, 9))
+    assert part.shape == (6, 20)
+    assert torch.equal(dequantize(part), dequantize(whole)[3:9])
+
+
+def test_the_tensors_of_a_weight_load_as_the_same_weight() -> None:
+    weight = quantize(noise(12, 20))
+    found = INT8.load(weight.tensors, (12, 20))
+    assert found is not None
+    assert torch.equal(dequantize(found), dequantize(weight))
+    assert INT8.load(weight.tensors, (20, 12)) is None
+    assert INT8.load({"": weight.values}, (12, 20)) is None
+    assert INT8.load(dict(weight.tensors) | {"": noise(12, 20)}, (12, 20)) is None
 
 
 # Largest error of a sum of 40 products where the weights are exact: only the activations are
@@ -52,23 +64,25 @@ def operators_of(activations: str) -> TorchOperators | NativeOperators:
     pool = NativeThreadPool(1)
     if activations == "float32":
         return NativeOperators(pool)
-    return Int8Operators(pool, BY_BITS[activations])
+    return int8_operators(pool, BY_BITS[activations])
 
 
+@pytest.mark.parametrize("with_floats", [False, True])
 @pytest.mark.parametrize("activations", ACTIVATION_ERRORS)
-def test_a_linear_takes_int8_weights_beside_float_weights(activations: str) -> None:
+def test_a_linear_takes_int8_weights_alone_and_beside_float_weights(
+    activations: str, with_floats: bool
+) -> None:
     operators, error = operators_of(activations), ACTIVATION_ERRORS[activations]
-    parts: list[Tensor | Int8Weight] = [quantize(noise(9, 40)), noise(6, 40, seed=1)]
+    first, second = quantize(noise(9, 40)), noise(6, 40, seed=1)
+    parts: list[Tensor | Int8Weight] = [first, second if with_floats else quantize(second)]
     x, shift = noise(3, 40, seed=2), noise(15, seed=3)
     found = operators.linear(parts, shift)(x)
     plain = x @ torch.cat([dequantize(part) for part in parts]).T + shift
-    off = (found - plain).abs()
-    assert off[:, :9].max() < error
-    assert off.max() < error + 0.1  # the float weights may be quantized, too
+    assert (found - plain).abs().max() < error
 
 
-def test_a_linear_of_8_bits_uses_rounded_weights_as_they_are() -> None:
-    operators, weight = Int8Operators(NativeThreadPool(1)), noise(40, 64)
+def test_an_int8_linear_uses_quantized_weights_unchanged() -> None:
+    operators, weight = int8_operators(NativeThreadPool(1)), noise(40, 64)
     x = noise(5, 64, seed=1)
     assert torch.equal(
         operators.linear([quantize(weight)], None)(x), operators.linear([weight], None)(x)

@@ -4,45 +4,53 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.errors import StartupError
+from engine.worker.ports import TensorSlice
 from engine.worker.weights import random as random_weights
 from engine.worker.weights.random import SPREAD, RandomWeights
 from tests.engine.worker.process.driving import Driver, load_worker
 
 
-def drawn(dtype: torch.dtype = torch.float32) -> RandomWeights:
+def source(dtype: torch.dtype = torch.float32) -> RandomWeights:
     return RandomWeights(dtype, lambda *_: None)
+
+
+def load(name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> Tensor:
+    return source().tensor(TensorSlice(name, shape, rows, columns))
 
 
 def test_a_part_is_the_same_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "CHUNK", 100)
-    whole = drawn().take("a.weight", 37, 24)
-    assert torch.equal(drawn().take("a.weight", 37, 24, rows=range(5, 30)), whole[5:30])
-    assert torch.equal(drawn().take("a.weight", 37, 24, columns=range(8, 16)), whole[:, 8:16])
-    turned = drawn().take_matrix("a.weight", 24, 37, rows=range(8, 16), is_transposed=True)
-    assert torch.equal(turned, whole[:, 8:16].t())
-    bias = drawn().take("a.bias", 37)
-    assert torch.equal(drawn().take("a.bias", 37, rows=range(5, 30)), bias[5:30])
+    whole = load("a.weight", 37, 24)
+    assert torch.equal(load("a.weight", 37, 24, rows=range(5, 30)), whole[5:30])
+    assert torch.equal(load("a.weight", 37, 24, columns=range(8, 16)), whole[:, 8:16])
+    part = TensorSlice("a.weight", (24, 37), rows=range(8, 16), is_transposed=True)
+    assert torch.equal(source().weight(part), whole[:, 8:16].t())
+    bias = load("a.bias", 37)
+    assert torch.equal(load("a.bias", 37, rows=range(5, 30)), bias[5:30])
 
 
 def test_tensors_differ_by_name_and_have_the_spread_of_fresh_checkpoints() -> None:
-    one, other = drawn().take("a.weight", 512, 512), drawn().take("b.weight", 512, 512)
+    one, other = load("a.weight", 512, 512), load("b.weight", 512, 512)
     assert not torch.equal(one, other)
     assert one.abs().max() <= SPREAD
     assert one.std().item() == pytest.approx(0.02, rel=0.01)
     assert one.mean().item() == pytest.approx(0.0, abs=1e-4)
-    assert torch.equal(drawn().take("norm.weight", 8), torch.ones(8))
-    assert drawn(torch.bfloat16).take("a.weight", 8, 8).dtype == torch.bfloat16
+    assert torch.equal(load("norm.weight", 8), torch.ones(8))
+    assert source(torch.bfloat16).tensor(TensorSlice("a.weight", (8, 8))).dtype == torch.bfloat16
 
 
-def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_larger_than_the_available_memory_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(random_weights, "available_bytes", lambda: 1000)
     with pytest.raises(StartupError, match=r"tensor a.weight needs 1024 bytes, but 1000 are"):
-        drawn().take("a.weight", 16, 16)
+        load("a.weight", 16, 16)
 
 
-def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_drawn(
+def test_a_model_larger_than_the_available_memory_is_rejected_before_it_is_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import Placement
-from engine.worker.ports import ModelShape
+from engine.worker.ports.shapes import ModelShape
 
 AddUp = Callable[[Tensor], None]  # in place, over the ranks of a stage
 

@@ -1,0 +1,72 @@
+"""The interfaces between the parts of a worker, and the values that cross them.
+
+This package imports no other package of `engine.worker`, so every one of them may import it.
+"""
+
+from engine.worker.ports.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    CapturableAttention,
+    ChoosesShapes,
+    KernelRecorder,
+    MakesAttention,
+    RopeAngles,
+    ThreadPool,
+)
+from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
+from engine.worker.ports.layout import Int32s, Int64s, RaggedLayout
+from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
+from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
+from engine.worker.ports.shapes import ModelShape, StepLimits
+from engine.worker.ports.shard import AddUp, RankPart, Shard
+from engine.worker.ports.weights import (
+    LinearFormat,
+    PreferredFormat,
+    QuantizedWeight,
+    TensorSlice,
+    Weight,
+    WeightSource,
+    common_format,
+    dequantize,
+    name_of,
+)
+
+__all__ = [
+    "AddUp",
+    "Argmax",
+    "AttentionBackend",
+    "AttentionSpec",
+    "BlockMover",
+    "CapturableAttention",
+    "ChoosesShapes",
+    "Int32s",
+    "Int64s",
+    "KVCapacity",
+    "KVTensors",
+    "KernelRecorder",
+    "Linear",
+    "LinearFormat",
+    "MakesAttention",
+    "ModelFamily",
+    "ModelShape",
+    "Norm",
+    "Operators",
+    "PreferredFormat",
+    "QuantizedWeight",
+    "RaggedLayout",
+    "RankPart",
+    "ReadsFamily",
+    "RopeAngles",
+    "Shard",
+    "StageModel",
+    "StepContext",
+    "StepLimits",
+    "TensorSlice",
+    "ThreadPool",
+    "Weight",
+    "WeightSource",
+    "as_bytes",
+    "common_format",
+    "dequantize",
+    "name_of",
+]

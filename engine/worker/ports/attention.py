@@ -1,0 +1,118 @@
+"""Attention over the paged KV cache: what a backend is given, and what it has to do."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.worker.ports.kv import KVTensors
+from engine.worker.ports.layout import RaggedLayout
+from engine.worker.ports.shapes import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What all attention layers of a stage share. Scores are `q · k * scale`, in float32.
+
+    `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
+    dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
+    need `limits`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    dtype: torch.dtype = torch.float32
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    limits: StepLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAngles:
+    """Cosine and sine of the RoPE angles of every token of a step, `[tokens, dim / 2]`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache. `plan` is called once per step, then `run` once per layer."""
+
+    def plan(self, layout: RaggedLayout) -> None: ...
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None) -> Tensor:
+        """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`.
+
+        `layer` counts within the stage. Each token attends to its request's slots up to itself.
+        RoPE rotates pairs made of the two halves of dim; `rope` None leaves q and k as they are.
+        q, k and v are adjacent views of one tensor, in this order, and may be overwritten.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend that can be captured in a CUDA graph, for steps that hold decodes only.
+
+    There is one graph per number of rows; steps are padded to it (`layout.padded`).
+    """
+
+    def plan_captured(self, layout: RaggedLayout) -> None:
+        """Like `plan`, before each warm-up, capture and replay of a graph with so many rows.
+
+        Reads and writes only addresses that are the same for every step with this row count.
+        """
+        ...
+
+    def baked(self, num_rows: int) -> tuple[int, ...]:
+        """What the last `plan_captured` decided that a captured graph cannot change."""
+        ...
+
+
+class KernelRecorder(Protocol):
+    """Collects kernel calls so that they can be repeated later."""
+
+    def add(self, kernel: int, words: NDArray[np.int64], chunks: int) -> None: ...
+
+
+class ThreadPool(Protocol):
+    """The threads of a worker on the CPU, implemented by `engine.worker.cpu.thread_pool`."""
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def tape(self) -> KernelRecorder | None:
+        """What kernel calls are being recorded to, None outside a recording."""
+        ...
+
+    def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for the output of a kernel. Every tensor passed to kernels is allocated here,
+        except tensors that outlive all steps."""
+        ...
+
+    def run(self, kernel: int, operands: int, chunks: int) -> None:
+        """Run `kernel(operands, chunk, thread)` for all chunks; both are addresses."""
+        ...
+
+
+class MakesAttention(Protocol):
+    """A class in the table of `adapters.attention`."""
+
+    def __call__(
+        self, spec: AttentionSpec, cache: KVTensors, team: ThreadPool
+    ) -> AttentionBackend: ...
+
+
+class ChoosesShapes(MakesAttention, Protocol):
+    """A class in that table that does not support every device and shape."""
+
+    def why_not(self, spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
+        """Called on the class: "" if it supports them, else one line with what it does not."""
+        ...

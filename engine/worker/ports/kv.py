@@ -1,0 +1,81 @@
+"""The tensors of the paged KV cache, how much memory they may take, and who moves their blocks."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.step import BlockMove
+
+
+class KVCapacity(NamedTuple):
+    """Bytes available for the KV cache: `most` at most, `usual` unless the settings say, and
+    `host` for swapped blocks. `is_shared`: device and host blocks lie in the same memory."""
+
+    most: int
+    usual: int
+    host: int
+    is_shared: bool
+
+    def left_on_host(self, taken: int) -> int:
+        """Bytes left for host blocks after the device blocks took `taken` bytes."""
+        return self.host - taken if self.is_shared else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """Keys and values of each layer, `[num_blocks + num_spare, block_size, kv_heads, dim]` each.
+
+    In int8 each number is multiplied by the scale of its token and head (`[num_blocks, block_size,
+    kv_heads]` for each layer); other dtypes have no scales. The device chooses the memory order.
+    The last `num_spare` blocks belong to no request: padding rows of a batch write there.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    num_spare: int = 0
+    key_scales: tuple[Tensor, ...] = ()
+    value_scales: tuple[Tensor, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys[0].shape[0] - self.num_spare
+
+    @property
+    def block_size(self) -> int:
+        return self.keys[0].shape[1]
+
+    def in_memory_order(self) -> list[Tensor]:
+        """All tensors of the cache, `[num_blocks, …]` each, with dimensions in memory order.
+
+        For copying blocks, not for computing: 8-bit floats come as uint8 (see `as_bytes`).
+        """
+        return [
+            as_bytes(one.permute(sorted(range(one.dim()), key=one.stride, reverse=True)))
+            for one in (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+        ]
+
+
+def as_bytes(numbers: Tensor) -> Tensor:
+    """A view of 8-bit floats as uint8, because few torch kernels copy 8-bit floats.
+
+    Tensors of other dtypes are returned as they are.
+    """
+    is_small = numbers.is_floating_point() and numbers.itemsize == 1
+    return numbers.view(torch.uint8) if is_small else numbers
+
+
+class BlockMover(Protocol):
+    """Copies KV blocks between the device and a host pool, around the compute of a step.
+
+    On a GPU the pool is pinned and copies run on a stream of their own. Awaited moves are made
+    first, one after the other, and the compute stream waits for them by an event; other moves run
+    beside the compute. Moves of a step begin after the compute of all earlier steps.
+    """
+
+    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[None]:
+        """Inside the context the awaited moves are done; on exit all moves are done."""
+        ...

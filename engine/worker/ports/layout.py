@@ -1,0 +1,46 @@
+"""The index arrays of one step, which every attention backend reads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedLayout:
+    """T new tokens of N requests; the first `num_decodes` requests have one new token each.
+
+    Requests lie one after the other, decodes first. Names and meaning of the index arrays are
+    FlashInfer's. `kv_len[i]` is the number of tokens of request i in the cache after this step.
+    Its pages are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, and the last page is filled up to
+    `kv_last_page_len[i]`.
+    """
+
+    token_ids: Int64s  # [T], 0 in `held_rows` until they are filled in
+    held_rows: Int64s  # [H], rows of `LAST_TOKEN` in the order of the entries
+    positions: Int64s  # [T]
+    slots: Int64s  # [T], page * block_size + offset
+    qo_indptr: Int32s  # [N + 1]
+    kv_len: Int32s  # [N]
+    kv_indptr: Int32s  # [N + 1]
+    kv_indices: Int32s  # [kv_indptr[N]]
+    kv_last_page_len: Int32s  # [N]
+    sampled_rows: Int64s  # [M], row of the last token of each entry that samples a token
+    scored_rows: Int64s  # [P], row before each prompt token whose log-probability is requested
+    num_decodes: int
+    block_size: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.kv_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_decode_only(self) -> bool:
+        return self.num_decodes == self.num_requests

@@ -1,0 +1,74 @@
+"""Model families and the stage models they build.
+
+One worker holds one stage (a run of layers). Everything but attention works on
+`[tokens, hidden]`, with the tokens of all requests of the step one after the other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.worker.ports.attention import AttentionBackend, RopeAngles
+from engine.worker.ports.operators import Operators
+from engine.worker.ports.shapes import ModelShape
+from engine.worker.ports.shard import Shard
+from engine.worker.ports.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers of a stage share in one step.
+
+    `positions` are int64 `[tokens]`; `attention` has been planned for the step. Only `rows`
+    (int64, None for all) of the hidden states after the last layer are needed: the last layer
+    skips what it would compute for other rows only. `rope` is filled in by models that use RoPE.
+    """
+
+    positions: Tensor
+    attention: AttentionBackend
+    rows: Tensor | None = None
+    rope: RopeAngles | None = None
+
+
+class StageModel(Protocol):
+    """The layers of one shard. Hidden states are whole, and equal, on all ranks of a stage."""
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states `[tokens, hidden]` of int64 `[tokens]`; only on the first stage."""
+        ...
+
+    def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Hidden states `[rows, hidden]` after all layers of this stage; may overwrite `hidden`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, this rank's part of vocab]` in float32; only on the last stage."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """How one architecture is read and built; made as `Family(config)` from `config.json`.
+
+    Both steps raise `StartupError` naming the field or tensor that is not supported.
+    """
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Shell patterns of tensors in old checkpoints that carry no information."""
+        ...
+
+    def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> StageModel:
+        """The layers of the shard, with the embedding on the first stage and the head on the
+        last."""
+        ...
+
+
+class ReadsFamily(Protocol):
+    """A class in the table of `adapters.models`."""
+
+    def __call__(self, config: Mapping[str, object]) -> ModelFamily: ...

@@ -1,0 +1,89 @@
+"""The operators that layers are made of, which each kind of device implements."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.step import SamplingParams
+from engine.worker.ports.weights import Weight
+
+
+class Linear(Protocol):
+    """`[tokens, in] -> [tokens, out]`."""
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """A new tensor, or `add_to` with the result added in place."""
+        ...
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A new tensor `[tokens, hidden]`."""
+        ...
+
+    def apply_(self, heads: Tensor) -> None:
+        """In place on `[tokens, heads, dim]`; heads are adjacent, tokens may be strided."""
+        ...
+
+
+class Argmax(NamedTuple):
+    """The largest value of each row, `[rows]`, and its lowest id.
+
+    `values` is not finite for a row that has NaN or infinity.
+    """
+
+    values: Tensor
+    ids: Tensor
+
+
+class Operators(Protocol):
+    """Makes layers in the form that one kind of device runs fast."""
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        """One linear from weights `[out, in]` stacked along out, and a bias for all outputs.
+
+        Linears that read the same input are fused into one. The weights may be views of a mapped
+        file; a device that needs another memory layout copies them once. Quantized weights are
+        used as they are where the device has a linear for their format, else dequantized.
+        """
+        ...
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """A small computed tensor, on the device where steps read it."""
+        ...
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm: ...
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> Norm: ...
+
+    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+        """`act(x)`; gated: `act(left half of x) * right half`. Names are Hugging Face's."""
+        ...
+
+    def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """RoPE in place on `[tokens, heads, dim]`; pairs are made of the two halves of dim.
+
+        `cos` and `sin` are `[tokens, dim / 2]`.
+        """
+        ...
+
+    def argmax(self, logits: Tensor) -> Argmax:
+        """The largest of each row of `[rows, vocab]` float32."""
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[SamplingParams],
+        points: Sequence[float],
+    ) -> list[int]:
+        """One id for each of `rows`: temperature, min-p, top-k, top-p, then the id at `point`.
+
+        `point` in [0, 1) is a place in the cumulative distribution by id. What the filters keep
+        is defined in `engine.worker.sampling.filters`.
+        """
+        ...

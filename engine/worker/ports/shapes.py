@@ -1,0 +1,33 @@
+"""Sizes of a model and of the largest step it has to run."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a checkpoint that a worker needs before it reads any weight.
+
+    `inner_size` is the width of the MLP, `layer_parameters` the number of matrix elements in one
+    layer. `window` is the sliding window of attention in tokens, counting the token itself;
+    None means full attention.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    inner_size: int
+    layer_parameters: int
+    vocab_size: int
+    max_positions: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that a worker has to run; buffers allocated once are sized for it."""
+
+    max_requests: int
+    max_tokens: int
+    max_model_len: int

@@ -1,0 +1,168 @@
+"""Weights of a checkpoint: parts of tensors by name, and the formats of linear weights.
+
+A weight is a float tensor or a `QuantizedWeight`. Each quantized format is one file in
+`engine.worker.weights.formats`; each device has a linear for the formats that it computes in and
+dequantizes the others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class QuantizedWeight(Protocol):
+    """A matrix `[out, in]` in fewer bits than a float."""
+
+    @property
+    def format(self) -> str:
+        """The name of its `LinearFormat`."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out, in]`."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What it is stored as, by the suffix that each adds to the weight's name in a file."""
+        ...
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same weight with each of its tensors replaced, for example by a copy on a GPU."""
+        ...
+
+    def rows(self, rows: slice) -> Self:
+        """Some of its output rows."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """The same matrix in float32, exactly."""
+        ...
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight  # of a linear, [out, in]
+
+
+def dequantize(weight: Weight) -> Tensor:
+    """The weight as a float tensor."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As settings and reports name it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def common_format(weights: Sequence[Weight]) -> str | None:
+    """The format that all of these weights are in, None if they differ.
+
+    A float tensor's format is the name of its dtype.
+    """
+    formats = {
+        name_of(weight.dtype) if isinstance(weight, Tensor) else weight.format for weight in weights
+    }
+    return formats.pop() if len(formats) == 1 else None
+
+
+class LinearFormat(Protocol):
+    """One format of linear weights, independent of the device that computes with it."""
+
+    @property
+    def name(self) -> str:
+        """As in the setting `weights`."""
+        ...
+
+    @property
+    def bits(self) -> float:
+        """Per matrix element, its share of the scales included."""
+        ...
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether converted weights are written to the cache directory for the next start."""
+        ...
+
+    def convert(self, weight: Weight) -> Weight:
+        """The weight in this format; a weight that already has it is returned unchanged."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight | None:
+        """The weight that `QuantizedWeight.tensors` gave; None if it is not one of this shape."""
+        ...
+
+
+class PreferredFormat(NamedTuple):
+    """What a checkpoint's linears are computed in when the setting `weights` is "auto".
+
+    `format` is a quantized format, None for floats. With `converts` all weights are converted to
+    it; without, each weight stays as it is stored, quantized in this format or float.
+    """
+
+    format: str | None = None
+    converts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Some rows and columns of a tensor of the checkpoint.
+
+    `shape` is that of the whole tensor; `rows` and `columns` select from its first and second
+    dimension, None selects all. With `is_transposed` the file stores the transpose, while `shape`,
+    `rows` and `columns` describe the tensor that is returned.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range | None = None
+    columns: range | None = None
+    is_transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor in the file."""
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+    @property
+    def stored_index(self) -> tuple[slice, ...]:
+        """What to index the stored tensor with."""
+        index = tuple(slice(run.start, run.stop) for run in self.ranges)
+        return index[::-1] if self.is_transposed else index
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The selected indices of each dimension."""
+        selected = (self.rows, self.columns, *(None for _ in self.shape[2:]))
+        return tuple(
+            range(size) if run is None else run
+            for size, run in zip(self.shape, selected, strict=False)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the slice."""
+        return tuple(len(run) for run in self.ranges)
+
+
+class WeightSource(Protocol):
+    """The tensors of a checkpoint by name."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(self, part: TensorSlice) -> Tensor:
+        """The slice in the worker's dtype. Raises `StartupError` if missing or misshapen."""
+        ...
+
+    def weight(self, part: TensorSlice) -> Weight:
+        """The slice of a linear's weight `[out, in]`, which may be quantized.
+
+        Raises `StartupError` if missing or misshapen.
+        """
+        ...
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as loaded that came from elsewhere, such as a cache."""
+        ...
