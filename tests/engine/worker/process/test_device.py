@@ -132,7 +132,7 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
     assert [gpu_index("cuda:1", place, 3) for place in places] == [1, 2, 1, 2]
     with pytest.raises(StartupError, match="2 workers need one GPU each, but only 1 "):
         gpu_index("cuda", places[0], 1)
-    with pytest.raises(StartupError, match="need one GPU each.* but only 2 "):
+    with pytest.raises(StartupError, match=r"need one GPU each.* but only 2 "):
         gpu_index("cuda:1", places[0], 2)
 
 
