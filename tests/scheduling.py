@@ -81,6 +81,16 @@ def play(
     return requests
 
 
+def check_preemption(scheduler: IterationScheduler, victim: Request) -> None:
+    """Call from `Observer.preempted`: a protected request is preempted by an earlier one only."""
+    bound = scheduler.settings.max_preemptions
+    if victim.num_preemptions > bound and not victim.spec.is_background:
+        assert any(
+            other.num_preemptions >= bound and other.request_id < victim.request_id
+            for other in scheduler.pool
+        ), f"request {victim.request_id} lost its KV {victim.num_preemptions} times"
+
+
 def ends(requests: Sequence[Request]) -> list[float | None]:
     """The time of each request's last token."""
     return [request.last_token_at for request in requests]

@@ -3,10 +3,23 @@
 A request starts when the blocks it needs are available: with `RESERVE`, blocks for the prompt and
 `max_tokens`; with `GROW`, blocks for the tokens it has so far. In the second case it grows block
 by block, and when blocks run short the last started request in the policy's order is preempted:
-swapped out if the host tier has room, else its KV is dropped and recomputed later. A request that
-was preempted `max_preemptions` times, or swapped out `max_swaps` times, starts again only with
-blocks for all its `max_tokens` and is not preempted any more. So preemptions are bounded, and a
-deadlock is impossible. No request is preempted unless the blocks gained are enough.
+swapped out if the host tier has room, else its KV is dropped and recomputed later. No request is
+preempted unless the blocks gained are enough.
+
+Protection. A request whose KV was dropped `max_preemptions` times is *protected*. It reserves
+nothing, so others can use the blocks that it does not need yet; instead it comes first when blocks
+run short. To grow, it may preempt every unprotected request, whatever the policy's order, and the
+protected requests that arrived after it; it is preempted only by a protected request that arrived
+before it. (A background request never preempts one that is not, which may always preempt it.)
+
+No deadlock: let P be the earliest protected request that has started; without one, the policy's
+most urgent started request takes the role of P. No request may preempt P, and each started request
+that is in no iteration can be preempted by P. Every request fits alone (`check_fits`), so P gets
+its blocks. If no other request runs, P is planned and produces a token. No starvation: a protected
+request loses its KV only to the growth of an earlier one, which keeps the blocks that it gained
+until it ends. The requests before it are finitely many and need finitely many blocks, so it is
+preempted finitely often, and unprotected requests at most `max_preemptions` times. Swapping out
+loses no work and is not bounded. Which started request runs next is up to the policy.
 """
 
 from dataclasses import dataclass
@@ -48,7 +61,6 @@ class AdmissionSettings:
 
     admission: Admission
     max_preemptions: int
-    max_swaps: int
     swap: SwapMode = SwapMode.OFF
     min_run: int = 1  # tokens that a started request produces before a waiting one may preempt it
 
@@ -69,6 +81,7 @@ class AdmissionControl:
         observer: "Observer",
     ) -> None:
         self._settings = settings
+        self._grows = settings.admission is Admission.GROW
         self._kv = kv
         self._pool = pool
         self._observer = observer
@@ -92,12 +105,14 @@ class AdmissionControl:
         return True
 
     def secure(self, request: Request, num_slots: int, now: float) -> bool:
-        """Make a started request hold so many slots, if need be by preempting less urgent ones."""
+        """Make a started request hold so many slots, if need be by preempting other requests."""
         if self._kv.reserve(request, num_slots):
             return True
         missing = self._kv.num_missing(request, num_slots)
         victims: list[Request] = []
-        for victim in self._victims(request, now):
+        comes_first = self._grows and self.is_protected(request)
+        candidates = self._victims_of_protected if comes_first else self._victims
+        for victim in candidates(request, now):
             victims.append(victim)
             missing -= self._kv.num_gained(victim)
             if missing <= 0:
@@ -123,18 +138,15 @@ class AdmissionControl:
     def num_missing(self, request: Request) -> int:
         """Blocks that lack for the request to start; with `GROW` one block is left free for each
         admitted request to grow into."""
-        headroom = self._pool.num_admitted if self._settings.admission is Admission.GROW else 0
+        headroom = self._pool.num_admitted if self._grows else 0
         return self._kv.num_missing_to_start(request, self._slots_to_start(request)) + headroom
 
-    def is_reserved(self, request: Request) -> bool:
-        """Whether a started request holds blocks for all its `max_tokens`, so that it is never
-        preempted (except by a request that is not in the background)."""
-        settings = self._settings
-        if settings.admission is not Admission.GROW:
+    def is_protected(self, request: Request) -> bool:
+        """Whether a started request is preempted only by earlier protected requests, or, with
+        reserving admission, never."""
+        if not self._grows:
             return True
-        if settings.swaps and request.num_swaps >= settings.max_swaps:
-            return True
-        return request.num_preemptions >= settings.max_preemptions
+        return request.num_preemptions >= self._settings.max_preemptions
 
     def has_run(self, request: Request) -> bool:
         """Whether it has produced `min_run` tokens since it started, so that a waiting request may
@@ -149,7 +161,7 @@ class AdmissionControl:
             return False
         victims: list[Request] = []
         needed, prefix = missing, self._kv.prefix(request)
-        headroom = int(self._settings.admission is Admission.GROW)
+        headroom = int(self._grows)
         for victim in self._victims(request, now):
             if self._may_start_for(victim, request):
                 victims.append(victim)
@@ -165,21 +177,38 @@ class AdmissionControl:
         return True
 
     def _slots_to_start(self, request: Request) -> int:
-        return request.max_slots if self.is_reserved(request) else request.num_tokens
+        return request.num_tokens if self._grows else request.max_slots
 
-    def _victims(self, request: Request, now: float) -> "Iterator[Request]":
-        """Requests that may be preempted for `request`, the least urgent first."""
+    def _ready(self, now: float) -> list[Request]:
+        """Ready requests when this was first called in the plan, the least urgent first."""
         if not self._rank:
             order = self._pool.policy.order(now)
             self._rank.update((other, position) for position, other in enumerate(order))
             self._started += [r for r in self._rank if r.state is READY]
             self._started.reverse()
-        for other in self._started:
+        return self._started
+
+    def _victims(self, request: Request, now: float) -> "Iterator[Request]":
+        """Less urgent requests that may be preempted for `request`, the least urgent first."""
+        for other in self._ready(now):
             if self._rank[other] <= self._rank[request]:
                 return
-            is_protected = self.is_reserved(other) and not _is_background_for(other, request)
-            if other.state is READY and not is_protected:
+            is_safe = self.is_protected(other) and not _is_background_for(other, request)
+            if other.state is READY and not is_safe:
                 yield other
+
+    def _victims_of_protected(self, request: Request, now: float) -> "Iterator[Request]":
+        """Requests that may be preempted so that a protected one can grow: unprotected requests,
+        the least urgent first, then protected requests, the last arrived first."""
+        later: list[Request] = []
+        for other in self._ready(now):
+            if other is request or other.state is not READY or _is_background_for(request, other):
+                continue
+            if not self.is_protected(other) or _is_background_for(other, request):
+                yield other
+            elif other.request_id > request.request_id:
+                later.append(other)
+        yield from sorted(later, key=lambda other: -other.request_id)
 
     def _may_start_for(self, victim: Request, request: Request) -> bool:
         """Whether a started request may be preempted so that a waiting one can start."""

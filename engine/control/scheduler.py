@@ -58,7 +58,6 @@ class SchedulerSettings:
     max_step_overs: int = 64
     max_preemptions: int = 3
     swap: SwapMode = SwapMode.PROACTIVE  # with a host tier only
-    max_swaps: int = 16
     max_crashes: int = 3
     reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
@@ -87,8 +86,7 @@ class IterationScheduler:
         self._observer = observer = observer or NullObserver()
         self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
         swap = settings.swap if ledger.host.num_blocks else SwapMode.OFF
-        bounds = (settings.max_preemptions, settings.max_swaps)
-        terms = AdmissionSettings(settings.admission, *bounds, swap)
+        terms = AdmissionSettings(settings.admission, settings.max_preemptions, swap)
         self.admission = AdmissionControl(terms, self.kv, self.pool, observer)
         self._swap_planner = SwapPlanner(
             terms, self.kv, self.pool, self.admission, settings.max_batch_size

@@ -7,8 +7,8 @@ is the policy's estimate of the next scheduled time (ENST). These moves are not 
 parallel with the compute of the iteration.
 
 Against thrashing: a request is swapped out only if it has run since it last got its KV, and
-swapped in only if it is among the next batch; it is not swapped out for a request whose next
-scheduled time is not clearly earlier; and `max_swaps` (`engine.control.admission`) bounds it all.
+swapped in only if it is among the next batch; and it is not swapped out for a request whose next
+scheduled time is not clearly earlier.
 """
 
 from typing import TYPE_CHECKING
@@ -101,7 +101,7 @@ class SwapPlanner:
         return spare - self._kv.num_free - self._kv.num_to_be_freed
 
     def _may_swap_out(self, request: Request) -> bool:
-        return self._admission.has_run(request) and not self._admission.is_reserved(request)
+        return self._admission.has_run(request) and not self._admission.is_protected(request)
 
     def _swap_out(self, movable: list[Request], num_blocks: int, now: float) -> None:
         """Swap requests out, the last first, until so many blocks are to be freed in all."""

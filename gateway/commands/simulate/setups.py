@@ -23,7 +23,7 @@ from gateway.serve.flags import above_zero, did_you_mean, natural, positive
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62
-_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS, _SWAPS = 64, 2048, 3, 16
+_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS = 64, 2048, 3
 _RATIO, _LEVELS = PolicySettings().ratio, PolicySettings().num_levels
 
 
@@ -64,8 +64,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-preemptions", type=natural, metavar="N", help=preemptions)
     swap = f"{', '.join(swaps)} (default proactive); with --host-kv-slots"
     add("--swap", nargs="+", choices=swaps, metavar="S", help=swap)
-    max_swaps = f"swaps of one request (default {_SWAPS})"
-    add("--max-swaps", type=natural, metavar="N", help=max_swaps)
     add("--block-size", type=positive, default=16, metavar="N", help="tokens in a KV block")
     reuse = "compute every prompt in full"
     add("--no-prefix-reuse", action="store_false", dest="reuse", default=None, help=reuse)
@@ -126,7 +124,6 @@ def _described(args: argparse.Namespace) -> Setup:
         max_queue_requests=UNBOUNDED,
         max_queue_tokens=UNBOUNDED,
         max_preemptions=_PREEMPTIONS,
-        max_swaps=_SWAPS,
     )
     return Setup(
         label="",
@@ -168,7 +165,6 @@ def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSet
         "max_model_len": args.max_model_len,
         "max_queue_requests": args.max_queue,
         "max_preemptions": args.max_preemptions,
-        "max_swaps": args.max_swaps,
         "reuses_prefixes": args.reuse,
     }
     given = {name: value for name, value in flags.items() if value is not None}

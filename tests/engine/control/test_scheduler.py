@@ -10,10 +10,11 @@ from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.errors import ContextTooLong, Overloaded, StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
-from tests.scheduling import a_scheduler, a_spec
+from tests.scheduling import HAND_COST, a_scheduler, a_spec
 from tests.scheduling import run_iteration as run_iteration_by_hand
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -220,15 +221,44 @@ def test_growing_admission_preempts_the_youngest_when_short() -> None:
     assert young.produced == 3
 
 
-def test_a_request_preempted_too_often_restarts_with_all_its_slots() -> None:
-    scheduler = make(num_blocks=7, max_preemptions=1)
-    old, young = scheduler.add(spec(2, 6), 0.0), scheduler.add(spec(2, 6), 0.0)
-    while old.state is not State.FINISHED:
+def test_protected_requests_share_the_cache_and_reserve_nothing() -> None:
+    """Both may need the whole cache, and need a part of it: they run together."""
+    scheduler = make(num_blocks=20, max_preemptions=0)
+    for _ in range(2):
+        scheduler.add(spec(2, 18, 5), 0.0)
+    assert run_iteration(scheduler, token=7) == [(0, 2), (1, 2)]
+    assert run_iteration(scheduler, token=5) == [(0, 1), (1, 1)]
+    assert not scheduler.pool
+
+
+def test_a_protected_request_is_preempted_by_an_earlier_protected_one_only() -> None:
+    scheduler = make(num_blocks=12, max_preemptions=0)
+    early, late = scheduler.add(spec(2, 10), 0.0), scheduler.add(spec(2, 10), 0.0)
+    while early.state is not State.FINISHED:
         run_iteration(scheduler)
-    run_iteration(scheduler)
-    assert scheduler.ledger.num_held == young.max_slots
-    third = scheduler.add(spec(1, 1), 0.0)
-    assert third.state is State.WAITING
+    assert (early.num_preemptions, late.num_preemptions) == (0, 1)
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert late.num_preemptions == 1
+
+
+def test_a_protected_request_grows_at_the_expense_of_more_urgent_ones() -> None:
+    """Once preempted for the urgent request, the other one is protected and runs to its end."""
+    scheduler = a_scheduler(
+        build("priority", HAND_COST), num_slots=14, max_batch_size=2, max_preemptions=1
+    )
+    patient = scheduler.add(a_spec(2, 12, priority=1), 0.0)
+    for _ in range(4):
+        run_iteration_by_hand(scheduler, 0.0)
+    first = scheduler.add(a_spec(8, 2, priority=0), 0.0)
+    while first.state is not State.FINISHED:
+        run_iteration_by_hand(scheduler, 0.0)
+    assert patient.num_preemptions == 1
+    run_iteration_by_hand(scheduler, 0.0)
+    urgent = scheduler.add(a_spec(4, 9, priority=0), 0.0)
+    while patient.state is not State.FINISHED:
+        run_iteration_by_hand(scheduler, 0.0)
+    assert (patient.num_preemptions, urgent.num_preemptions) == (1, 1)
 
 
 def steps_until(scheduler: IterationScheduler, done: Callable[[], bool]) -> int:

@@ -19,7 +19,7 @@ from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.scheduling import HAND_COST
+from tests.scheduling import HAND_COST, check_preemption
 
 NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
 NUM_SLOTS = 24
@@ -34,6 +34,7 @@ class SeenEvents(NullObserver):
         self.ends: Counter[int] = Counter()
         self.kinds: Counter[str] = Counter()
         self.late = 0  # the most iterations from a cancel to its free slots
+        self.scheduler: IterationScheduler  # set by `Case`
 
     def ended(self, request: Request, now: float) -> None:
         self.ends[request.request_id] += 1
@@ -43,6 +44,7 @@ class SeenEvents(NullObserver):
 
     def preempted(self, request: Request, now: float) -> None:
         self.kinds["recompute"] += 1
+        check_preemption(self.scheduler, request)
 
     def swapped(self, request: Request, move: BlockMove, now: float) -> None:
         self.kinds[f"{move.direction} {'awaited' if move.is_awaited else 'ahead'}"] += 1
@@ -66,7 +68,6 @@ class Case:
             max_step_overs=3,
             max_preemptions=2,
             swap=random.choice(list(SwapMode)),
-            max_swaps=4,
             scan_limit=2,
             reuses_prefixes=random.random() < 0.5,
         )
@@ -75,6 +76,7 @@ class Case:
         self.scheduler = IterationScheduler(
             self.settings, ledger, self.policy(), self.seen, self.cost
         )
+        self.seen.scheduler = self.scheduler
         self.device = RememberingDevice(size)
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
@@ -170,9 +172,6 @@ class Case:
         assert self.seen.late <= self.depth
         for request in self.requests:
             assert self.seen.ends[request.request_id] == int(request.state.is_terminal)
-            if not request.spec.is_background:
-                assert request.num_preemptions <= self.settings.max_preemptions
-                assert request.num_swaps <= self.settings.max_swaps
             if request.state is State.FINISHED:
                 assert request.produced == request.spec.max_tokens
 

@@ -76,7 +76,7 @@ def test_a_request_that_runs_soon_is_swapped_in_before_it_is_scheduled() -> None
 
 @pytest.mark.parametrize(
     ("policy", "bounds"),
-    [("fcfs", {}), ("mlfq", {"swap": SwapMode.REACTIVE}), ("mlfq", {"max_swaps": 0})],
+    [("fcfs", {}), ("mlfq", {"swap": SwapMode.REACTIVE}), ("mlfq", {"max_preemptions": 0})],
 )
 def test_kv_is_swapped_early_only_if_policy_setting_and_bound_allow_it(
     policy: str, bounds: dict[str, object]

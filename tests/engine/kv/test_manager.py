@@ -94,15 +94,6 @@ def test_if_the_host_tier_is_full_the_victim_is_recomputed() -> None:
     assert (young.num_swaps, young.num_preemptions) == (0, 1)
 
 
-def test_a_request_swapped_too_often_restarts_with_all_its_slots() -> None:
-    scheduler = make(max_swaps=1)
-    scheduler.add(a_spec(2, 6), 0.0)
-    young = scheduler.add(a_spec(2, 6), 0.0)
-    back = until(scheduler, lambda it: any(m.direction is Direction.IN for m in it.step.moves))
-    assert scheduler.ledger.num_held == young.max_slots
-    commit(scheduler, back)
-
-
 def test_published_blocks_stay_cached_on_the_device_and_are_not_swapped_in() -> None:
     scheduler = make(num_blocks=9, reuses_prefixes=True)
     scheduler.add(a_spec(2, 6, salt="old"), 0.0)
