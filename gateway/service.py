@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from engine.loop import Engine
@@ -11,6 +12,7 @@ from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
+from gateway.errors import ModelNotFound
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
@@ -75,6 +77,11 @@ class Service:
     running: RunningResponses = field(default_factory=RunningResponses)
     cors_origins: Sequence[str] = ()
 
+    def check_model(self, name: str) -> None:
+        """Raise `ModelNotFound` unless this is the name of the served model."""
+        if name != self.model.name:
+            raise ModelNotFound(name, self.model.name)
+
     def header(self, prefix: str) -> ResponseHeader:
         """The header of a new response; its id is `prefix-` and 24 hex digits."""
         return ResponseHeader(
@@ -98,6 +105,11 @@ class Service:
         scheduler = self.engine.scheduler
         room = min(scheduler.settings.max_model_len, scheduler.ledger.num_slots + 1)
         return room - prompt_len
+
+
+def unix_now() -> int:
+    """Wall time in seconds."""
+    return int(datetime.now(UTC).timestamp())
 
 
 def service_of(http: "HttpRequest") -> Service:

@@ -42,8 +42,9 @@ class Caller:
 
     def headers(self, now: float) -> dict[str, str]:
         """Headers of every response; `now` is in seconds of the service's clock."""
+        name = self.dialect.request_id_header
         return {
-            **self.dialect.headers(self.request_id),
+            **({} if name is None else {name: self.request_id}),
             "x-request-id": self.request_id,
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,

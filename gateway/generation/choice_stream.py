@@ -9,8 +9,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from engine.request import Abort, FinishReason
-from gateway.generation.text import TextStream
-from gateway.generation.token_text import TokenText
+from gateway.generation.text import TextStream, TokenText
 from gateway.ports import CallBegin, Piece, StreamParser
 from gateway.schema.rendering import ChoiceEnd, Delta, OutputToken, PromptReport, ReportOptions
 

@@ -22,10 +22,10 @@ import anyio
 from engine.errors import EngineError
 from engine.request import Abort
 from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import error_response
+from gateway.generation.reply import Reply, error_response
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from gateway.generation.choice_stream import ChoiceStream
     from gateway.generation.plan import GenerationPlan
@@ -174,3 +174,8 @@ class EventStream:
             pass
         self._has_ended = True
         self._group.close(Abort.CLIENT_GONE)
+
+
+def respond(plan: "GenerationPlan", service: "Service") -> "ASGIApp":
+    """The ASGI response of a plan: an event stream or a JSON body, as the request chose."""
+    return EventStream(plan, service) if plan.is_stream else Reply(plan, service)

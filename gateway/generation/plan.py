@@ -6,10 +6,13 @@ body ──decode──▶ wire shape ──build_plan──▶ GenerationPlan �
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.request import RequestSpec
+from gateway.generation.conversation import tokenize_chat
+from gateway.generation.tool_grammar import tool_constraint
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt, TokenizedPrompts
     from gateway.schema.fields.generation import GenerationRequest
+    from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
 
 
@@ -72,6 +76,29 @@ class GenerationPlan:
         One token is generated all the same, because the engine has no requests of zero tokens.
         """
         return self.limits.max_tokens == 0
+
+
+def plan_chat(
+    request: "ChatRequest", renderer: ResponseRenderer, caller: "Caller", service: "Service"
+) -> GenerationPlan:
+    """The plan of a checked chat request, whichever API it came from.
+
+    Raises `InvalidRequest` for tools or values that this model does not support.
+    """
+    model, tools, constraint = service.model, request.tool_plan(), request.constraint()
+    skips_reasoning = tools.must_call or constraint is not None
+    if tools.offered:
+        constraint = tool_constraint(tools, constraint, model.dialect)
+    tokenize = partial(
+        tokenize_chat,
+        model,
+        request,
+        tools,
+        service.random.getrandbits,
+        skips_reasoning=skips_reasoning,
+    )
+    plan = build_plan(request, tokenize, renderer, caller, service)
+    return replace(plan, constraint=constraint)
 
 
 def build_plan(

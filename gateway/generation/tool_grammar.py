@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 def tool_constraint(
     tools: "ToolPlan", requested: OutputConstraint | None, dialect: "Dialect | None"
 ) -> OutputConstraint | None:
-    """What outputs must match: forced and strict tool calls, or the `requested` format.
+    """What outputs must match if tools are offered: forced and strict calls, or a format.
 
     Where tools may be called and JSON is requested, an output is a call or the JSON. Raises
     `InvalidRequest` if the model cannot call tools, or if both cannot be one grammar.
     """
-    if not tools.offered:
-        return requested
     if dialect is None or not dialect.reads_calls:
         raise InvalidRequest(
             f"'{tools.param}' is not supported: this model's chat template has no tool calls that "

@@ -14,8 +14,9 @@ from gateway.schema.responses.dialect import ResponsesDialect
 class ApiDialect(Protocol):
     """How one API reports errors, and which headers it adds to each response."""
 
-    def headers(self, request_id: str) -> dict[str, str]:
-        """Headers besides those that every response has."""
+    @property
+    def request_id_header(self) -> str | None:
+        """The header for the request's id, besides `x-request-id`."""
         ...
 
     def error_body(self, error: BaseException, request_id: str) -> bytes:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
-from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +42,7 @@ from gateway.serve.load import LoadedModel, OnProgress, load_model
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.serve.server_settings import IN_MEMORY
 from gateway.serve.settings import Settings
-from gateway.service import Pace, ServedModel, Service
+from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.store.files import FileLimits
 from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.version import podway_version
@@ -127,7 +126,7 @@ def build_server(
         exposition=Exposition(metrics, scheduler, loaded.name),
         watch=watch,
         clock=time.perf_counter,
-        unix_now=_unix_now,
+        unix_now=unix_now,
         random=random.SystemRandom(),
         keys=credentials.keys,
         limits=BodyLimits(int(settings.max_body_bytes), settings.body_seconds),
@@ -192,14 +191,10 @@ def _served_model(loaded: LoadedModel) -> ServedModel:
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,
-        created=_unix_now(),
+        created=unix_now(),
         fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
         vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),
         tokenizer=loaded.texts.tokenizer,
         template=loaded.texts.template,
         dialect=loaded.texts.dialect,
     )
-
-
-def _unix_now() -> int:
-    return int(datetime.now(UTC).timestamp())

@@ -18,8 +18,7 @@ _TYPES = {
 class AnthropicDialect:
     """The dialect of `/v1/messages`; clients read the id of a request from `request-id`."""
 
-    def headers(self, request_id: str) -> dict[str, str]:
-        return {"request-id": request_id}
+    request_id_header: str | None = "request-id"
 
     def error_body(self, error: BaseException, request_id: str) -> bytes:
         status = verdict(error).status

@@ -11,6 +11,7 @@ from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.output import OutputConstraint, ResponseFormat
 from gateway.schema.openai.messages import ContentPart, Message
 from gateway.schema.openai.tools import (
+    NO_TOOLS,
     FunctionDefinition,
     Tool,
     ToolPlan,
@@ -148,6 +149,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequest("'functions' cannot be combined with 'tools'.", "functions")
         if self.functions or self.function_call is not None:
             return plan_functions(self.functions, self.function_call)
+        if self.tools is None and self.tool_choice is None:
+            return NO_TOOLS
         return plan_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls)
 
     def constraint(self) -> OutputConstraint | None:

@@ -80,7 +80,8 @@ class ChatRenderer(Envelope):
             self._plain_heads[index] = self._open + b'{"index":%d,"delta":{"content":' % index
         is_content = not isinstance(next(iter(parts), ""), Reasoning | CallBegin)
         delta = {"role": "assistant", "content": "" if is_content else None, "refusal": None}
-        more = self._formatter.prompt_ids(prompt_report(parts))
+        prompt = prompt_report(parts)
+        more = {} if prompt is None else self._formatter.prompt_ids(prompt)
         return self._chunk(self._choice_chunk(index, delta, (), None), progress, **more)
 
     def _event(
@@ -104,7 +105,7 @@ class ChatRenderer(Envelope):
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": self._formatter.chat(tokens),
+            "logprobs": self._formatter.chat(tokens) if tokens else None,
             "finish_reason": None if end is None else self._reason(end),
         }
         if end is not None:

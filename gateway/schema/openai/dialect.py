@@ -9,8 +9,7 @@ from gateway.errors import message_of, verdict
 class OpenAIDialect:
     """The dialect of every path that is not another API's."""
 
-    def headers(self, request_id: str) -> dict[str, str]:
-        return {}
+    request_id_header: str | None = None
 
     def error_body(self, error: BaseException, request_id: str = "") -> bytes:
         return orjson.dumps({"error": error_fields(error)})

@@ -5,7 +5,7 @@ JSON-escaped text, and a constant suffix.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
@@ -18,8 +18,12 @@ from gateway.schema.rendering import (
     OutputToken,
     Progress,
     PromptReport,
+    ReportOptions,
     ResponseHeader,
 )
+
+if TYPE_CHECKING:
+    from gateway.ports import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _NULL_USAGE = b',"usage":null'
@@ -89,6 +93,13 @@ class Envelope:
         envelope = self._envelope(self.whole_object)
         body = {**envelope, "choices": choices, "usage": progress.usage.as_json(), **more}
         return orjson.dumps(body)
+
+
+def token_formatter(report: ReportOptions, tokenizer: "Tokenizer") -> LogprobsFormatter | None:
+    """The formatter of the requested token details; None if none are requested."""
+    if not report.has_tokens and report.prompt_logprobs is None:
+        return None
+    return LogprobsFormatter(tokenizer.token_bytes, report.logprobs, report.token_ids)
 
 
 def output_tokens(parts: Delta) -> Sequence[OutputToken]:

@@ -78,6 +78,9 @@ class ToolPlan(NamedTuple):
         }
 
 
+NO_TOOLS = ToolPlan()
+
+
 def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool | None) -> ToolPlan:
     """The plan for `tools` and `tool_choice`. Raises `InvalidRequest`."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]

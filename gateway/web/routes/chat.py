@@ -1,21 +1,18 @@
-"""`POST /v1/chat/completions`, and the plan of a chat request for every endpoint that makes one."""
+"""`POST /v1/chat/completions` and `…/render`."""
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
 
 from gateway.access.callers import read_body
-from gateway.generation.conversation import render_prompt, tokenize_chat
-from gateway.generation.plan import GenerationPlan, build_plan
+from gateway.generation.conversation import render_prompt
+from gateway.generation.event_stream import respond
+from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.reply import json_response
-from gateway.generation.tool_grammar import tool_constraint
-from gateway.schema.openai.chat import ChatRequest, decode_chat
+from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.chat_renderer import ChatRenderer
+from gateway.schema.openai.event_envelope import token_formatter
 from gateway.service import caller_of, service_of
-from gateway.web.routes.generation import logprobs_formatter, respond
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway.access.callers import Caller
-    from gateway.schema.rendering import ResponseRenderer
     from gateway.service import Service
 
 
@@ -37,39 +33,23 @@ async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
 def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body)
-    check_model(request.model, service)
+    service.check_model(request.model)
+    model = service.model
     renderer = ChatRenderer(
         service.header("chatcmpl"),
         request.usage_options,
-        logprobs_formatter(request, service),
+        token_formatter(request.report_options, model.tokenizer),
         service_tier=request.tier,
         is_legacy=request.uses_legacy_functions,
     )
     return plan_chat(request, renderer, caller, service)
 
 
-def plan_chat(
-    request: ChatRequest, renderer: "ResponseRenderer", caller: "Caller", service: "Service"
-) -> GenerationPlan:
-    """The plan of a checked chat request, whichever endpoint it came from."""
-    model, tools, requested = service.model, request.tool_plan(), request.constraint()
-    tokenize = partial(
-        tokenize_chat,
-        model,
-        request,
-        tools,
-        service.random.getrandbits,
-        skips_reasoning=tools.must_call or requested is not None,
-    )
-    plan = build_plan(request, tokenize, renderer, caller, service)
-    return replace(plan, constraint=tool_constraint(tools, requested, model.dialect))
-
-
 async def render_chat(http: "HttpRequest") -> "Response":
     """The prompt of a chat request as text and ids; nothing is generated."""
     service = service_of(http)
     request = decode_chat(await read_body(http, service.limits))
-    check_model(request.model, service)
+    service.check_model(request.model)
     text, ids = await render_prompt(service.model, request)
     body = {
         "object": "chat.completion.prompt",

@@ -5,13 +5,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
+from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, build_plan
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import decode_completion
+from gateway.schema.openai.event_envelope import token_formatter
 from gateway.service import caller_of, service_of
-from gateway.web.routes.generation import logprobs_formatter, respond
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -31,11 +31,13 @@ async def create_completion(http: "HttpRequest") -> "ASGIApp":
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_completion(body)
-    check_model(request.model, service)
+    service.check_model(request.model)
     model = service.model
     tokenize = partial(tokenize_prompts, model.tokenizer, request.prompts(model.vocabulary))
     renderer = CompletionRenderer(
-        service.header("cmpl"), request.usage_options, logprobs_formatter(request, service)
+        service.header("cmpl"),
+        request.usage_options,
+        token_formatter(request.report_options, model.tokenizer),
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
     return replace(plan, constraint=request.constraint(), prompt_field="prompt")

@@ -10,7 +10,6 @@ from gateway.access.callers import read_body
 from gateway.errors import UnsupportedByModel
 from gateway.schema.openai.embeddings import decode_embedding
 from gateway.service import service_of
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -20,7 +19,7 @@ async def create_embeddings(http: "HttpRequest") -> NoReturn:
     """Raises `InvalidRequest` for an invalid request and `UnsupportedByModel` for a valid one."""
     service = service_of(http)
     request = decode_embedding(await read_body(http, service.limits))
-    check_model(request.model, service)
+    service.check_model(request.model)
     raise UnsupportedByModel(
         f"The model {request.model!r} generates text and was not trained to make embeddings. "
         "Use an embedding model for 'input'.",

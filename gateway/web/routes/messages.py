@@ -6,14 +6,13 @@ import orjson
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
+from gateway.generation.event_stream import respond
+from gateway.generation.plan import plan_chat
 from gateway.generation.reply import json_response
 from gateway.schema.anthropic.renderer import MessagesRenderer
 from gateway.schema.anthropic.request import NAMES, decode_anthropic
 from gateway.schema.field_names import renamed_fields
 from gateway.service import caller_of, service_of
-from gateway.web.routes.chat import plan_chat
-from gateway.web.routes.generation import respond
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -25,7 +24,7 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
     """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
     service, caller = service_of(http), caller_of(http)
     request = decode_anthropic(await read_body(http, service.limits))
-    check_model(request.model, service)
+    service.check_model(request.model)
     renderer = MessagesRenderer(
         request.model,
         service.new_id,
@@ -41,7 +40,7 @@ async def count_tokens(http: "HttpRequest") -> "Response":
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     request = decode_anthropic(await read_body(http, service.limits), is_count_only=True)
-    check_model(request.model, service)
+    service.check_model(request.model)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, request.as_chat())
     body = orjson.dumps({"input_tokens": len(rendered.ids)})

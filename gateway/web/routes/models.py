@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from gateway.errors import ModelNotFound
 from gateway.generation.reply import json_response
 from gateway.service import Service, caller_of, service_of
 
@@ -23,14 +22,8 @@ async def list_models(http: "HttpRequest") -> "Response":
 async def retrieve_model(http: "HttpRequest") -> "Response":
     """The served model; raises `ModelNotFound` for any other name."""
     service = service_of(http)
-    check_model(http.path_params["model"], service)
+    service.check_model(http.path_params["model"])
     return json_response(orjson.dumps(_model(service)), caller_of(http), service.clock)
-
-
-def check_model(name: str, service: Service) -> None:
-    """Raise `ModelNotFound` unless this is the name of the served model."""
-    if name != service.model.name:
-        raise ModelNotFound(name, service.model.name)
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import orjson
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
 from gateway.errors import ResponseNotFound
-from gateway.generation.plan import GenerationPlan
+from gateway.generation.event_stream import respond
+from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.reply import json_response
 from gateway.schema.field_names import renamed_fields
+from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.paging import list_json, read_page
 from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import ResponsesRenderer
@@ -20,9 +22,6 @@ from gateway.schema.responses.request import NAMES, ResponseRequest, decode_resp
 from gateway.service import caller_of, service_of
 from gateway.store.responses import ResponseRecord
 from gateway.store.running import RunningResponse
-from gateway.web.routes.chat import plan_chat
-from gateway.web.routes.generation import logprobs_formatter, respond
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -47,7 +46,7 @@ async def create_response(http: "HttpRequest") -> "ASGIApp":
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_response(body)
-    check_model(request.model, service)
+    service.check_model(request.model)
     assert request.input is not None, "checked by decode_response"
     items = stored_items(request.input, service.new_id)
     if request.previous_response_id is not None:
@@ -57,7 +56,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         response_head(request, service.new_id("resp_"), service.unix_now()),
         service.new_id,
         service.unix_now,
-        logprobs_formatter(chat, service),
+        token_formatter(chat.report_options, service.model.tokenizer),
     )
     with renamed_fields(NAMES):
         plan = plan_chat(chat, renderer, caller, service)

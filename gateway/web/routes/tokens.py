@@ -11,7 +11,6 @@ from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import json_response
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
-from gateway.web.routes.models import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ async def tokenize(http: "HttpRequest") -> "Response":
     service = service_of(http)
     request = decode_tokenize(await read_body(http, service.limits))
     if request.model is not None:
-        check_model(request.model, service)
+        service.check_model(request.model)
     ids = await _ids(request, service)
     body: dict[str, Any] = {
         "count": len(ids),
@@ -50,7 +49,7 @@ async def detokenize(http: "HttpRequest") -> "Response":
     vocabulary = service.model.vocabulary
     request = decode_detokenize(await read_body(http, service.limits), vocabulary)
     if request.model is not None:
-        check_model(request.model, service)
+        service.check_model(request.model)
     ids, tokenizer = request.tokens, service.model.tokenizer
     text = await _off_loop(ids, lambda: _text(tokenizer, ids))
     return json_response(orjson.dumps({"prompt": text}), caller_of(http), service.clock)

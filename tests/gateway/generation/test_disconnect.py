@@ -76,7 +76,7 @@ def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
                 raise
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.web.routes.chat.tokenize_chat", slowly)
+            patch.setattr("gateway.generation.plan.tokenize_chat", slowly)
             async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
                 await started.wait()
                 exchange.disconnect()

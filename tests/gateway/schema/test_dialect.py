@@ -31,7 +31,7 @@ def data_of(event: bytes) -> dict[str, object]:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/nowhere"])
 def test_other_paths_have_openais_dialect(path: str) -> None:
     dialect = dialect_of(path)
-    assert dialect.headers("req_1") == {}
+    assert dialect.request_id_header is None
     assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
     event = dialect.error_event(ERROR, "req_1")
     assert data_of(event) == OPENAI_BODY
@@ -50,6 +50,6 @@ def test_responses_have_openais_bodies_and_numbered_events() -> None:
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_messages_have_anthropics_bodies_events_and_request_id(path: str) -> None:
     dialect = dialect_of(path)
-    assert dialect.headers("req_1") == {"request-id": "req_1"}
+    assert dialect.request_id_header == "request-id"
     assert json.loads(dialect.error_body(ERROR, "req_1")) == ANTHROPIC_BODY
     assert data_of(dialect.error_event(ERROR, "req_1")) == ANTHROPIC_BODY
