@@ -112,10 +112,14 @@ class AccessControl:
             service.quotas.leave(key)
 
     async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Serve a request. If the client retries it meanwhile, only the retry is answered."""
-        caller: Caller = scope["podway.caller"]
+        """Serve a request. If a newer attempt with its idempotency key supersedes it, it ends with
+        an error."""
+        attempt = self._retries.begin(scope, receive)
+        if attempt is None:
+            await self._app(scope, receive, send)
+            return
         response = _Progress(send)
-        with self._retries.begin(caller.tenant, scope, receive) as attempt:
+        with attempt:
             await self._app(scope, attempt.receive, response.send)
             if attempt.is_superseded:
                 await self._end_superseded(attempt, response, scope)

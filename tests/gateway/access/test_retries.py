@@ -1,4 +1,4 @@
-"""A request that is sent again while its first try runs is computed once."""
+"""A request that is sent again with its idempotency key, while its first attempt runs."""
 
 import asyncio
 from typing import Any
@@ -9,27 +9,25 @@ from engine.request import Abort
 from gateway.access.keys import Allowance
 from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play
 
-FIRST = {"x-stainless-retry-count": "0"}
-AGAIN = {"x-stainless-retry-count": "1"}
+KEYED = {"idempotency-key": "x"}
 LONG = Setting(texts=("a long story " * 5,))
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 
 
-@pytest.mark.parametrize(
-    ("first", "again"), [(FIRST, AGAIN), ({}, AGAIN), ({"idempotency-key": "x"},) * 2]
-)
 @STREAMED_OR_NOT
-def test_a_retry_takes_the_place_of_the_try_before(
-    stream: bool, first: dict[str, str], again: dict[str, str]
+def test_a_retry_replaces_the_attempt_before(
+    stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+
     async def scene(rig: Rig) -> None:
         body = chat(stream=stream)
-        async with rig.client.post(CHAT, body, first) as earlier:
+        async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "one"}) as earlier:
             await asyncio.sleep(3.5 * STEP)
-            async with rig.client.post(CHAT, body, again) as later:
+            async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "two"}) as later:
                 await asyncio.sleep(2 * STEP)
                 assert len(rig.engine.scheduler.pool) == 1
-                await _dismissed(earlier, stream)
+                await check_superseded(earlier, stream)
                 answer = await later.read()
             assert later.status == 200
             assert b"a long story" in answer or b'" story"' in answer or stream
@@ -37,10 +35,11 @@ def test_a_retry_takes_the_place_of_the_try_before(
     rig = play(scene, LONG)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE, None]
     assert rig.metrics.cancel_to_free.sum <= 1
+    assert "one superseded by two: same idempotency-key" in caplog.messages
 
 
-async def _dismissed(earlier: Any, stream: bool) -> None:
-    """Whoever still listens to the earlier try hears why it ends."""
+async def check_superseded(earlier: Any, stream: bool) -> None:
+    """A client that still reads the earlier attempt gets the reason."""
     if stream:
         *_, last = [event async for event in earlier.events()]
         assert earlier.status == 200
@@ -51,12 +50,27 @@ async def _dismissed(earlier: Any, stream: bool) -> None:
     assert last["error"]["code"] == "superseded"
 
 
+@pytest.mark.parametrize("count", ["0", "1", "2", "nonsense"])
+def test_an_equal_request_without_idempotency_key_ends_no_other(count: str) -> None:
+    """Two users behind one proxy may send the same body, and one of them may be a retry."""
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as one:
+            await asyncio.sleep(2 * STEP)
+            async with rig.client.post(CHAT, chat(), {"x-stainless-retry-count": count}) as other:
+                assert await other.start() == 200
+                assert await one.start() == 200
+
+    rig = play(scene, LONG)
+    assert {request.outcome for request in rig.ended} == {"finished"}
+
+
 def test_a_retry_of_a_stream_that_has_not_begun_ends_it_with_a_409() -> None:
     async def scene(rig: Rig) -> None:
         body = chat(stream=True)
-        async with rig.client.post(CHAT, body) as earlier:
+        async with rig.client.post(CHAT, body, KEYED) as earlier:
             await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, body, AGAIN) as later:
+            async with rig.client.post(CHAT, body, KEYED) as later:
                 await earlier.json()
                 assert earlier.status == 409
                 await later.read()
@@ -65,21 +79,19 @@ def test_a_retry_of_a_stream_that_has_not_begun_ends_it_with_a_409() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("path", "headers"),
     [
-        {"headers": FIRST},
-        {"headers": {"x-stainless-retry-count": "nonsense"}},
-        {"headers": AGAIN, "body": {"seed": 2}},
-        {"headers": AGAIN, "path": "/v1/completions"},
+        ("/v1/completions", KEYED),
+        (CHAT, {"idempotency-key": "y"}),
+        (CHAT, {"idempotency-key": "x" * 300}),
     ],
 )
-def test_what_is_not_the_same_request_again_leaves_the_other_alone(changes: Any) -> None:
+def test_another_path_or_key_is_another_request(path: str, headers: dict[str, str]) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(seed=1), FIRST) as one:
+        first = {"idempotency-key": "x" * 299 + "y"} if len(str(headers)) > 300 else KEYED
+        async with rig.client.post(CHAT, chat(), first) as one:
             await asyncio.sleep(STEP / 2)
-            path = changes.get("path", CHAT)
-            body = chat(seed=1) | changes.get("body", {})
-            async with rig.client.post(path, body, changes["headers"]) as other:
+            async with rig.client.post(path, chat(), headers) as other:
                 await other.read()
             await one.json()
             assert one.status == 200
@@ -87,52 +99,37 @@ def test_what_is_not_the_same_request_again_leaves_the_other_alone(changes: Any)
     play(scene)
 
 
-def test_of_twins_none_is_taken_for_the_earlier_try() -> None:
+def test_a_third_attempt_replaces_the_second() -> None:
     async def scene(rig: Rig) -> None:
-        twins = [rig.client.post(CHAT, chat(seed=1), headers) for headers in (FIRST, FIRST, AGAIN)]
-        async with twins[0], twins[1], twins[2]:
-            for twin in twins:
-                await twin.json()
-                assert twin.status == 200
-
-    play(scene)
-
-
-def test_a_third_try_takes_the_place_of_the_second() -> None:
-    async def scene(rig: Rig) -> None:
-        tries = [
-            rig.client.post(CHAT, chat(), {"x-stainless-retry-count": str(count)})
-            for count in range(3)
-        ]
-        async with tries[0]:
+        attempts = [rig.client.post(CHAT, chat(), KEYED) for _ in range(3)]
+        async with attempts[0]:
             await asyncio.sleep(STEP)
-            async with tries[1]:
+            async with attempts[1]:
                 await asyncio.sleep(STEP)
-                async with tries[2]:
-                    statuses = [await each.start() for each in tries]
+                async with attempts[2]:
+                    statuses = [await each.start() for each in attempts]
         assert statuses == [409, 409, 200]
 
     play(scene, LONG)
 
 
-def test_a_storm_of_retries_costs_one_answer() -> None:
+def test_many_retries_are_computed_once() -> None:
     async def scene(rig: Rig) -> None:
         async with asyncio.TaskGroup() as group:
-            for count in range(20):
-                group.create_task(one_try(rig, count))
+            for _ in range(20):
+                group.create_task(attempt(rig))
                 await asyncio.sleep(1.5 * STEP)
                 assert len(rig.engine.scheduler.pool) <= 1
 
-    async def one_try(rig: Rig, count: int) -> None:
-        headers = {"x-stainless-retry-count": str(count)}
-        async with rig.client.post(CHAT, chat(), headers) as exchange:
+    async def attempt(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), KEYED) as exchange:
             await exchange.read()
 
     rig = play(scene, LONG)
     assert sum(request.finish is not None for request in rig.ended) == 1
 
 
-def test_an_idempotency_key_may_not_mean_two_things_at_once() -> None:
+def test_an_idempotency_key_of_a_running_request_with_another_body_is_rejected() -> None:
     async def scene(rig: Rig) -> None:
         headers = {"idempotency-key": "x"}
         async with rig.client.post(CHAT, chat(seed=1), headers) as one:
@@ -149,7 +146,7 @@ def test_an_idempotency_key_may_not_mean_two_things_at_once() -> None:
     play(scene)
 
 
-def test_another_keys_request_is_another_request() -> None:
+def test_the_same_idempotency_key_of_another_api_key_is_another_request() -> None:
     async def scene(rig: Rig) -> None:
         headers = {"idempotency-key": "x"}
         async with rig.client.post(CHAT, chat(), headers | {"x-api-key": "a"}) as one:
@@ -162,13 +159,13 @@ def test_another_keys_request_is_another_request() -> None:
     play(scene, Setting(keys=("a", "b")))
 
 
-def test_the_newer_try_counts_against_the_limits() -> None:
-    """Else a retry would be a way around them; the older one makes room when it ends."""
+def test_the_newer_attempt_counts_against_the_limits() -> None:
+    """Otherwise a retry would bypass them; the older one leaves when it ends."""
 
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), FIRST) as one:
+        async with rig.client.post(CHAT, chat(), KEYED) as one:
             await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(), AGAIN) as again:
+            async with rig.client.post(CHAT, chat(), KEYED) as again:
                 assert await again.start() == 429
             await one.json()
             assert one.status == 200
@@ -191,9 +188,9 @@ def test_every_api_ends_a_superseded_stream_with_its_own_error_event(
 
     async def scene(rig: Rig) -> None:
         asked = {"model": MODEL, "stream": True, **body}
-        async with rig.client.post(path, asked) as earlier:
+        async with rig.client.post(path, asked, KEYED) as earlier:
             await asyncio.sleep(5 * STEP)
-            async with rig.client.post(path, asked, AGAIN) as later:
+            async with rig.client.post(path, asked, KEYED) as later:
                 *_, last = [event async for event in earlier.events()]
                 assert "retried" in str(last)
                 await later.read()
