@@ -121,6 +121,10 @@ class InvalidApiKey(InvalidRequest):
     """The API key is missing or unknown."""
 
 
+class Forbidden(InvalidRequest):
+    """The API key, or a client without one, may not use this endpoint."""
+
+
 class RateLimited(EngineError):
     """A rate limit of the API key is reached; `headers` report all of its limits."""
 
@@ -167,6 +171,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     InvalidRequest: Verdict(400, _INVALID, "invalid_request_error"),
     ContextTooLong: Verdict(400, _INVALID, "context_length_exceeded"),
     InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
+    Forbidden: Verdict(403, _INVALID, "permission_denied"),
     ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
     UnsupportedByModel: Verdict(400, _INVALID, "unsupported_model"),
     PathNotFound: Verdict(404, _INVALID, "not_found"),

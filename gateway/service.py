@@ -1,7 +1,7 @@
 """Service: everything the routes use, built once at startup and never modified."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
+from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.errors import ModelNotFound
 from gateway.observe.backpressure import LoopWatch
@@ -75,7 +76,7 @@ class Service:
     store: Store
     quotas: Quotas = field(default_factory=Quotas)
     running: RunningResponses = field(default_factory=RunningResponses)
-    cors_origins: Sequence[str] = ()
+    origins: OriginPolicy = field(default_factory=OriginPolicy)
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is the name of the served model."""

@@ -155,8 +155,9 @@ class Client:
         path: str,
         body: list[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
+        client: str = "127.0.0.1",
     ) -> Exchange:
-        """Any request, its body in pieces."""
+        """Any request, its body in pieces; `client` is its address."""
         path, _, query = path.partition("?")
         named = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
         scope = {
@@ -170,7 +171,7 @@ class Client:
             "query_string": query.encode(),
             "root_path": "",
             "headers": named,
-            "client": ("test", 1),
+            "client": (client, 1),
             "server": ("test", 80),
         }
         return Exchange(self._app, scope, body or [b""])

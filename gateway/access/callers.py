@@ -4,10 +4,11 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.events import NullObserver
+from gateway.access.key_file import Key
 from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
 from gateway.schema.dialect import OPENAI, ApiDialect
 
@@ -28,6 +29,7 @@ class Caller:
 
     `tenant` is the name of its API key, "" on a server without keys; `weight` is the key's share
     under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any).
+    `cache_domain` names the requests that share cached prefixes; None: all of the server.
     `limits` are the response headers about the key's rate limits. `dialect` renders the errors and
     headers of the path's API.
     """
@@ -37,8 +39,26 @@ class Caller:
     tenant: str = ""
     weight: float = 1.0
     urgent: int | None = None
+    cache_domain: str | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
     dialect: ApiDialect = OPENAI
+
+    def authenticated(self, key: Key) -> "Caller":
+        """The same request with the name and the rights of its API key."""
+        allowance = key.allowance
+        return replace(
+            self,
+            tenant=key.name,
+            weight=allowance.weight,
+            urgent=allowance.priority,
+            cache_domain=key.cache_domain,
+        )
+
+    def salt(self, cache_salt: str) -> str:
+        """The engine's salt for a request with this `cache_salt`: no two pairs of domain and
+        `cache_salt` have the same."""
+        domain = self.cache_domain
+        return cache_salt if domain is None else f"{len(domain)}:{domain}{cache_salt}"
 
     def headers(self, now: float) -> dict[str, str]:
         """Headers of every response; `now` is in seconds of the service's clock."""

@@ -13,7 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from engine.events import NullObserver
-from gateway.access.keys import Allowance, Key
+from gateway.access.key_file import Allowance, Key
 from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from engine.errors import (
     WorkerLost,
 )
 from gateway.access.callers import Caller
+from gateway.access.key_file import Allowance, Key
 from gateway.batch.lines import (
     LineLimits,
     LineReader,
@@ -206,7 +207,9 @@ class _Run:
 
     async def _generate(self, line: BatchLine) -> bytes:
         service = self._service
-        caller = Caller(request_id(self._record, line), service.clock(), self._record.tenant)
+        tenant = self._record.tenant
+        key = service.keys.named(tenant) or Key(tenant, (), Allowance(), cache_domain=tenant)
+        caller = Caller(request_id(self._record, line), service.clock()).authenticated(key)
         plan = await self._plan(line.body, caller, service)
         if plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")

@@ -177,17 +177,19 @@ def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") ->
 
 
 def _scheduling(plan: GenerationPlan) -> SchedulingParams:
-    """The scheduling parameters, within the priorities that the API key allows (lower is first)."""
-    most_urgent, priority = plan.caller.urgent, plan.scheduling.priority
+    """The scheduling parameters, with the salt of the API key's cache domain and within the
+    priorities that the key allows (lower is first)."""
+    scheduling = plan.scheduling._replace(salt=plan.caller.salt(plan.scheduling.salt))
+    most_urgent, priority = plan.caller.urgent, scheduling.priority
     if most_urgent is None or priority >= most_urgent:
-        return plan.scheduling
+        return scheduling
     if priority:
         raise InvalidRequest(
             f"Invalid 'priority': this API key allows priorities of {most_urgent} and above, but "
             f"'priority' or 'service_tier' requests {priority}.",
             "priority",
         )
-    return plan.scheduling._replace(priority=most_urgent)
+    return scheduling._replace(priority=most_urgent)
 
 
 def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> int:

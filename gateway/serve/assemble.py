@@ -28,6 +28,7 @@ from engine.loop import Engine
 from engine.policy import PolicySettings
 from gateway.access.callers import BodyLimits, RequestLog
 from gateway.access.grammar_check import GrammarCheck
+from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
@@ -132,7 +133,9 @@ def build_server(
         limits=BodyLimits(int(settings.max_body_bytes), settings.body_seconds),
         pace=Pace(stall=settings.stall_seconds),
         quotas=quotas,
-        cors_origins=settings.cors_origin,
+        origins=OriginPolicy(
+            is_loopback(settings.host), settings.allowed_host, settings.cors_origin
+        ),
         store=store,
     )
     bounds = ConnectionBounds(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.access.keys import Allowance, Keys
+from gateway.access.key_file import Allowance, KeyDefaults
+from gateway.access.keys import Keys
 from gateway.serve.tls import Certificate
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def load_credentials(settings: "Settings") -> Credentials:
     allowance = Allowance(
         settings.requests_per_minute, settings.tokens_per_minute, settings.max_concurrent
     )
-    keys = Keys(settings.api_key, settings.api_key_file, allowance)
+    defaults = KeyDefaults(allowance, isolates_prefixes=settings.prefix_isolation == "key")
+    keys = Keys(settings.api_key, settings.api_key_file, defaults, settings.admin_api_key)
     certificate = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificate = Certificate(settings.tls_cert, settings.tls_key)

@@ -82,6 +82,28 @@ class ServerSettings(BaseSettings):
     api_key_file: Path | None = _option(
         None, "access", "a TOML file of keys with limits per key; read again on SIGHUP", "FILE"
     )
+    admin_api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (),
+        repr=False,
+        description="API keys that may also use /admin, written as in --api-key; without one, "
+        "/admin needs a key of the key file with admin = true, or on a server without keys a "
+        "client on the same machine",
+        json_schema_extra={"group": "access", "metavar": "KEYS"},
+    )
+    prefix_isolation: Literal["key", "off"] = _option(
+        "key",
+        "access",
+        "key: requests share cached prefixes only with requests of the same API key, so that "
+        "cached_tokens and TTFT do not reveal other keys' prompts; a common system prompt is then "
+        "computed and stored once per key; off: all keys share them",
+    )
+    allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
+        (),
+        "access",
+        "host names that requests without an API key may name in Host, separated by commas; *: "
+        "all; default: local names if --host is a loopback address, else all",
+        "HOSTS",
+    )
     requests_per_minute: int = _option(
         0, "access", "limit per key, unless the key file sets another; 0: no limit", "N", ge=0
     )

@@ -13,8 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
 from gateway.access.callers import Caller, valid_request_id
+from gateway.access.key_file import Key
+from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
-from gateway.errors import InvalidApiKey, Superseded
+from gateway.errors import Forbidden, InvalidApiKey, Superseded
 from gateway.generation.reply import error_response
 from gateway.schema.dialect import dialect_of
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 UNGUARDED = frozenset({"/health"})
 PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
 METERED = "/v1/"  # POSTs below this path count against their key's limits,
+ADMIN = "/admin/"
 UNMETERED = "/cancel"  # except these: a cancellation frees capacity
 EXPOSED = (
     "x-request-id",
@@ -49,10 +52,10 @@ class IdentifyCaller:
     def __init__(self, app: "ASGIApp", service: "Service") -> None:
         self._service = service
         self._app: ASGIApp = AccessControl(app, service)
-        if service.cors_origins:
+        if service.origins.cors_origins:
             self._app = CORSMiddleware(
                 self._app,
-                allow_origins=service.cors_origins,
+                allow_origins=service.origins.cors_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=EXPOSED,
@@ -88,12 +91,8 @@ class AccessControl:
         caller: Caller = scope["podway.caller"]
         is_metered = _is_metered(scope)
         try:
-            key = service.keys.key_of(
-                _header(scope, b"authorization"), _header(scope, b"x-api-key")
-            )
-            caller = replace(
-                caller, tenant=key.name, weight=key.allowance.weight, urgent=key.allowance.priority
-            )
+            key = self._authenticate(scope)
+            caller = caller.authenticated(key)
             if is_metered:
                 caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
         except EngineError as error:
@@ -110,6 +109,22 @@ class AccessControl:
             await self._serve(scope, receive, send)
         finally:
             service.quotas.leave(key)
+
+    def _authenticate(self, scope: "Scope") -> Key:
+        """The request's API key. Raises `InvalidApiKey` or `Forbidden`."""
+        service = self._service
+        authorization = _header(scope, b"authorization")
+        key = service.keys.key_of(authorization, _header(scope, b"x-api-key"))
+        if service.keys.is_open or is_basic(authorization):
+            service.origins.check(scope)
+        if scope["path"].startswith(ADMIN):
+            if service.keys.is_open:
+                service.origins.check_admin(scope)
+            elif not key.is_admin:
+                raise Forbidden(
+                    f"The API key {key.name!r} may not use {ADMIN}; it needs an admin key."
+                )
+        return key
 
     async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Serve a request. If a newer attempt with its idempotency key supersedes it, it ends with

@@ -30,7 +30,9 @@ from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepEntry, StepResult, TokenLogprobs
 from gateway.access.callers import BodyLimits, RequestLog
 from gateway.access.grammar_check import GrammarCheck
-from gateway.access.keys import Allowance, Keys
+from gateway.access.key_file import Allowance, KeyDefaults
+from gateway.access.keys import Keys
+from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
@@ -196,6 +198,10 @@ class Setting:
     key_file: Path | None = None
     allowance: Allowance = field(default_factory=Allowance)
     cors_origins: Sequence[str] = ()
+    admin_keys: Sequence[str] = ()
+    isolates_prefixes: bool = True
+    listens_on_loopback: bool = True
+    allowed_hosts: Sequence[str] = ()
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
@@ -301,9 +307,16 @@ def build_rig(setting: Setting) -> Rig:
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
         random=random.Random(setting.seed),
-        keys=Keys(setting.keys, setting.key_file, setting.allowance),
+        keys=Keys(
+            setting.keys,
+            setting.key_file,
+            KeyDefaults(setting.allowance, setting.isolates_prefixes),
+            setting.admin_keys,
+        ),
         quotas=quotas,
-        cors_origins=setting.cors_origins,
+        origins=OriginPolicy(
+            setting.listens_on_loopback, setting.allowed_hosts, setting.cors_origins
+        ),
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
         store=open_store(setting.store, setting.files, setting.store_executor(), setting.responses),

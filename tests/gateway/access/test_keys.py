@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartupError
-from gateway.access.keys import Allowance, Keys
+from gateway.access.key_file import Allowance, KeyDefaults
+from gateway.access.keys import Keys
 from gateway.errors import InvalidApiKey
 
 FILE = """
@@ -85,7 +86,7 @@ def test_a_key_may_contain_an_equals_sign_without_having_a_name(key: str) -> Non
 
 def test_a_file_gives_names_limits_and_several_keys_for_one_name(tmp_path: Path) -> None:
     default = Allowance(requests_per_minute=3, tokens_per_minute=4, max_concurrent=5)
-    keys = Keys(["more=k"], in_file(tmp_path, FILE), default)
+    keys = Keys(["more=k"], in_file(tmp_path, FILE), KeyDefaults(default))
     assert keys.key_of("Bearer sk-alice").allowance == Allowance(60, 4, 5, 2.0, 5)
     assert keys.key_of("Bearer sk-bob-old") is keys.key_of("Bearer sk-bob-new")
     assert keys.key_of("Bearer sk-bob-old").allowance == default

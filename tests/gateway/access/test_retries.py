@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.request import Abort
-from gateway.access.keys import Allowance
+from gateway.access.key_file import Allowance
 from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play
 
 KEYED = {"idempotency-key": "x"}

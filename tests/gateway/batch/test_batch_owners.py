@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import Abort
-from gateway.access.keys import Allowance
+from gateway.access.key_file import Allowance
 from tests.gateway.forms import (
     batch_of,
     chat_lines,

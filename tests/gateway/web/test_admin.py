@@ -84,7 +84,7 @@ def test_with_keys_the_policy_needs_a_key() -> None:
         assert (await ask(rig, headers={"authorization": "Bearer k"}))[1]["policy"] == "fcfs"
         assert (await ask(rig, {"policy": "mlfq"}, {"authorization": "Bearer k"}))[0] == 200
 
-    play(scene, Setting(keys=("k",)))
+    play(scene, Setting(admin_keys=("k",)))
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 150])
