@@ -71,7 +71,7 @@ def _on_stand_in(
     made: Callable[..., FlashInferAttention],
     spec: AttentionSpec,
     cache: KVTensors,
-    team: ThreadPool,
+    pool: ThreadPool,
 ) -> OnStandIn:
     stand_in = StandIn()
-    return OnStandIn(made(replace(spec, limits=LIMITS), cache, team, stand_in), stand_in)
+    return OnStandIn(made(replace(spec, limits=LIMITS), cache, pool, stand_in), stand_in)

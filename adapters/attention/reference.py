@@ -54,7 +54,7 @@ class _Pages(NamedTuple):
 class ReferenceAttention:
     """Gathers the pages of each request; mask and softmax in float32."""
 
-    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: ThreadPool) -> None:
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, pool: ThreadPool) -> None:
         self._spec = spec
         self._cache = cache
         self._place = cache.keys[0].device

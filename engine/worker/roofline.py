@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import Int8Linears
+from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
@@ -92,12 +92,12 @@ def _float_products(size: int) -> Mapping[str, Callable[[], object]]:
 
 def _int8_products(size: int, threads: int) -> Mapping[str, Callable[[], object]]:
     """oneDNN's through torch, where torch has it, and the one that workers use."""
-    team = NativeThreadPool(threads)
+    pool = NativeThreadPool(threads)
     x, weight = torch.randn(size, size), torch.randn(size, size)
-    linear = Int8Linears().linear(team, WeightPages(), [weight], None)
+    linear = FASTEST.linear(pool, WeightPages(), [weight], None)
 
     def ours() -> Tensor:
-        with team.awake():
+        with pool.awake():
             return linear(x)
 
     found: dict[str, Callable[[], object]] = {"Podway's linear": ours}

@@ -38,7 +38,7 @@ GROUPED, EACH = Heads("14 over 2", 14, 2), Heads("12 over 12", 12, 12)
 
 
 def cpu_seconds(
-    team: NativeThreadPool,
+    pool: NativeThreadPool,
     heads: Heads,
     dtype: torch.dtype,
     requests: list[tuple[int, int]],
@@ -57,12 +57,12 @@ def cpu_seconds(
     )
     layout = build_layout(Step(StepId(0), entries), LayoutLimits(1, 1 << 20, sum(pages), BLOCK))
     spec = AttentionSpec(heads.queries, heads.keys, DIM, DIM**-0.5, None)
-    attention = CpuAttention(spec, cache, team)
+    attention = CpuAttention(spec, cache, pool)
     fused = torch.randn(layout.num_tokens, heads.queries + 2 * heads.keys, DIM)
     q, k, v = torch.split(fused, [heads.queries, heads.keys, heads.keys], dim=1)
     attention.plan(layout)
     best, end = float("inf"), time.perf_counter() + seconds
-    with team.awake():
+    with pool.awake():
         while best == float("inf") or time.perf_counter() < end:
             start = time.process_time()
             for layer in range(LAYERS):
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--batch", type=int, default=8, help="requests that decode together")
     options = parser.parse_args()
-    team = NativeThreadPool(options.threads)
+    pool = NativeThreadPool(options.threads)
     dtypes = {name: dtype for name, dtype in CPU_KV_DTYPES.items() if name != "auto"}
     print("| heads | step | " + " | ".join(dtypes) + " | of float32 |")
     print("|---" * (3 + len(dtypes)) + "|")
@@ -90,7 +90,7 @@ def main() -> None:
                 (f"512 more after {context}", [(context, 512)]),
             ):
                 found = [
-                    cpu_seconds(team, heads, dtype, requests, options.seconds)
+                    cpu_seconds(pool, heads, dtype, requests, options.seconds)
                     for dtype in dtypes.values()
                 ]
                 read = sum(map(sum, requests)) * bytes_per_block(shape, 1, 1, torch.float32)

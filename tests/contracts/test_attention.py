@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def team() -> NativeThreadPool:
+def pool() -> NativeThreadPool:
     return NativeThreadPool(2)
 
 
@@ -102,7 +102,7 @@ def turned(heads: Tensor, turn: RopeAngles | None) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=-1).float()
 
 
-def check(name: str, case: Case, team: NativeThreadPool) -> None:
+def check(name: str, case: Case, pool: NativeThreadPool) -> None:
     generator = torch.Generator().manual_seed(case.seed)
 
     def noise(*shape: int) -> Tensor:
@@ -128,7 +128,7 @@ def check(name: str, case: Case, team: NativeThreadPool) -> None:
     layout = build_layout(step, LayoutLimits(1, MAX_POSITIONS, len(table), case.block_size))
     scale = case.head_dim**-0.5 * 2
     attention = maker(name)(
-        AttentionSpec(heads, case.kv_heads, case.head_dim, scale, case.window), cache, team
+        AttentionSpec(heads, case.kv_heads, case.head_dim, scale, case.window), cache, pool
     )
     attention.plan(layout)
     for layer in range(LAYERS):
@@ -160,10 +160,10 @@ def check(name: str, case: Case, team: NativeThreadPool) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
-def test_ragged_mixes_are_attended_exactly(team: NativeThreadPool, case: Case) -> None:
+def test_ragged_mixes_are_attended_exactly(pool: NativeThreadPool, case: Case) -> None:
     for name in BACKENDS:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
-        check(name, fitting, team)
+        check(name, fitting, pool)
 
 
 @pytest.mark.parametrize(
@@ -184,15 +184,15 @@ def test_ragged_mixes_are_attended_exactly(team: NativeThreadPool, case: Case) -
     [(name, dtype) for name in BACKENDS for dtype in ROUNDING if holds(name, dtype)],
 )
 def test_long_and_wide_mixes_are_attended_exactly(
-    name: str, dtype: torch.dtype, team: NativeThreadPool, case: Case
+    name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
 ) -> None:
-    check(name, replace(case, dtype=dtype), team)
+    check(name, replace(case, dtype=dtype), pool)
 
 
-def test_one_backend_serves_steps_of_changing_shape(backend: str, team: NativeThreadPool) -> None:
+def test_one_backend_serves_steps_of_changing_shape(backend: str, pool: NativeThreadPool) -> None:
     shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
     cache = cache_for(backend, shape, 8, 4, torch.float32)
-    attention = maker(backend)(AttentionSpec(4, 2, 16, 0.25, None), cache, team)
+    attention = maker(backend)(AttentionSpec(4, 2, 16, 0.25, None), cache, pool)
     blocks = np.arange(8, dtype="<i4").tobytes()
     whole = torch.randn(20, 8, 16, generator=torch.Generator().manual_seed(1))
     rows = []

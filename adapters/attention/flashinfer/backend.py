@@ -32,7 +32,7 @@ class FlashInferAttention:
         self,
         spec: AttentionSpec,
         cache: KVTensors,
-        team: ThreadPool,
+        pool: ThreadPool,
         library: Library | None = None,
     ) -> None:
         """Raises `StartupError` if the model's shape, the machine or a limit is not supported."""

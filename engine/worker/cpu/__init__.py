@@ -1,6 +1,6 @@
-"""Float32 kernels for the CPU, compiled by Numba, and the team of threads that runs them.
+"""Kernels for the CPU, compiled by Numba, and the thread pool that runs them.
 
-Rule of the room: the bits of a row never depend on what else is in the batch. Every sum runs in
-an order fixed by the layer's own sizes, so a token computed alone, in a prompt or beside 63
-others is the same token.
+Rule of the room: the bits of a row never depend on the other rows of the batch. Every sum adds in
+an order that only the layer's own sizes determine, so a token has the same bits whether it is
+computed alone, as part of a prompt or beside 63 others.
 """

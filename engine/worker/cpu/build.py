@@ -1,8 +1,8 @@
-"""Compiles kernels once per machine: to functions, or to addresses that `call_kernel` takes.
+"""Compiles kernels once per machine: to functions, or to addresses for `call_kernel`.
 
-Numba keeps the machine code beside the source or, where that cannot be written, in the user's
-cache directory; where neither can, each process compiles anew. `python -m engine.worker.cpu`
-compiles all ahead of a first start.
+Numba caches machine code beside the source or, if that directory is not writable, in the user's
+cache directory; if neither is writable, every process compiles anew. `python -m engine.worker.cpu`
+compiles all kernels before a first start.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from numba import cfunc, njit, types
 
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
-# For leaf functions only: what they call inherits it, and tiles must add in their own order.
-# Without nnan, so that what is no number stays none.
+# Fast-math flags, for leaf functions only: functions that they call inherit the flags, and tiles
+# must add in a fixed order. Without `nnan`, so that NaN in gives NaN out.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 @cache
 def _digest() -> str:
-    """Of all sources in this package: inlined code must not outlive its source."""
+    """Of all sources in this package: cached code contains inlined code of other modules."""
     hashed = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         hashed.update(path.read_bytes())
@@ -30,7 +30,7 @@ def _digest() -> str:
 
 
 def _stamp(function: Callable[..., Any]) -> None:
-    """Make Numba's file name for a function change with the source it is made of."""
+    """Add the source digest to the function's name, of which Numba makes the cache file's name."""
     digest = _digest()
     if not function.__qualname__.endswith(digest):
         function.__qualname__ += f"_{digest}"
@@ -40,12 +40,12 @@ def _cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
     _stamp(function)
     try:
         return make(cache=True)(function)
-    except (RuntimeError, OSError):  # no cache directory, or none that can be written
+    except (RuntimeError, OSError):  # there is no writable cache directory
         return make(cache=False)(function)
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """A function of int64s as machine code that runs without the interpreter's lock."""
+    """A function of int64 arguments as machine code that releases the GIL while it runs."""
 
     def make(cache: bool) -> Any:
         return njit(signature, nogil=True, error_model="numpy", cache=cache)
@@ -56,9 +56,9 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
 
 @cache
 def kernel(function: Callable[..., Any]) -> Any:
-    """`void function(int64 operands, int64 chunk, int64 thread)`, its address in `.address`.
+    """Compile to `void function(int64 operands, int64 chunk, int64 thread)`, address in `.address`.
 
-    Kept for the life of the process, since others hold the address.
+    Kept for the life of the process, because callers keep the address.
     """
 
     def make(cache: bool) -> Any:
@@ -70,7 +70,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 def compile_all(
     functions: Sequence[Callable[..., None]], progress: Callable[[str, int, int], None]
 ) -> None:
-    """Compile these kernels: seconds on a machine that never ran this version, else no time."""
+    """Compile these kernels; takes seconds on the first start of a version, then milliseconds."""
     for done, function in enumerate(functions, 1):
         kernel(function)
         progress("kernels", done, len(functions))

@@ -1,4 +1,4 @@
-"""The CPU as a `Device`: a team of threads, compiled kernels, one memory for both tiers of KV."""
+"""The CPU as a `Device`: a thread pool, compiled kernels, one memory for both tiers of KV."""
 
 import os
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.int8 import activations_of
-from engine.worker.cpu.kernels.dot_tiles import INSTRUCTIONS
-from engine.worker.cpu.kernels.dtypes import has_half, kind_of
-from engine.worker.cpu.linear_formats import FORMATS as CPU_FORMATS
-from engine.worker.cpu.linear_formats import linears
+from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
+from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
+from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
+from engine.worker.cpu.linears import linears_of
+from engine.worker.cpu.linears.int8 import int8_linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
@@ -43,8 +43,8 @@ from engine.worker.weights.formats import FORMATS
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32}
 DEFAULT_ATTENTION = "cpu"
-PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
-DEFAULT_MOST_BYTES = 4 << 30
+PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
+DEFAULT_MAX_BYTES = 4 << 30
 DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
 
 
@@ -56,7 +56,7 @@ def _num_cores() -> int:
 
 
 class CpuDevice:
-    """See `Device`."""
+    """One worker's share of the cores and of the memory of this machine."""
 
     name = "cpu"
     place = torch.device("cpu")
@@ -70,12 +70,12 @@ class CpuDevice:
         preferred = self._preferred(settings.weights, preferred or PreferredFormat())
         name = preferred.format or name_of(self.dtype)
         self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
-        self._linears = linears(activations_of(settings.activation_bits), name)
+        self._linears = linears_of(int8_linears(settings.activation_bits), name)
         self.weights = self._linears[name].description
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
-        self._team = NativeThreadPool(self.threads, settings.thread_wait)
+        self._pool = NativeThreadPool(self.threads, settings.thread_wait)
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
     @classmethod
@@ -84,7 +84,7 @@ class CpuDevice:
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
-        """Nothing."""
+        """Always "": every machine has a CPU."""
         return ""
 
     @property
@@ -106,78 +106,70 @@ class CpuDevice:
 
     @property
     def kernels(self) -> str:
-        """See `Device`."""
         return "torch" if self._is_plain else INSTRUCTIONS
 
     def prepare(self, progress: Progress) -> None:
-        """See `Device`."""
         if not self._is_plain:
-            kind = kind_of(self.kv_dtype)
-            attention = paged_kernels.OF_KINDS[kind], rope_and_cache_write.OF_KINDS[kind]
-            operators = self._native_operators()
-            compile_all((*operators.kernels, *paged_kernels.KERNELS, *attention), progress)
+            dtype = dtype_code(self.kv_dtype)
+            attention = (
+                paged_kernels.BY_DTYPE[dtype],
+                paged_kernels.merge_partials,
+                rope_and_cache_write.BY_DTYPE[dtype],
+            )
+            compile_all((*self._native_operators().kernels, *attention), progress)
 
     def operators(self) -> Operators:
-        """See `Device`."""
         return TorchOperators() if self._is_plain else self._native_operators()
 
     def _native_operators(self) -> NativeOperators:
-        return NativeOperators(self._team, self._linears)
+        return NativeOperators(self._pool, self._linears)
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """See `Device`."""
         if isinstance(operators, NativeOperators):
             return operators.recorded(model, num_ranks)
         return model
 
     def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
-        """See `Device`."""
         return Sampler(vocab_size, operators)
 
     def source(self, weights: WeightSource) -> WeightSource:
-        """See `Device`."""
         return weights
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
-        """See `Device`."""
-        return makes(spec, cache, self._team)
+        return makes(spec, cache, self._pool)
 
     def block_bytes(self, shape: ModelShape) -> int:
-        """See `Device`."""
         size = self._settings.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
-        """All that is available; the smaller of 4 GiB and a quarter of it unless told otherwise,
-        shared with the other workers of the machine."""
+        """All available memory; by default the smaller of 4 GiB and a quarter of it.
+
+        The workers of a machine share the default equally.
+        """
         available = available_bytes()
-        usual = min(DEFAULT_MOST_BYTES, available // DEFAULT_MEMORY_SHARE)
+        usual = min(DEFAULT_MAX_BYTES, available // DEFAULT_MEMORY_SHARE)
         usual //= self._settings.placement.num_local_workers
         return KVCapacity(available, usual, available, is_shared=True)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        """See `Device`."""
         size = self._settings.block_size
         return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
-        """See `Device`."""
         return HostPool(cache, self.allocate(shape, num_host_blocks))
 
     def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
-        """Steps are computed when they come."""
+        """None: each step is computed when it arrives."""
         return None
 
     def carrier(self) -> HostCarrier:
-        """See `Device`."""
         return HostCarrier(self.dtype)
 
     def zeros(self, *sizes: int) -> Tensor:
-        """See `Device`."""
         return torch.zeros(sizes, dtype=self.dtype)
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `Device`."""
-        return self._team.awake()
+        return self._pool.awake()

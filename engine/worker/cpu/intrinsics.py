@@ -1,6 +1,6 @@
-"""Numba intrinsics over plain addresses: views, atomics, calls through pointers.
+"""Numba intrinsics over plain addresses: array views, atomics, calls through pointers.
 
-Kernels get addresses as int64, since arrays of many types would each compile anew.
+Kernels take addresses as int64 instead of arrays, since each array type would compile anew.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -14,44 +14,44 @@ INT32 = ir.IntType(32)
 FLOAT = ir.FloatType()
 
 
-def word(value):
+def int64(value):
     """An int64 constant in LLVM IR."""
     return ir.Constant(INT64, value)
 
 
-def _make_view(kind, element, item_bytes):
-    array_kind = types.Array(kind, 1, "C")
+def _make_view(item, element, item_bytes):
+    array_type = types.Array(item, 1, "C")
 
     def build(context, builder, signature, args):
-        array = context.make_array(array_kind)(context, builder)
+        array = context.make_array(array_type)(context, builder)
         populate_array(
             array,
             data=builder.inttoptr(args[0], element.as_pointer()),
             shape=[args[1]],
-            strides=[word(item_bytes)],
-            itemsize=word(item_bytes),
+            strides=[int64(item_bytes)],
+            itemsize=int64(item_bytes),
             meminfo=None,
         )
         return array._getvalue()
 
     def view(typing, address, count):
-        return array_kind(types.int64, types.int64), build
+        return array_type(types.int64, types.int64), build
 
     return intrinsic(view)
 
 
-# `view(address, count)`: an array over memory that someone else keeps alive.
-floats = _make_view(types.float32, FLOAT, 4)
-doubles = _make_view(types.float64, ir.DoubleType(), 8)
-words = _make_view(types.int64, INT64, 8)
-bits = _make_view(types.int32, INT32, 4)
-shorts = _make_view(types.int16, ir.IntType(16), 2)
-octets = _make_view(types.int8, ir.IntType(8), 1)
+# `view(address, count)`: an array over memory that the caller keeps alive.
+float32s = _make_view(types.float32, FLOAT, 4)
+float64s = _make_view(types.float64, ir.DoubleType(), 8)
+int64s = _make_view(types.int64, INT64, 8)
+int32s = _make_view(types.int32, INT32, 4)
+int16s = _make_view(types.int16, ir.IntType(16), 2)
+int8s = _make_view(types.int8, ir.IntType(8), 1)
 
 
 @intrinsic
 def power_of_two(typing, exponent):
-    """2 to a whole float32 in [-126, 127], through its bits; loops over it vectorise."""
+    """2 to an integral float32 in [-126, 127], built from its bits; loops over it vectorise."""
 
     def build(context, builder, signature, args):
         biased = builder.add(builder.fptosi(args[0], INT32), ir.Constant(INT32, 127))
@@ -62,7 +62,7 @@ def power_of_two(typing, exponent):
 
 @intrinsic
 def float_of_bits(typing, value):
-    """The float32 that an int32 is the bits of."""
+    """The float32 that has the bits of an int32."""
 
     def build(context, builder, signature, args):
         return builder.bitcast(args[0], FLOAT)
@@ -72,7 +72,7 @@ def float_of_bits(typing, value):
 
 @intrinsic
 def load_acquire(typing, address):
-    """The int64 at an address, and all that was written before it."""
+    """Atomically load an int64 with acquire ordering."""
 
     def build(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -83,7 +83,7 @@ def load_acquire(typing, address):
 
 @intrinsic
 def store_release(typing, address, value):
-    """Write an int64 so that who sees it sees all that was written before."""
+    """Atomically store an int64 with release ordering."""
 
     def build(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -95,7 +95,7 @@ def store_release(typing, address, value):
 
 @intrinsic
 def compare_and_swap(typing, address, old, new):
-    """Write `new` if `old` is still there; whether it was."""
+    """Atomically replace `old` by `new`; returns whether the value was `old`."""
 
     def build(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -107,7 +107,7 @@ def compare_and_swap(typing, address, old, new):
 
 @intrinsic
 def add_release(typing, address, value):
-    """Atomically add to the int64 at an address."""
+    """Atomically add to an int64."""
 
     def build(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -119,7 +119,7 @@ def add_release(typing, address, value):
 
 @intrinsic
 def call_kernel(typing, kernel, operands, chunk, thread):
-    """Call `void kernel(int64 operands, int64 chunk, int64 thread)` by its address."""
+    """Call `void kernel(int64 operands, int64 chunk, int64 thread)` at an address."""
 
     def build(context, builder, signature, args):
         function = ir.FunctionType(ir.VoidType(), [INT64] * 3)

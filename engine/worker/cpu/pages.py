@@ -1,7 +1,8 @@
-"""Memory for weights, in few large mappings.
+"""Memory for packed weights, in few large mappings.
 
-Not on huge pages: a lone decode step of 494 M parameters took 75 to 82 ms without and 75 to 90 with
-them, and in a virtual machine whose host takes free ones back, touching them costs seconds a GiB.
+Huge pages are not requested: a single decode step of 494 M parameters took 75 to 82 ms without and
+75 to 90 ms with them, and in a virtual machine whose host reclaims free ones, touching them takes
+seconds per GiB.
 """
 
 import mmap
@@ -16,14 +17,14 @@ ALIGNMENT = 64
 
 
 class WeightPages:
-    """Hands out pieces of large anonymous mappings; each lives as long as its use."""
+    """Allocates tensors from large anonymous mappings; a mapping lives as long as its tensors."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose elements have no value yet."""
+        """An uninitialized tensor, aligned to a cache line."""
         num_bytes = dtype.itemsize * prod(shape)
         if self._used + num_bytes > len(self._slab):
             mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes))

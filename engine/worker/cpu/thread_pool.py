@@ -1,14 +1,15 @@
-"""A team of threads that shares out the chunks of one kernel after another.
+"""A pool of threads that shares out the chunks of one kernel after another.
 
-Theory of operation. The leader (who calls `run`) posts a job: a kernel's address, its operands
-and a number of chunks. Leader and helpers claim chunks by compare-and-swap on one word that also
-carries the job's number, so a helper that comes late can claim nothing of a job that is over.
-The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
-not schedule costs nothing. While a step runs (`awake`) helpers look for jobs without sleeping
-for long; between steps they wait on a semaphore.
+Theory of operation. The leader (the thread that calls `run`) posts a job: a kernel's address, its
+operands and a number of chunks. Leader and helpers claim chunks by compare-and-swap on one word
+that also carries the job's number, so a helper that comes late can claim nothing of a job that is
+over. The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
+not schedule costs nothing. While a step runs (`awake`) helpers poll for jobs without sleeping for
+long; between steps they wait on a semaphore.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,21 +25,23 @@ from engine.worker.cpu.intrinsics import (
     add_release,
     call_kernel,
     compare_and_swap,
+    int64s,
     load_acquire,
     store_release,
-    words,
 )
-from engine.worker.cpu.kernel_graph import CALL_WORDS, KernelGraph, OperandMemory
+from engine.worker.cpu.kernel_graph import Call, KernelGraph, OutputMemory, read_call
 
-# Words of the control block, as byte offsets; each on its own cache line.
-CLAIM, DONE, KERNEL, OPERANDS, SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
-CONTROL_WORDS = 32
+# Fields of the control block, as byte offsets; those that threads contend for are on cache lines of
+# their own.
+CLAIM, DONE, KERNEL, OPERANDS, MAX_SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
+CONTROL_BYTES = 256
+CALL_BYTES = ctypes.sizeof(Call)
 
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 PAUSE_MICROSECONDS = 20
-# How often a thread that waits looks at memory before it sleeps for moments: for about a tenth of
-# a millisecond, or hardly, where others want the core.
+# How often a waiting thread reads memory before it starts to sleep: for about a tenth of a
+# millisecond, or hardly at all if other processes need the core.
 SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
 
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -46,7 +49,7 @@ _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @njit(inline="always")
 def _work(control, thread):
-    """Claim and run chunks until none is left; how many were run."""
+    """Claim and run chunks until none is left; returns how many were run."""
     ran = 0
     while True:
         claim = load_acquire(control + CLAIM)
@@ -55,16 +58,17 @@ def _work(control, thread):
         if chunk >= total:
             return ran
         if compare_and_swap(control + CLAIM, claim, claim + 1):
-            job = words(control + KERNEL, 2)
-            call_kernel(job[0], job[1], chunk, thread)
+            kernel, operands = int64s(control + KERNEL, 1)[0], int64s(control + OPERANDS, 1)[0]
+            call_kernel(kernel, operands, chunk, thread)
             add_release(control + DONE, 1)
             ran += 1
 
 
 @njit(inline="always")
 def _lead(control, kernel, operands, chunks):
-    job = words(control + KERNEL, 3)
-    job[0], job[1] = kernel, operands
+    int64s(control + KERNEL, 1)[0] = kernel
+    int64s(control + OPERANDS, 1)[0] = operands
+    max_spins = int64s(control + MAX_SPINS, 1)[0]
     number = (load_acquire(control + CLAIM) >> (2 * COUNT_BITS)) + 1
     store_release(control + DONE, 0)
     claim = ((number & 0x7FFF) << (2 * COUNT_BITS)) | (chunks << COUNT_BITS)
@@ -73,31 +77,31 @@ def _lead(control, kernel, operands, chunks):
     spins = 0
     while load_acquire(control + DONE) < chunks:
         spins += 1
-        if spins > job[2]:
+        if spins > max_spins:
             _sleep(PAUSE_MICROSECONDS)
 
 
 def lead(control, kernel, operands, chunks):
-    """Run all chunks of a kernel together with whoever helps."""
+    """Run all chunks of a kernel, together with the helpers."""
     _lead(control, kernel, operands, chunks)
 
 
-def play(control, calls, count):
-    """Lead one call of a tape's table after another."""
-    for call in range(count):
-        row = words(calls + call * (CALL_WORDS * 8), CALL_WORDS)
-        _lead(control, row[0], row[1], row[2])
+def replay(control, calls, count):
+    """Lead the calls of a graph's table, one after another."""
+    for number in range(count):
+        call = read_call(calls + number * CALL_BYTES)
+        _lead(control, call.kernel, call.operands, call.chunks)
 
 
 def follow(control, thread):
     """Help with every job until the step is over."""
-    spins, most = 0, words(control + SPINS, 1)[0]
+    spins, max_spins = 0, int64s(control + MAX_SPINS, 1)[0]
     while load_acquire(control + IS_AWAKE) != 0:
         if _work(control, thread) > 0:
             spins = 0
         else:
             spins += 1
-        if spins > most:
+        if spins > max_spins:
             _sleep(PAUSE_MICROSECONDS)
 
 
@@ -105,16 +109,16 @@ class NativeThreadPool:
     """`threads` workers: the caller and `threads - 1` helpers, which end with the process."""
 
     def __init__(self, threads: int, wait: str = "spin") -> None:
-        """`wait` is what a thread does that finds no work: a key of `SPINS_BEFORE_SLEEP`."""
-        assert threads >= 1, "a team has at least its leader"
+        """`wait`: how a thread waits for work, a key of `SPINS_BEFORE_SLEEP`."""
+        assert threads >= 1, "a pool has at least its leader"
         self.threads = threads
-        self.tape: KernelGraph | None = None  # while it is recorded
-        self._memory = OperandMemory()
+        self.graph: KernelGraph | None = None  # while one is recorded
+        self._memory = OutputMemory()
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
-        self._play = compiled(play, types.void(*[types.int64] * 3))
+        self._replay = compiled(replay, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))
-        self._block: NDArray[np.int64] = np.zeros(CONTROL_WORDS, dtype=np.int64)
-        self._block[SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
+        self._block: NDArray[np.int64] = np.zeros(CONTROL_BYTES // 8, dtype=np.int64)
+        self._block[MAX_SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
         self._begun = [threading.Semaphore(0) for _ in range(threads - 1)]
         for number in range(1, threads):
@@ -124,41 +128,42 @@ class NativeThreadPool:
             helper.start()
 
     def __repr__(self) -> str:
-        return f"<Team of {self.threads}>"
+        return f"<NativeThreadPool of {self.threads}>"
 
     def run(self, kernel: int, operands: int, chunks: int) -> None:
-        """Run chunks 0 .. chunks - 1; both arguments are addresses that outlive the call."""
+        """Run chunks 0 to chunks - 1; both arguments are addresses that outlive the call."""
         self._lead(self._control, kernel, operands, chunks)
 
-    def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory for the result of a kernel: new, but that of the tape while one is recorded.
+    def empty(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Uninitialized memory for the output of a kernel.
 
-        A tape's is used again by the next result of the same `kind`.
+        While a graph is recorded it is the graph's, and the next output of the same `kind` uses it
+        again; otherwise it is a new tensor.
         """
-        return (
-            torch.empty(shape, dtype=dtype)
-            if self.tape is None
-            else self.tape.take(kind, shape, dtype)
-        )
+        if self.graph is None:
+            return torch.empty(shape, dtype=dtype)
+        return self.graph.take(kind, shape, dtype)
 
     @contextmanager
     def recording(self) -> Iterator[KernelGraph]:
-        """The kernels that are called inside the block run, and are on the tape after it."""
-        assert self.tape is None, "one tape is recorded at a time"
-        self.tape = KernelGraph(self._memory)
+        """Kernels called inside the block run, and are in the graph after it."""
+        assert self.graph is None, "one graph is recorded at a time"
+        self.graph = KernelGraph(self._memory)
         try:
-            yield self.tape
+            yield self.graph
         finally:
-            self.tape = None
+            self.graph = None
 
-    def play(self, tape: KernelGraph) -> None:
-        """Run the calls of a tape, one after the other."""
-        table = tape.table()
-        self._play(self._control, int(table.ctypes.data), len(table))
+    def replay(self, graph: KernelGraph) -> None:
+        """Run the calls of a graph, one after the other."""
+        table = graph.table()
+        self._replay(self._control, int(table.ctypes.data), len(table))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Helpers are at hand inside the block; outside, `run` works but works alone."""
+        """Helpers work inside the block; outside of it `run` computes without them."""
         self._block[IS_AWAKE // 8] = 1
         for semaphore in self._begun:
             semaphore.release()

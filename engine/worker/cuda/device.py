@@ -56,9 +56,9 @@ class NoThreadPool:
     """Stands where a CPU backend gets its thread pool; a GPU backend must not use it."""
 
     threads = 1
-    tape = None
+    graph = None
 
-    def room(
+    def empty(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         raise AssertionError("a GPU backend requested memory of the CPU thread pool")

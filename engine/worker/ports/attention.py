@@ -1,11 +1,10 @@
 """Attention over the paged KV cache: what a backend is given, and what it has to do."""
 
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.worker.ports.kv import KVTensors
@@ -78,7 +77,7 @@ class CapturableAttention(AttentionBackend, Protocol):
 class KernelRecorder(Protocol):
     """Collects kernel calls so that they can be repeated later."""
 
-    def add(self, kernel: int, words: NDArray[np.int64], chunks: int) -> None: ...
+    def add(self, kernel: int, operands: ctypes.Structure, chunks: int) -> None: ...
 
 
 class ThreadPool(Protocol):
@@ -88,11 +87,13 @@ class ThreadPool(Protocol):
     def threads(self) -> int: ...
 
     @property
-    def tape(self) -> KernelRecorder | None:
+    def graph(self) -> KernelRecorder | None:
         """What kernel calls are being recorded to, None outside a recording."""
         ...
 
-    def room(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Memory for the output of a kernel. Every tensor passed to kernels is allocated here,
         except tensors that outlive all steps."""
         ...
@@ -106,7 +107,7 @@ class MakesAttention(Protocol):
     """A class in the table of `adapters.attention`."""
 
     def __call__(
-        self, spec: AttentionSpec, cache: KVTensors, team: ThreadPool
+        self, spec: AttentionSpec, cache: KVTensors, pool: ThreadPool
     ) -> AttentionBackend: ...
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.cpu.kernels.packed_tiles import HAS_QUADS
+from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.checkpoint_files import QuantizedFiles
 from engine.worker.weights.formats.int8 import quantize
@@ -58,7 +58,7 @@ SCHEME: dict[str, Any] = {
 }
 
 
-NEEDS_VNNI = pytest.mark.skipif(not HAS_QUADS, reason="8-bit activations need a CPU with VNNI")
+NEEDS_VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU with VNNI")
 
 
 def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> Any:

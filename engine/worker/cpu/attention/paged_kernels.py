@@ -1,13 +1,14 @@
-"""Kernels of the CPU's paged attention: they attend over pages in place, in any kind of number.
+"""Kernels of the CPU's paged attention: they read the pages of the KV cache in place, in any dtype.
 
-A task is one KV head and a few new tokens of one request, with all query heads that share the
-KV head: rows = tokens x group. The context is walked in spans of fixed places: scores of all rows
-against the keys of a span, its softmax per row, the mix of its values, then what the spans before
-gave is joined with it. So a row's sums depend on its own position alone, and spans of a long
-context may be shared out among threads.
+A task is one KV head and a few new tokens of one request, with all query heads that share the KV
+head: rows = tokens x group. The context is processed in spans at fixed positions: scores of all
+rows against the keys of a span, the softmax of each row, the sum of the span's values weighted by
+it, then a merge with the result of the spans before. So a row's sums depend on its own position
+only, and the spans of a long context may be computed by several threads.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import ctypes
 from typing import NamedTuple
 
 import numpy as np
@@ -17,63 +18,66 @@ from engine.worker.cpu.attention.softmax import (
     SCORES,
     SPAN,
     clear,
-    join,
-    part_floats,
+    merge,
+    partial_floats,
     rescale,
     scale_queries,
-    soften_rows,
-    write_out,
+    softmax_rows,
+    write_output,
 )
 from engine.worker.cpu.attention.tiles import (
     KEYS,
-    MIX_ROWS,
-    MIX_WIDTH,
     SCORE_ROWS,
+    VALUE_ROWS,
+    VALUE_WIDTH,
     fma_one,
-    make_mix_tile,
     make_score_tile,
+    make_value_tile,
 )
-from engine.worker.cpu.intrinsics import floats, words
-from engine.worker.cpu.kernels.dot_tiles import LANES
+from engine.worker.cpu.intrinsics import float32s, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, load_one
-
-BYTES = 4
-TASK_WORDS = 7  # those of `Task`
+from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.vectors import LANES
+from engine.worker.cpu.operands import make_reader, operands
 
 _score_1, _score_2, _score_3, _score_4, _score_5, _score_6 = (
     make_score_tile(m) for m in range(1, SCORE_ROWS + 1)
 )
-_mix_1, _mix_2, _mix_3 = (make_mix_tile(m, MIX_WIDTH) for m in range(1, MIX_ROWS + 1))
-_mix_narrow = make_mix_tile(1, LANES)
+_values_1, _values_2, _values_3 = (
+    make_value_tile(m, VALUE_WIDTH) for m in range(1, VALUE_ROWS + 1)
+)
+_values_narrow = make_value_tile(1, LANES)
 
 
-class Task(NamedTuple):
+@operands
+class Task(ctypes.Structure):
     """Some new tokens of one request, against the context from `low` up to `high`."""
 
     first: int  # row of the first token
     tokens: int
     position: int  # of the first token
-    place: int  # of the request's table in the tables
+    table: int  # where the request's block ids begin in the tables
     low: int  # a multiple of SPAN
     high: int
-    parts: int  # where each span's part goes, if they are joined later; else -1
+    partial: int  # index of the first span's partial result if they are merged later; else -1
 
 
-class AttendOperands(NamedTuple):
-    """Tasks x KV heads are the chunks; pages are one layer's."""
+@operands
+class AttentionOperands(ctypes.Structure):
+    """Chunks are tasks x KV heads; pages are those of one layer."""
 
     kv_heads: int
-    group: int
+    group: int  # query heads of a KV head
     dim: int
     block_size: int
     window: int  # tokens, 0 for all
-    scale: int  # the bits of a float
-    tasks: int  # [tasks, TASK_WORDS] int64
+    scale: float
+    tasks: int  # array of `Task`
     tables: int  # block ids of all requests, int64
     scratch: int  # of thread 0
     scratch_stride: int  # floats, between threads
-    most_rows: int
-    parts: int  # [spans, kv_heads, part_floats]
+    max_rows: int
+    partials: int  # float32 [spans, kv_heads, partial_floats]
     keys: int
     values: int
     key_scales: int
@@ -84,98 +88,102 @@ class AttendOperands(NamedTuple):
     out_stride: int
 
 
-def scratch_floats(most_rows: int, dim: int) -> int:
-    """Of a thread: scaled queries, scores, a span's part, the parts so far."""
-    return most_rows * (dim + SCORES) + 2 * int(part_floats(most_rows, dim))
+TASK_BYTES = ctypes.sizeof(Task)
+_read_task, _read_operands = make_reader(Task), make_reader(AttentionOperands)
+
+
+def scratch_floats(max_rows: int, dim: int) -> int:
+    """Of a thread: scaled queries, scores, a span's partial result, the merged result so far."""
+    return max_rows * (dim + SCORES) + 2 * int(partial_floats(max_rows, dim))
 
 
 @njit(inline="always")
-def _score_rows(kind, keys, key_stride, scales, q, dim, scores, rows, ahead):
-    """Sixteen keys against all rows of q, as evenly shared among tiles as can be."""
+def _score_rows(dtype, keys, key_stride, scales, q, dim, scores, rows, ahead):
+    """Sixteen keys against all rows of q, which are shared out evenly among tiles."""
     groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
     m = 0
     for group in range(groups):
         count = (rows - m + groups - group - 1) // (groups - group)
         x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
         if count == 6:
-            _score_6(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_6(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         elif count == 5:
-            _score_5(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_5(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         elif count == 4:
-            _score_4(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_4(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         elif count == 3:
-            _score_3(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_3(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         elif count == 2:
-            _score_2(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_2(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         else:
-            _score_1(kind, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+            _score_1(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         m += count
 
 
 @njit(inline="always")
-def _score_one(kind, keys, key_stride, scales, q, dim, scores, rows):
+def _score_one(dtype, keys, key_stride, scales, q, dim, scores, rows):
     """One key against all rows of q."""
     for row in range(rows):
-        line, total = floats(q + row * dim * BYTES, dim), np.float32(0)
+        line, total = float32s(q + row * dim * BYTES, dim), np.float32(0)
         for d in range(dim):
-            key = load_one(kind, keys + d * key_stride * ITEM_BYTES[kind])
+            key = load_one(dtype, keys + d * key_stride * ITEM_BYTES[dtype])
             total = fma_one(key, line[d], total)
-        if kind == INT8:
-            total *= floats(scales, 1)[0]
-        floats(scores + row * SCORES * BYTES, 1)[0] = total
+        if dtype == INT8:
+            total *= float32s(scales, 1)[0]
+        float32s(scores + row * SCORES * BYTES, 1)[0] = total
 
 
 @njit(inline="always")
-def _score_page(kind, page, block_size, scales, offset, count, q, dim, scores, rows, ahead):
+def _score_page(dtype, page, block_size, scales, offset, count, q, dim, scores, rows, ahead):
     """Scores of all rows against `count` keys of a page, from slot `offset` on."""
     j = 0
     while j < count:
-        shift = (offset + j) * ITEM_BYTES[kind]
+        shift = (offset + j) * ITEM_BYTES[dtype]
         scale, out = scales + (offset + j) * BYTES, scores + j * BYTES
         if offset + j + KEYS <= block_size:
             keys, then = page + shift, ahead + shift
-            _score_rows(kind, keys, block_size, scale, q, dim, out, rows, then)
+            _score_rows(dtype, keys, block_size, scale, q, dim, out, rows, then)
             j += KEYS
         else:
-            _score_one(kind, page + shift, block_size, scale, q, dim, out, rows)
+            _score_one(dtype, page + shift, block_size, scale, q, dim, out, rows)
             j += 1
 
 
 @njit(inline="always")
-def _mix_rows(kind, p, values, out, dim, length, rows, ahead):
-    """Add the values of one page, each times its share, to all rows of out."""
-    groups = (rows + MIX_ROWS - 1) // MIX_ROWS
-    whole, lanes = dim - dim % MIX_WIDTH, dim - dim % LANES
+def _weigh_rows(dtype, weights, values, out, dim, length, rows, ahead):
+    """Add the values of one page, each times its softmax weight, to all rows of out."""
+    groups = (rows + VALUE_ROWS - 1) // VALUE_ROWS
+    whole, lanes = dim - dim % VALUE_WIDTH, dim - dim % LANES
     m = 0
     for group in range(groups):
         count = (rows - m + groups - group - 1) // (groups - group)
-        share = p + m * SCORES * BYTES
-        for i in range(0, whole, MIX_WIDTH):
-            v, o = values + i * ITEM_BYTES[kind], out + (m * dim + i) * BYTES
-            then = ahead + i * ITEM_BYTES[kind]
+        p = weights + m * SCORES * BYTES
+        for i in range(0, whole, VALUE_WIDTH):
+            v, o = values + i * ITEM_BYTES[dtype], out + (m * dim + i) * BYTES
+            then = ahead + i * ITEM_BYTES[dtype]
             if count == 3:
-                _mix_3(kind, share, SCORES, v, dim, o, dim, length, then)
+                _values_3(dtype, p, SCORES, v, dim, o, dim, length, then)
             elif count == 2:
-                _mix_2(kind, share, SCORES, v, dim, o, dim, length, then)
+                _values_2(dtype, p, SCORES, v, dim, o, dim, length, then)
             else:
-                _mix_1(kind, share, SCORES, v, dim, o, dim, length, then)
+                _values_1(dtype, p, SCORES, v, dim, o, dim, length, then)
         m += count
     for row in range(rows):
-        share, line = p + row * SCORES * BYTES, out + row * dim * BYTES
+        p, line = weights + row * SCORES * BYTES, out + row * dim * BYTES
         for i in range(whole, lanes, LANES):
-            v = values + i * ITEM_BYTES[kind]
-            _mix_narrow(kind, share, SCORES, v, dim, line + i * BYTES, dim, length, v)
-        shares, rest = floats(share, length), floats(line, dim)
+            v = values + i * ITEM_BYTES[dtype]
+            _values_narrow(dtype, p, SCORES, v, dim, line + i * BYTES, dim, length, v)
+        row_weights, rest = float32s(p, length), float32s(line, dim)
         for i in range(lanes, dim):
             total = rest[i]
             for t in range(length):
-                value = load_one(kind, values + (t * dim + i) * ITEM_BYTES[kind])
-                total = fma_one(value, shares[t], total)
+                value = load_one(dtype, values + (t * dim + i) * ITEM_BYTES[dtype])
+                total = fma_one(value, row_weights[t], total)
             rest[i] = total
 
 
 class KVPages(NamedTuple):
-    """One head's pages of a layer, and which of them a request has."""
+    """The pages of one KV head of a layer, and which of them a request has."""
 
     base: int
     scales: int
@@ -188,128 +196,125 @@ class KVPages(NamedTuple):
 
 @njit(inline="always")
 def _page(pages, number):
-    """Address of page `number` of the request; of the last one for those after it."""
-    block = words(pages.table + min(number, pages.num_pages - 1) * 8, 1)[0]
+    """Address of page `number` of the request; of the last one for numbers beyond it."""
+    block = int64s(pages.table + min(number, pages.num_pages - 1) * 8, 1)[0]
     return pages.base + block * pages.page_bytes
 
 
 @njit(inline="always")
-def _score_span(kind, pages, start, end, q, dim, scores, rows):
+def _score_span(dtype, pages, start, end, q, dim, scores, rows):
     """Scores of all rows against the keys of [start, end)."""
     at = start
     while at < end:
         number, offset = at // pages.block_size, at % pages.block_size
         count = min(end - at, pages.block_size - offset)
         page, ahead = _page(pages, number), _page(pages, number + 1)
-        block = words(pages.table + number * 8, 1)[0]
+        block = int64s(pages.table + number * 8, 1)[0]
         scales, out = pages.scales + block * pages.scale_bytes, scores + (at - start) * BYTES
-        _score_page(kind, page, pages.block_size, scales, offset, count, q, dim, out, rows, ahead)
+        _score_page(dtype, page, pages.block_size, scales, offset, count, q, dim, out, rows, ahead)
         at += count
 
 
 @njit(inline="always")
-def _mix_span(kind, pages, start, end, scores, dim, out, rows):
-    """Values of [start, end), each times its share, summed up per row."""
+def _weigh_span(dtype, pages, start, end, weights, dim, out, rows):
+    """The values of [start, end), each times its softmax weight, summed per row."""
     clear(out, rows * dim)
     at = start
     while at < end:
         number, offset = at // pages.block_size, at % pages.block_size
         count = min(end - at, pages.block_size - offset)
-        shift, p = offset * dim * ITEM_BYTES[kind], scores + (at - start) * BYTES
-        if kind == INT8:
-            block = words(pages.table + number * 8, 1)[0]
+        shift, p = offset * dim * ITEM_BYTES[dtype], weights + (at - start) * BYTES
+        if dtype == INT8:
+            block = int64s(pages.table + number * 8, 1)[0]
             rescale(p, pages.scales + block * pages.scale_bytes + offset * BYTES, count, rows)
         page, ahead = _page(pages, number) + shift, _page(pages, number + 1) + shift
-        _mix_rows(kind, p, page, out, dim, count, rows, ahead)
+        _weigh_rows(dtype, p, page, out, dim, count, rows, ahead)
         at += count
 
 
 @njit(inline="always")
-def _pages_of(a, keys, scales, kind, head, task):
-    """Of keys or values; `a` are the words of `AttendOperands`, `task` those of `Task`."""
-    kv_heads, dim, size = a[0], a[2], a[3]
-    head_bytes = dim * size * ITEM_BYTES[kind]
+def _pages_of(a, task, keys_or_values, scales, dtype, head):
+    """The pages of a head of keys or values; `a` are the operands."""
+    head_bytes = a.dim * a.block_size * ITEM_BYTES[dtype]
     return KVPages(
-        keys + head * head_bytes,
-        scales + head * size * BYTES,
-        kv_heads * head_bytes,
-        kv_heads * size * BYTES,
-        size,
-        a[7] + task[3] * 8,
-        (task[5] + size - 1) // size,
+        keys_or_values + head * head_bytes,
+        scales + head * a.block_size * BYTES,
+        a.kv_heads * head_bytes,
+        a.kv_heads * a.block_size * BYTES,
+        a.block_size,
+        a.tables + task.table * 8,
+        (task.high + a.block_size - 1) // a.block_size,
     )
 
 
 @njit(inline="always")
-def _attend(operands, chunk, thread, kind):
-    a = words(operands, 20)
-    kv_heads, group, dim, size, window, most_rows = a[0], a[1], a[2], a[3], a[4], a[10]
-    task = words(a[6] + (chunk // kv_heads) * TASK_WORDS * 8, TASK_WORDS)
-    head = chunk % kv_heads
-    first, tokens, position, low, high = task[0], task[1], task[2], task[4], task[5]
-    rows, part_bytes = tokens * group, part_floats(most_rows, dim) * BYTES
-    whole = a[8] + thread * a[9] * BYTES
-    own = whole + part_bytes
-    scaled = own + part_bytes
-    scores = scaled + most_rows * dim * BYTES
+def _attend(operands, chunk, thread, dtype):
+    a = _read_operands(operands)
+    task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
+    head, group, dim, max_rows = chunk % a.kv_heads, a.group, a.dim, a.max_rows
+    rows, partial_bytes = task.tokens * group, partial_floats(max_rows, dim) * BYTES
+    merged = a.scratch + thread * a.scratch_stride * BYTES
+    of_span = merged + partial_bytes
+    scaled = of_span + partial_bytes
+    scores = scaled + max_rows * dim * BYTES
 
-    q = a[16] + first * a[17] * BYTES
-    scale_queries(q, a[17], head, group, dim, floats(operands + 40, 1)[0], scaled, rows)
-    clear(whole, part_floats(most_rows, dim))
-    seen = low if window == 0 else max(low, position + 1 - window)
-    seen -= seen % size % KEYS
-    keys = _pages_of(a, a[12], a[14], kind, head, task)
-    values = _pages_of(a, a[13], a[15], kind, head, task)
-    for begin in range(low, high, SPAN):
-        start, end = max(begin, seen), min(begin + SPAN, high)
-        part = own
-        if task[6] >= 0:
-            part = a[11] + ((task[6] + (begin - low) // SPAN) * kv_heads + head) * part_bytes
-        stats = part + most_rows * dim * BYTES
-        _score_span(kind, keys, start, end, scaled, dim, scores, rows)
-        soften_rows(scores, rows, group, position, start, end, window, stats, most_rows)
-        _mix_span(kind, values, start, end, scores, dim, part, rows)
-        if task[6] < 0:
-            join(whole, part, rows, most_rows, dim)
-    if task[6] < 0:
-        out = a[18] + first * a[19] * BYTES
-        write_out(whole, most_rows, out, a[19], head, group, dim, rows)
+    q = a.q + task.first * a.q_stride * BYTES
+    scale_queries(q, a.q_stride, head, group, dim, np.float32(a.scale), scaled, rows)
+    clear(merged, partial_floats(max_rows, dim))
+    seen = task.low if a.window == 0 else max(task.low, task.position + 1 - a.window)
+    seen -= seen % a.block_size % KEYS
+    keys = _pages_of(a, task, a.keys, a.key_scales, dtype, head)
+    values = _pages_of(a, task, a.values, a.value_scales, dtype, head)
+    for begin in range(task.low, task.high, SPAN):
+        start, end = max(begin, seen), min(begin + SPAN, task.high)
+        partial = of_span
+        if task.partial >= 0:
+            number = task.partial + (begin - task.low) // SPAN
+            partial = a.partials + (number * a.kv_heads + head) * partial_bytes
+        stats = partial + max_rows * dim * BYTES
+        _score_span(dtype, keys, start, end, scaled, dim, scores, rows)
+        softmax_rows(scores, rows, group, task.position, start, end, a.window, stats, max_rows)
+        _weigh_span(dtype, values, start, end, scores, dim, partial, rows)
+        if task.partial < 0:
+            merge(merged, partial, rows, max_rows, dim)
+    if task.partial < 0:
+        out = a.out + task.first * a.out_stride * BYTES
+        write_output(merged, max_rows, out, a.out_stride, head, group, dim, rows)
 
 
 def attend_float32(operands, chunk, thread):
-    """See `AttendOperands`."""
+    """`AttentionOperands` with a float32 cache."""
     _attend(operands, chunk, thread, FLOAT32)
 
 
 def attend_float16(operands, chunk, thread):
-    """See `AttendOperands`."""
+    """`AttentionOperands` with a float16 cache."""
     _attend(operands, chunk, thread, FLOAT16)
 
 
 def attend_bfloat16(operands, chunk, thread):
-    """See `AttendOperands`."""
+    """`AttentionOperands` with a bfloat16 cache."""
     _attend(operands, chunk, thread, BFLOAT16)
 
 
 def attend_int8(operands, chunk, thread):
-    """See `AttendOperands`."""
+    """`AttentionOperands` with an int8 cache."""
     _attend(operands, chunk, thread, INT8)
 
 
-def join_parts(operands, chunk, thread):
-    """Of tasks whose spans were shared out: operands as before, and `Task.low` to `high` is all."""
-    a = words(operands, 20)
-    kv_heads, group, dim, most_rows = a[0], a[1], a[2], a[10]
-    task = words(a[6] + (chunk // kv_heads) * TASK_WORDS * 8, TASK_WORDS)
-    head, rows, size = chunk % kv_heads, task[1] * group, part_floats(most_rows, dim)
-    whole = a[8] + thread * a[9] * BYTES
-    clear(whole, size)
-    for number in range((task[5] - task[4] + SPAN - 1) // SPAN):
-        part = a[11] + ((task[6] + number) * kv_heads + head) * size * BYTES
-        join(whole, part, rows, most_rows, dim)
-    out = a[18] + task[0] * a[19] * BYTES
-    write_out(whole, most_rows, out, a[19], head, group, dim, rows)
+def merge_partials(operands, chunk, thread):
+    """Merge the spans of tasks that were divided; `Task.low` to `high` is the whole context."""
+    a = _read_operands(operands)
+    task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
+    head, dim, max_rows = chunk % a.kv_heads, a.dim, a.max_rows
+    rows, size = task.tokens * a.group, partial_floats(max_rows, dim)
+    merged = a.scratch + thread * a.scratch_stride * BYTES
+    clear(merged, size)
+    for number in range((task.high - task.low + SPAN - 1) // SPAN):
+        partial = a.partials + ((task.partial + number) * a.kv_heads + head) * size * BYTES
+        merge(merged, partial, rows, max_rows, dim)
+    out = a.out + task.first * a.out_stride * BYTES
+    write_output(merged, max_rows, out, a.out_stride, head, a.group, dim, rows)
 
 
-KERNELS = (join_parts,)
-OF_KINDS = (attend_float32, attend_float16, attend_bfloat16, attend_int8)
+BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)

@@ -1,35 +1,37 @@
-"""Kernels that turn q and k and write k and v into their slots, rounded to the cache's kind.
+"""Kernels that apply RoPE to q and k and write k and v into their KV slots, in the cache's dtype.
 
-Pages of a layer lie head by head: keys `[blocks, heads, dim, slots]`, values `[blocks, heads,
-slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, slots]`.
+Pages of a layer are stored head by head: keys `[blocks, heads, dim, slots]`, values `[blocks,
+heads, slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, slots]`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
+import ctypes
 
 import numpy as np
 from numba import njit
 
 from engine.worker.cpu.build import FAST
-from engine.worker.cpu.intrinsics import floats, words
+from engine.worker.cpu.intrinsics import float32s, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, store_one
+from engine.worker.cpu.kernels.elementwise import BYTES, rotate_head
+from engine.worker.cpu.operands import make_reader, operands
 
-BYTES = 4
-MOST_INT8 = 127
+MAX_INT8 = 127
 
 
-class RopeWriteOperands(NamedTuple):
-    """Rows of q, k and v as they come from a linear: q and k are turned, k and v stored."""
+@operands
+class RopeWriteOperands(ctypes.Structure):
+    """Rows of q, k and v as a linear computes them. Pages are those of one layer."""
 
-    slots: int  # [rows] int64
+    slots: int  # int64 [rows]
     rows: int
     heads: int
     kv_heads: int
     dim: int
     block_size: int
     qkv: int
-    stride: int
-    cos: int  # [rows, dim / 2], or 0 for no turn
+    stride: int  # floats
+    cos: int  # [rows, dim / 2], or 0: no RoPE
     sin: int
     keys: int
     values: int
@@ -38,83 +40,76 @@ class RopeWriteOperands(NamedTuple):
     rows_per_chunk: int
 
 
-@njit
-def _turn_head(at, cos, sin, half):
-    first, second = floats(at, half), floats(at + half * BYTES, half)
-    for i in range(half):
-        a, b = first[i], second[i]
-        first[i] = a * cos[i] - b * sin[i]
-        second[i] = b * cos[i] + a * sin[i]
+_rope_write_operands = make_reader(RopeWriteOperands)
 
 
 @njit(fastmath=FAST)
 def _scale_of(numbers):
-    """What the largest of the numbers is rounded to 127 by; no number if one of them is none."""
-    largest, none = np.float32(0), np.float32(0)
+    """The scale with which the largest magnitude becomes 127; NaN if any number is not finite."""
+    largest, nan = np.float32(0), np.float32(0)
     for number in numbers:
-        size = abs(number)
-        largest = size if size > largest else largest
-        none += number * np.float32(0)
-    return largest / np.float32(MOST_INT8) + none
+        magnitude = abs(number)
+        largest = magnitude if magnitude > largest else largest
+        nan += number * np.float32(0)
+    return largest / np.float32(MAX_INT8) + nan
 
 
 @njit(inline="always")
-def _store_head(kind, source, target, step, scale_at, dim):
-    """`dim` floats to places `step` items apart."""
-    numbers = floats(source, dim)
-    if kind == INT8:
+def _store_head(dtype, source, target, step, scale_at, dim):
+    """Write `dim` floats to places `step` items apart."""
+    numbers = float32s(source, dim)
+    if dtype == INT8:
         scale = _scale_of(numbers)
-        floats(scale_at, 1)[0] = scale
+        float32s(scale_at, 1)[0] = scale
         inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
         for i in range(dim):
-            store_one(kind, target + i * step, np.rint(numbers[i] * inverse))
+            store_one(dtype, target + i * step, np.rint(numbers[i] * inverse))
     else:
         for i in range(dim):
-            store_one(kind, target + i * step * ITEM_BYTES[kind], numbers[i])
+            store_one(dtype, target + i * step * ITEM_BYTES[dtype], numbers[i])
 
 
 @njit(inline="always")
-def _enter(operands, chunk, kind):
-    a = words(operands, 15)
-    rows, heads, kv_heads, dim, block_size, per = a[1], a[2], a[3], a[4], a[5], a[14]
-    slots, half = words(a[0], rows), dim // 2
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        q = a[6] + row * a[7] * BYTES
-        if a[8] != 0:
-            cos = floats(a[8] + row * half * BYTES, half)
-            sin = floats(a[9] + row * half * BYTES, half)
-            for head in range(heads + kv_heads):
-                _turn_head(q + head * dim * BYTES, cos, sin, half)
-        k = q + heads * dim * BYTES
-        block, offset = slots[row] // block_size, slots[row] % block_size
-        for head in range(kv_heads):
-            page = (block * kv_heads + head) * block_size
-            at, scale = k + head * dim * BYTES, (page + offset) * BYTES
-            target = a[10] + (page * dim + offset) * ITEM_BYTES[kind]
-            _store_head(kind, at, target, block_size, a[12] + scale, dim)
-            target = a[11] + (page + offset) * dim * ITEM_BYTES[kind]
-            _store_head(kind, at + kv_heads * dim * BYTES, target, 1, a[13] + scale, dim)
+def _rope_write(operands, chunk, dtype):
+    a = _rope_write_operands(operands)
+    dim, slots, half = a.dim, int64s(a.slots, a.rows), a.dim // 2
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        q = a.qkv + row * a.stride * BYTES
+        if a.cos != 0:
+            cos = float32s(a.cos + row * half * BYTES, half)
+            sin = float32s(a.sin + row * half * BYTES, half)
+            for head in range(a.heads + a.kv_heads):
+                rotate_head(q + head * dim * BYTES, cos, sin, half)
+        k = q + a.heads * dim * BYTES
+        block, offset = slots[row] // a.block_size, slots[row] % a.block_size
+        for head in range(a.kv_heads):
+            page = (block * a.kv_heads + head) * a.block_size
+            key, scale = k + head * dim * BYTES, (page + offset) * BYTES
+            target = a.keys + (page * dim + offset) * ITEM_BYTES[dtype]
+            _store_head(dtype, key, target, a.block_size, a.key_scales + scale, dim)
+            value = key + a.kv_heads * dim * BYTES
+            target = a.values + (page + offset) * dim * ITEM_BYTES[dtype]
+            _store_head(dtype, value, target, 1, a.value_scales + scale, dim)
 
 
-def enter_float32(operands, chunk, thread):
-    """See `RopeWriteOperands`."""
-    _enter(operands, chunk, FLOAT32)
+def rope_write_float32(operands, chunk, thread):
+    """`RopeWriteOperands` with a float32 cache."""
+    _rope_write(operands, chunk, FLOAT32)
 
 
-def enter_float16(operands, chunk, thread):
-    """See `RopeWriteOperands`."""
-    _enter(operands, chunk, FLOAT16)
+def rope_write_float16(operands, chunk, thread):
+    """`RopeWriteOperands` with a float16 cache."""
+    _rope_write(operands, chunk, FLOAT16)
 
 
-def enter_bfloat16(operands, chunk, thread):
-    """See `RopeWriteOperands`."""
-    _enter(operands, chunk, BFLOAT16)
+def rope_write_bfloat16(operands, chunk, thread):
+    """`RopeWriteOperands` with a bfloat16 cache."""
+    _rope_write(operands, chunk, BFLOAT16)
 
 
-def enter_int8(operands, chunk, thread):
-    """See `RopeWriteOperands`."""
-    _enter(operands, chunk, INT8)
+def rope_write_int8(operands, chunk, thread):
+    """`RopeWriteOperands` with an int8 cache."""
+    _rope_write(operands, chunk, INT8)
 
 
-KERNELS = ()
-OF_KINDS = (enter_float32, enter_float16, enter_bfloat16, enter_int8)
+BY_DTYPE = (rope_write_float32, rope_write_float16, rope_write_bfloat16, rope_write_int8)

@@ -1,8 +1,8 @@
-"""The softmax over one span of context after the other, and how its parts are joined.
+"""The softmax over one span of the context after another, and how partial results are merged.
 
-A part is what one span gives to some rows: mixed values `[rows, dim]`, not divided yet, then each
-row's largest score and the sum of its shares. Parts are joined in the order of their spans (Milakov
-and Gimelshein, arXiv:1805.02867).
+A partial result is what one span contributes to some rows: weighted sums of values `[rows, dim]`,
+not yet normalized, then each row's largest score and the sum of its weights. Partial results are
+merged in the order of their spans (Milakov and Gimelshein, arXiv:1805.02867).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -12,31 +12,30 @@ from numba.extending import register_jitable
 
 from engine.worker.cpu.attention.tiles import KEYS, largest_of
 from engine.worker.cpu.build import FAST
-from engine.worker.cpu.intrinsics import floats
-from engine.worker.cpu.kernels.elementwise import exp_float
+from engine.worker.cpu.intrinsics import float32s
+from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 
-BYTES = 4
 SPAN = 256  # tokens of context
 SCORES = SPAN + KEYS  # floats of a row of scores: a tile may run over the end
 
 
 @register_jitable
-def part_floats(most_rows: int, dim: int) -> int:
-    """Of a part of at most so many rows."""
-    return most_rows * (dim + 2)
+def partial_floats(max_rows: int, dim: int) -> int:
+    """Floats of a partial result of at most so many rows."""
+    return max_rows * (dim + 2)
 
 
 @njit
-def clear(at, count):
-    """Zeros."""
-    numbers = floats(at, count)
+def clear(address, count):
+    """Zero `count` floats."""
+    numbers = float32s(address, count)
     for i in range(count):
         numbers[i] = 0
 
 
 @njit(fastmath=FAST)
-def _soften(scores, largest):
-    """e to (score - largest) in place; the sum."""
+def _exponentials(scores, largest):
+    """`exp(score - largest)` in place; returns the sum."""
     total = np.float32(0)
     for i in range(len(scores)):
         value = exp_float(scores[i] - largest)
@@ -46,16 +45,19 @@ def _soften(scores, largest):
 
 
 @njit
-def soften_rows(scores, rows, group, position, start, end, window, stats, most_rows):
-    """Softmax of each row, not divided by its sum, over what its token sees of [start, end)."""
-    tops, sums = floats(stats, rows), floats(stats + most_rows * BYTES, rows)
+def softmax_rows(scores, rows, group, position, start, end, window, stats, max_rows):
+    """Softmax of each row in place, not normalized, over what its token sees of [start, end).
+
+    Tokens are at `position` and after; `stats` receives the largest scores, then the sums.
+    """
+    tops, sums = float32s(stats, rows), float32s(stats + max_rows * BYTES, rows)
     for row in range(rows):
         line = scores + row * SCORES * BYTES
         last = min(end, position + row // group + 1) - start
         low = 0 if window == 0 else max(0, position + row // group + 1 - window - start)
         if low < last:
             tops[row] = largest_of(line + low * BYTES, last - low)
-            sums[row] = _soften(floats(line + low * BYTES, last - low), tops[row])
+            sums[row] = _exponentials(float32s(line + low * BYTES, last - low), tops[row])
             clear(line, low)
             clear(line + last * BYTES, end - start - last)
         else:
@@ -64,55 +66,59 @@ def soften_rows(scores, rows, group, position, start, end, window, stats, most_r
 
 
 @njit
-def rescale(p, scales, length, rows):
-    """Shares times the scales of the values that they are shares of."""
-    factors = floats(scales, length)
+def rescale(weights, scales, length, rows):
+    """Multiply the softmax weights of each row by the scales of the int8 values they weigh."""
+    factors = float32s(scales, length)
     for row in range(rows):
-        line = floats(p + row * SCORES * BYTES, length)
+        line = float32s(weights + row * SCORES * BYTES, length)
         for t in range(length):
             line[t] *= factors[t]
 
 
 @njit
 def scale_queries(q, q_stride, head, group, dim, scale, scaled, rows):
-    """Queries of a task, row by row and times the scale."""
+    """Copy the queries of a task, one after the other, multiplied by the scale of the scores."""
     for row in range(rows):
         place = (row // group) * q_stride + (head * group + row % group) * dim
-        source, target = floats(q + place * BYTES, dim), floats(scaled + row * dim * BYTES, dim)
+        source = float32s(q + place * BYTES, dim)
+        target = float32s(scaled + row * dim * BYTES, dim)
         for i in range(dim):
             target[i] = source[i] * scale
 
 
 @njit
-def join(whole, part, rows, most_rows, dim):
-    """Add a span's part to those before it; both are laid out as the module says."""
-    stats = most_rows * dim * BYTES
-    tops, sums = floats(whole + stats, rows), floats(whole + stats + most_rows * BYTES, rows)
-    new_tops, new_sums = floats(part + stats, rows), floats(part + stats + most_rows * BYTES, rows)
+def merge(merged, partial, rows, max_rows, dim):
+    """Merge a span's partial result into that of the spans before it."""
+    stats = max_rows * dim * BYTES
+    tops = float32s(merged + stats, rows)
+    sums = float32s(merged + stats + max_rows * BYTES, rows)
+    new_tops = float32s(partial + stats, rows)
+    new_sums = float32s(partial + stats + max_rows * BYTES, rows)
     for row in range(rows):
         if new_sums[row] == np.float32(0):  # the row's token sees nothing of the span
             continue
-        line = floats(whole + row * dim * BYTES, dim)
-        new = floats(part + row * dim * BYTES, dim)
+        line = float32s(merged + row * dim * BYTES, dim)
+        new = float32s(partial + row * dim * BYTES, dim)
         if sums[row] == np.float32(0):
             for i in range(dim):
                 line[i] = new[i]
             tops[row], sums[row] = new_tops[row], new_sums[row]
             continue
         top = max(tops[row], new_tops[row])
-        old_share, new_share = exp_float(tops[row] - top), exp_float(new_tops[row] - top)
+        old_factor, new_factor = exp_float(tops[row] - top), exp_float(new_tops[row] - top)
         for i in range(dim):
-            line[i] = line[i] * old_share + new[i] * new_share
-        tops[row], sums[row] = top, sums[row] * old_share + new_sums[row] * new_share
+            line[i] = line[i] * old_factor + new[i] * new_factor
+        tops[row], sums[row] = top, sums[row] * old_factor + new_sums[row] * new_factor
 
 
 @njit
-def write_out(whole, most_rows, out, out_stride, head, group, dim, rows):
-    """The mixed values of all spans, divided by the sums of the shares."""
-    totals = floats(whole + most_rows * (dim + 1) * BYTES, rows)
+def write_output(merged, max_rows, out, out_stride, head, group, dim, rows):
+    """The weighted values of all spans, divided by the sums of the weights."""
+    totals = float32s(merged + max_rows * (dim + 1) * BYTES, rows)
     for row in range(rows):
         place = (row // group) * out_stride + (head * group + row % group) * dim
-        target, line = floats(out + place * BYTES, dim), floats(whole + row * dim * BYTES, dim)
-        share = np.float32(1) / totals[row]
+        target = float32s(out + place * BYTES, dim)
+        line = float32s(merged + row * dim * BYTES, dim)
+        factor = np.float32(1) / totals[row]
         for i in range(dim):
-            target[i] = line[i] * share
+            target[i] = line[i] * factor

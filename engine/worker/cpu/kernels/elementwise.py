@@ -1,27 +1,30 @@
-"""The operators of a layer, each `kernel(operands, chunk, thread)` over addresses.
+"""Norms, RoPE and activations, each `kernel(operands, chunk, thread)`. A chunk is a run of rows.
 
-`operands` are int64 words; what each kernel takes is the NamedTuple beside it, word for word.
-A chunk is a run of rows.
+All arguments are int64; `operands` is the address of the structure that stands beside the kernel.
+Strides are in floats.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
+import ctypes
 
 import numpy as np
 from numba import njit
 
 from engine.worker.cpu.build import FAST
-from engine.worker.cpu.intrinsics import floats, power_of_two, words
+from engine.worker.cpu.intrinsics import float32s, power_of_two
+from engine.worker.cpu.operands import make_reader, operands
 
-BYTES = 4
+BYTES = 4  # of a float
 
 SILU, GELU_TANH = 0, 1
 
 
-class NormOperands(NamedTuple):
-    """A norm of `groups` runs of `dim` floats in each row; y may be x."""
+@operands
+class NormOperands(ctypes.Structure):
+    """A norm over `groups` runs of `dim` floats in each row; y may be x."""
 
     weight: int
+    bias: int  # layer_norm only
     eps: float
     dim: int
     x: int
@@ -31,7 +34,9 @@ class NormOperands(NamedTuple):
     rows: int
     groups: int
     rows_per_chunk: int
-    bias: int  # not of the root mean square norm
+
+
+_norm_operands = make_reader(NormOperands)
 
 
 @njit(fastmath=FAST)
@@ -59,16 +64,14 @@ def _variance(x, mean):
 
 
 def layer_norm(operands, chunk, thread):
-    """See `NormOperands`; of mean and variance."""
-    weight_at, _, dim, x_at, x_stride, y_at, y_stride, rows, groups, per, bias_at = words(
-        operands, 11
-    )
-    eps = floats(operands + 8, 1)[0]
-    weight, bias = floats(weight_at, dim), floats(bias_at, dim)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        for group in range(groups):
-            x = floats(x_at + (row * x_stride + group * dim) * BYTES, dim)
-            y = floats(y_at + (row * y_stride + group * dim) * BYTES, dim)
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over each group of each row."""
+    a = _norm_operands(operands)
+    eps, dim = np.float32(a.eps), a.dim
+    weight, bias = float32s(a.weight, dim), float32s(a.bias, dim)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        for group in range(a.groups):
+            x = float32s(a.x + (row * a.x_stride + group * dim) * BYTES, dim)
+            y = float32s(a.y + (row * a.y_stride + group * dim) * BYTES, dim)
             mean = _mean(x)
             scale = np.float32(1) / np.sqrt(_variance(x, mean) + eps)
             for k in range(dim):
@@ -76,21 +79,22 @@ def layer_norm(operands, chunk, thread):
 
 
 def rms_norm(operands, chunk, thread):
-    """See `NormOperands`; of the root mean square."""
-    weight_at, _, dim, x_at, x_stride, y_at, y_stride, rows, groups, per = words(operands, 10)
-    eps = floats(operands + 8, 1)[0]
-    weight = floats(weight_at, dim)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        for group in range(groups):
-            x = floats(x_at + (row * x_stride + group * dim) * BYTES, dim)
-            y = floats(y_at + (row * y_stride + group * dim) * BYTES, dim)
+    """`x / sqrt(mean(x²) + eps) * weight` over each group of each row."""
+    a = _norm_operands(operands)
+    eps, dim = np.float32(a.eps), a.dim
+    weight = float32s(a.weight, dim)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        for group in range(a.groups):
+            x = float32s(a.x + (row * a.x_stride + group * dim) * BYTES, dim)
+            y = float32s(a.y + (row * a.y_stride + group * dim) * BYTES, dim)
             scale = np.float32(1) / np.sqrt(_mean_square(x) + eps)
             for k in range(dim):
                 y[k] = x[k] * scale * weight[k]
 
 
-class RopeOperands(NamedTuple):
-    """Rotary positions in place: pairs are the halves of each of `heads` heads of a row."""
+@operands
+class RopeOperands(ctypes.Structure):
+    """RoPE in place on `heads` heads of each row; pairs are made of a head's two halves."""
 
     x: int
     x_stride: int
@@ -98,28 +102,36 @@ class RopeOperands(NamedTuple):
     sin: int
     rows: int
     heads: int
-    half: int
+    half: int  # head dim / 2
     rows_per_chunk: int
 
 
+_rope_operands = make_reader(RopeOperands)
+
+
+@njit
+def rotate_head(head, cos, sin, half):
+    """RoPE in place on one head of `2 * half` floats at an address."""
+    first, second = float32s(head, half), float32s(head + half * BYTES, half)
+    for k in range(half):
+        a, b = first[k], second[k]
+        first[k] = a * cos[k] - b * sin[k]
+        second[k] = b * cos[k] + a * sin[k]
+
+
 def apply_rope(operands, chunk, thread):
-    """See `RopeOperands`."""
-    x_at, x_stride, cos_at, sin_at, rows, heads, half, per = words(operands, 8)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        cos = floats(cos_at + row * half * BYTES, half)
-        sin = floats(sin_at + row * half * BYTES, half)
-        for head in range(heads):
-            at = x_at + (row * x_stride + 2 * head * half) * BYTES
-            first, second = floats(at, half), floats(at + half * BYTES, half)
-            for k in range(half):
-                a, b = first[k], second[k]
-                first[k] = a * cos[k] - b * sin[k]
-                second[k] = b * cos[k] + a * sin[k]
+    """RoPE on all heads of a run of rows."""
+    a = _rope_operands(operands)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        cos = float32s(a.cos + row * a.half * BYTES, a.half)
+        sin = float32s(a.sin + row * a.half * BYTES, a.half)
+        for head in range(a.heads):
+            rotate_head(a.x + (row * a.x_stride + 2 * head * a.half) * BYTES, cos, sin, a.half)
 
 
 @njit(fastmath=FAST)
 def exp_float(x):
-    """e to a float32, to about 1e-7 of itself; what is no number stays none."""
+    """e to a float32 with a relative error of about 1e-7; NaN gives NaN."""
     x = x * np.float32(1.44269504)
     x = np.float32(-126) if x < np.float32(-126) else x
     x = np.float32(127) if x > np.float32(127) else x
@@ -135,10 +147,11 @@ def exp_float(x):
     return y * power_of_two(whole)
 
 
-class ActivationOperands(NamedTuple):
-    """`y = act(x[:, :width])`, times `x[:, width:]` where the MLP is gated."""
+@operands
+class ActivationOperands(ctypes.Structure):
+    """`y = act(x[:, :width])`, times `x[:, width:]` if the MLP is gated."""
 
-    kind: int
+    function: int  # SILU or GELU_TANH
     is_gated: int
     x: int
     x_stride: int
@@ -149,23 +162,27 @@ class ActivationOperands(NamedTuple):
     rows_per_chunk: int
 
 
+_activation_operands = make_reader(ActivationOperands)
+
+
 def activation(operands, chunk, thread):
-    """See `ActivationOperands`. Both kinds are x times a sigmoid."""
-    kind, is_gated, x_at, x_stride, y_at, y_stride, rows, width, per = words(operands, 9)
+    """SiLU, or GELU in its tanh form; both are x times a sigmoid."""
+    a = _activation_operands(operands)
+    width = a.width
     one, twice = np.float32(1), np.float32(2 * 0.7978845608028654)
     cubic = np.float32(0.044715)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        x = floats(x_at + row * x_stride * BYTES, width)
-        y = floats(y_at + row * y_stride * BYTES, width)
-        if kind == SILU:
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x = float32s(a.x + row * a.x_stride * BYTES, width)
+        y = float32s(a.y + row * a.y_stride * BYTES, width)
+        if a.function == SILU:
             for k in range(width):
                 y[k] = x[k] / (one + exp_float(-x[k]))
         else:
             for k in range(width):
                 inner = twice * (x[k] + cubic * x[k] * x[k] * x[k])
                 y[k] = x[k] / (one + exp_float(-inner))
-        if is_gated != 0:
-            up = floats(x_at + (row * x_stride + width) * BYTES, width)
+        if a.is_gated != 0:
+            up = float32s(a.x + (row * a.x_stride + width) * BYTES, width)
             for k in range(width):
                 y[k] *= up[k]
 

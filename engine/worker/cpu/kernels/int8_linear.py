@@ -1,116 +1,90 @@
-"""The 8-bit linear in two kernels: round the activations of each token, then multiply.
+"""The int8 linear in two kernels: quantize the inputs of each token, then multiply.
 
-Weights have 127 steps either way and a scale per output channel. Activations have a scale per
-token and 14 bits, as fine as sums of `DEPTH` products allow in 32 bits, so that nearly all of the
-error is that of the weights; or 8 bits, where the machine multiplies those faster.
+Weights have 127 steps in each direction and a scale per output channel. Inputs have a scale per
+token and 14 bits, the most for which sums of `DEPTH` products fit in 32 bits, so that nearly all of
+the error is that of the weights; or 8 bits, for which the CPU may have a faster instruction (VNNI).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
-from engine.worker.cpu.intrinsics import bits, float_of_bits, floats, octets, shorts, words
+from engine.worker.cpu.intrinsics import float32s, float_of_bits, int8s, int16s, int32s
 from engine.worker.cpu.kernels.elementwise import BYTES
-from engine.worker.cpu.kernels.linear import begin_row, multiply
-from engine.worker.cpu.kernels.packed_tiles import (
-    HAS_QUADS,
-    INT_ROWS,
-    PAIR,
-    QUAD,
-    WIDTH,
-    pair_tile,
-    quad_tile,
-)
+from engine.worker.cpu.kernels.linear import begin_row, input_operands, multiply
+from engine.worker.cpu.kernels.packed_tiles import WIDTH, int16_tile, uint8_tile
+from engine.worker.cpu.kernels.tile_formats import PAIR, QUAD
 
-MOST_SHORT = (1 << 14) - 1
-MOST_OCTET = 127
-ZERO_OCTET = 128  # an activation of zero: octets are unsigned
+MAX_14_BITS = (1 << 14) - 1
+MAX_8_BITS = 127
+ZERO_UINT8 = 128  # what stands for 0: VNNI takes unsigned inputs
 DEPTH = 1024  # of k: 127 * (2^14 - 1) * 1024 is just below 2^31
 
 
-class RoundOperands(NamedTuple):
-    """`y = round(x / scale)` in `padded` int16 or uint8, each row with its own `scale`.
-
-    What lies beyond `width` is of no account, but is written.
-    """
-
-    x: int
-    x_stride: int
-    width: int
-    y: int
-    padded: int
-    scale: int
-    rows: int
-    rows_per_chunk: int
-
-
 @njit(inline="always")
-def _largest_size(x):
-    """The largest absolute value; no finite number if any is none. Floats in order of size have
-    bits in that order, and whole numbers are compared in vectors."""
+def largest_magnitude(x):
+    """The largest absolute value of the bits of floats; not finite if any is not.
+
+    Magnitudes of floats are ordered as their bits are, and integers are compared in vectors.
+    """
     largest = np.int32(0)
     for one in x:
-        size = np.int32(one & 0x7FFFFFFF)
-        largest = size if size > largest else largest
+        magnitude = np.int32(one & 0x7FFFFFFF)
+        largest = magnitude if magnitude > largest else largest
     return float_of_bits(largest)
 
 
 @njit(inline="always")
-def _round_row(x_at, width, y, most, zero):
-    """Round to whole steps, `most` of them either way of `zero`; the size of a step."""
-    x = floats(x_at, width)
-    largest = _largest_size(bits(x_at, width))
-    steps = np.float32(most) / largest if largest > 0 else np.float32(0)
+def quantize_row(x_at, width, y, steps, zero):
+    """Round floats to multiples of the scale, which is returned; `steps` in each direction."""
+    x = float32s(x_at, width)
+    largest = largest_magnitude(int32s(x_at, width))
+    factor = np.float32(steps) / largest if largest > 0 else np.float32(0)
     for k in range(len(x)):
-        y[k] = np.int32(x[k] * steps + np.float32(0.5 if x[k] >= 0 else -0.5)) + zero
+        y[k] = np.int32(x[k] * factor + np.float32(0.5 if x[k] >= 0 else -0.5)) + zero
     for k in range(len(x), len(y)):
         y[k] = 0
-    return largest * np.float32(1 / most)
+    return largest * np.float32(1 / steps)
 
 
-def round_to_shorts(operands, chunk, thread):
-    """See `RoundOperands`. The scale of a row with what is no number is none either."""
-    x_at, x_stride, width, y_at, padded, scale_at, rows, per = words(operands, 8)
-    scales = floats(scale_at, rows)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        y = shorts(y_at + row * padded * 2, padded)
-        scales[row] = _round_row(x_at + row * x_stride * BYTES, width, y, MOST_SHORT, 0)
+def quantize_to_14_bits(operands, chunk, thread):
+    """`InputOperands` with y in int16. Rows with NaN or infinity get a scale that is not finite."""
+    a = input_operands(operands)
+    scales = float32s(a.scale, a.rows)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        y = int16s(a.y + row * a.padded * 2, a.padded)
+        scales[row] = quantize_row(a.x + row * a.x_stride * BYTES, a.width, y, MAX_14_BITS, 0)
 
 
-def round_to_octets(operands, chunk, thread):
-    """The same with fewer steps."""
-    x_at, x_stride, width, y_at, padded, scale_at, rows, per = words(operands, 8)
-    scales = floats(scale_at, rows)
-    for row in range(chunk * per, min(rows, (chunk + 1) * per)):
-        y = octets(y_at + row * padded, padded)
-        scales[row] = _round_row(x_at + row * x_stride * BYTES, width, y, MOST_OCTET, ZERO_OCTET)
+def quantize_to_8_bits(operands, chunk, thread):
+    """`InputOperands` with y in uint8 around `ZERO_UINT8`; scales as above."""
+    a = input_operands(operands)
+    scales = float32s(a.scale, a.rows)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        y, x = int8s(a.y + row * a.padded, a.padded), a.x + row * a.x_stride * BYTES
+        scales[row] = quantize_row(x, a.width, y, MAX_8_BITS, ZERO_UINT8)
 
 
 @njit(inline="always")
-def _finish(sums, scales, bias, y, y_stride, columns, rows, is_first, adds):
-    """The scaled sums of a tile into y; see `multiply`."""
-    offsets, w_scales = bits(scales[0], columns), floats(scales[1], columns)
-    shift, x_scales = floats(bias, columns), floats(scales[2], rows)
+def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
+    """Add the scaled sums of a tile to y."""
+    offsets, w_scales = int32s(scales[0], columns), float32s(scales[1], columns)
+    bias, x_scales = float32s(bias_at, columns), float32s(scales[2], rows)
     for m in range(rows):
-        row = bits(sums + m * WIDTH * BYTES, columns)
-        out = floats(y + m * y_stride * BYTES, columns)
+        row = int32s(sums + m * WIDTH * BYTES, columns)
+        y = float32s(y_at + m * y_stride * BYTES, columns)
         if is_first:
-            begin_row(out, shift, adds)
+            begin_row(y, bias, adds)
         scale = x_scales[m]
         for n in range(columns):
-            out[n] += np.float32(row[n] - offsets[n]) * (w_scales[n] * scale)
+            y[n] += np.float32(row[n] - offsets[n]) * (w_scales[n] * scale)
 
 
-def linear_of_shorts(operands, chunk, thread):
-    """See `LinearOperands`."""
-    multiply(operands, chunk, pair_tile, _finish, INT_ROWS, DEPTH, PAIR, PAIR)
+def linear_14_bits(operands, chunk, thread):
+    """`LinearOperands` with int8 weights and inputs of 14 bits."""
+    multiply(operands, chunk, int16_tile, _finish, DEPTH, PAIR, PAIR)
 
 
-def linear_of_octets(operands, chunk, thread):
-    """See `LinearOperands`."""
-    multiply(operands, chunk, quad_tile, _finish, INT_ROWS, DEPTH, QUAD, QUAD)
-
-
-KERNELS = (round_to_octets, linear_of_octets) if HAS_QUADS else (round_to_shorts, linear_of_shorts)
+def linear_8_bits(operands, chunk, thread):
+    """`LinearOperands` with int8 weights and inputs of 8 bits."""
+    multiply(operands, chunk, uint8_tile, _finish, DEPTH, QUAD, QUAD)

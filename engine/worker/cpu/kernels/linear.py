@@ -1,123 +1,162 @@
-"""The linear layer: packed weights times rows, in whatever form numbers have.
+"""The linear layer: packed weights times rows of x, for every tile format; in float32 and bfloat16.
 
-A chunk is a run of panels. k is cut in pieces, alike for any number of rows, and each row's sums
-are its own: so its result has the same bits in any company.
+A chunk is a run of panels. k is cut into the same pieces for any number of rows, and each row has
+its own sums, so a row's result has the same bits whatever rows are beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
+import ctypes
 
 import numpy as np
 from numba import njit
 
-from engine.worker.cpu.intrinsics import floats, words
+from engine.worker.cpu.intrinsics import float32s
+from engine.worker.cpu.kernels.dtypes import BFLOAT16, store_one
 from engine.worker.cpu.kernels.elementwise import BYTES
-from engine.worker.cpu.kernels.packed_tiles import MOST_ROWS, WIDTH, float_tile, sums_of_tile
+from engine.worker.cpu.kernels.packed_tiles import WIDTH, bfloat16_tile, float32_tile, tile_sums
+from engine.worker.cpu.kernels.tile_formats import MAX_ROWS, PAIR
+from engine.worker.cpu.operands import make_reader, operands
 
-PANEL = 48  # rows of x that pass over weights while they are in cache
-FLOAT_DEPTH = 512  # of k, floats that are added up in registers
+ROWS_AT_ONCE = 48  # rows of x that are multiplied by weights while these are in cache
+FLOAT_DEPTH = 512  # of k, added up in registers
 
 
-class LinearOperands(NamedTuple):
-    """`y[rows, outputs] = x w^T + bias`, or `+=` with `adds`; w is packed."""
+@operands
+class LinearOperands(ctypes.Structure):
+    """`y[rows, outputs] = x wᵀ + bias`, or `+=` if `adds`; w is packed."""
 
     weight: int
-    weight_scale: int  # where both are rounded; else 0
-    offset: int  # int32 [pieces of k, panels * WIDTH], which are taken from the sums; or 0
+    weight_scale: int  # float32 [outputs], of quantized weights; else 0
+    offset: int  # int32 [pieces of k, panels * WIDTH], subtracted from the sums; or 0
     bias: int
-    inputs: int  # with padding, if the form asks for some
+    inputs: int  # padded to a multiple of what the format requires
     outputs: int
     columns: int  # of a chunk, whole panels
     x: int
     x_stride: int  # bytes
-    x_scale: int
+    x_scale: int  # float32 [rows], of quantized inputs; else 0
+    x_sums: int  # int32 [rows, groups of inputs], for formats that need them; else 0
     y: int
-    y_stride: int
+    y_stride: int  # floats
     rows: int
     adds: int
 
 
-@njit(inline="always")
-def begin_row(out, shift, adds):
-    """What the products are added to."""
-    for n in range(len(out)):
-        out[n] = shift[n] + (out[n] if adds != 0 else np.float32(0))
+_linear_operands = make_reader(LinearOperands)
 
 
 @njit(inline="always")
-def multiply(operands, chunk, tile, finish, most_rows, depth, group, lane_bytes):
-    """See `LinearOperands`; `group` of k have 4 bytes in x and `lane_bytes` in w.
+def begin_row(y, bias, adds):
+    """What the products are added to: the bias, and what y holds if `adds`."""
+    for n in range(len(y)):
+        y[n] = bias[n] + (y[n] if adds != 0 else np.float32(0))
+
+
+@njit(inline="always")
+def multiply(operands, chunk, tile, finish, depth, group, lane_bytes):
+    """Compute a chunk of `LinearOperands`; `group` of k have 4 bytes in x and `lane_bytes` in w.
 
     `finish(sums, scales, bias, y, y_stride, columns, rows, is_first, adds)` adds the sums of a
-    tile to y, where `scales` are the addresses of offsets and scales.
+    tile to y; `scales` are the addresses of offsets, weight scales and input scales.
     """
-    (
-        w, w_scale, offset, bias, inputs, outputs, columns, x, x_stride, x_scale, y, y_stride,
-        rows, adds,
-    ) = words(operands, 14)  # fmt: skip
-    sums = sums_of_tile()
+    a = _linear_operands(operands)
+    sums = tile_sums()
     group_bytes = WIDTH * lane_bytes  # of a panel
-    panel_bytes = inputs // group * group_bytes
-    padded = (outputs + WIDTH - 1) // WIDTH * WIDTH
-    first, last = chunk * columns, min(outputs, (chunk + 1) * columns)
-    # Few rows: walk along the weights as they lie. Many: keep a piece of them in cache.
-    block = WIDTH if rows <= PANEL else columns
+    panel_bytes = a.inputs // group * group_bytes
+    padded = (a.outputs + WIDTH - 1) // WIDTH * WIDTH
+    first, last = chunk * a.columns, min(a.outputs, (chunk + 1) * a.columns)
+    # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
+    block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
     for start in range(first, last, block):
-        for k in range(0, inputs, depth):
-            groups = min(depth, inputs - k) // group
-            for top in range(0, rows, PANEL):
-                bottom = min(top + PANEL, rows)
-                tiles = (bottom - top + most_rows - 1) // most_rows
+        for k in range(0, a.inputs, depth):
+            groups = min(depth, a.inputs - k) // group
+            for top in range(0, a.rows, ROWS_AT_ONCE):
+                bottom = min(top + ROWS_AT_ONCE, a.rows)
+                tiles = (bottom - top + MAX_ROWS - 1) // MAX_ROWS
                 for n in range(start, min(start + block, last), WIDTH):
-                    place = w + n // WIDTH * panel_bytes + k // group * group_bytes
+                    weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
                     m = top
-                    for left in range(tiles, 0, -1):  # as even as can be
+                    for left in range(tiles, 0, -1):  # rows are shared out evenly among tiles
                         count = (bottom - m + left - 1) // left
-                        # Each tile prefetches its share of what comes next.
+                        # Each tile prefetches its share of the weights that come next.
                         ahead = groups * group_bytes // tiles * (2 * tiles - left)
                         tile(
-                            place,
-                            x + m * x_stride + k // group * 4,
-                            x_stride,
+                            weights,
+                            a.x + m * a.x_stride + k // group * 4,
+                            a.x_stride,
                             count,
                             groups,
                             sums,
-                            place + ahead,
+                            weights + ahead,
                             group_bytes // tiles,
                         )
                         finish(
                             sums,
                             (
-                                offset + (k // depth * padded + n) * BYTES,
-                                w_scale + n * BYTES,
-                                x_scale + m * BYTES,
+                                a.offset + (k // depth * padded + n) * BYTES,
+                                a.weight_scale + n * BYTES,
+                                a.x_scale + m * BYTES,
                             ),
-                            bias + n * BYTES,
-                            y + (m * y_stride + n) * BYTES,
-                            y_stride,
-                            min(WIDTH, outputs - n),
+                            a.bias + n * BYTES,
+                            a.y + (m * a.y_stride + n) * BYTES,
+                            a.y_stride,
+                            min(WIDTH, a.outputs - n),
                             count,
                             k == 0,
-                            adds,
+                            a.adds,
                         )
                         m += count
 
 
 @njit(inline="always")
-def _finish_floats(sums, scales, bias, y, y_stride, columns, rows, is_first, adds):
-    shift = floats(bias, columns)
+def _finish_floats(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
+    bias = float32s(bias_at, columns)
     for m in range(rows):
-        row = floats(sums + m * WIDTH * BYTES, columns)
-        out = floats(y + m * y_stride * BYTES, columns)
+        row = float32s(sums + m * WIDTH * BYTES, columns)
+        y = float32s(y_at + m * y_stride * BYTES, columns)
         if is_first:
-            begin_row(out, shift, adds)
+            begin_row(y, bias, adds)
         for n in range(columns):
-            out[n] += row[n]
+            y[n] += row[n]
 
 
-def linear_of_floats(operands, chunk, thread):
-    """See `LinearOperands`."""
-    multiply(operands, chunk, float_tile, _finish_floats, MOST_ROWS, FLOAT_DEPTH, 1, 4)
+def linear_float32(operands, chunk, thread):
+    """`LinearOperands` with float32 x and weights."""
+    multiply(operands, chunk, float32_tile, _finish_floats, FLOAT_DEPTH, 1, 4)
 
 
-KERNELS = (linear_of_floats,)
+def linear_bfloat16(operands, chunk, thread):
+    """`LinearOperands` with bfloat16 x and weights, added in float32."""
+    multiply(operands, chunk, bfloat16_tile, _finish_floats, FLOAT_DEPTH, PAIR, 4)
+
+
+@operands
+class InputOperands(ctypes.Structure):
+    """`y = x` in another format, each row padded to `padded` items; `scale` if it is quantized.
+
+    The padding is multiplied by zeros; it must be finite.
+    """
+
+    x: int
+    x_stride: int  # floats
+    width: int
+    y: int
+    padded: int
+    scale: int  # float32 [rows], or 0
+    sums: int  # int32 [rows, groups of y], or 0
+    rows: int
+    rows_per_chunk: int
+
+
+input_operands = make_reader(InputOperands)
+
+
+def convert_to_bfloat16(operands, chunk, thread):
+    """`InputOperands` with y in bfloat16, rounded to nearest even."""
+    a = input_operands(operands)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x, y = float32s(a.x + row * a.x_stride * BYTES, a.width), a.y + row * a.padded * 2
+        for k in range(a.width):
+            store_one(BFLOAT16, y + k * 2, x[k])
+        for k in range(a.width, a.padded):
+            store_one(BFLOAT16, y + k * 2, np.float32(0))

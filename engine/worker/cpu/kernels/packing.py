@@ -1,4 +1,4 @@
-"""Weights in panels, in the order in which the tiles of `packed_tiles` read them."""
+"""Packs weights into panels, in the order in which the tiles of `packed_tiles` read them."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from engine.worker.cpu.pages import WeightPages
 
 
 def pack(weight: Tensor, pages: WeightPages) -> Tensor:
-    """`[out, groups]` as `[panels, groups, WIDTH]`; what the last panel has too much is zero."""
+    """`[out, groups]` as `[panels, groups, WIDTH]`; the last panel is padded with zeros."""
     outputs, groups = weight.shape
     whole, rest = divmod(outputs, WIDTH)
     packed = pages.take((whole + (rest > 0), groups, WIDTH), weight.dtype)

@@ -1,33 +1,40 @@
-"""Kernels of the sampler: the largest logit of a row, and one draw from a filtered row.
+"""Sampling kernels: the argmax of a row of logits, and one sampled token of a filtered row.
 
-They do what `engine.worker.sampling.filters` does in numpy, row by row and each sum in the order
-of ids, so a row's token depends on the row alone.
+They compute what `engine.worker.sampling.filters` computes in numpy, row by row and each sum in
+the order of token ids, so the sampled token depends on its row only.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
+import ctypes
 
 import numpy as np
 from numba import njit
 
 from engine.worker.cpu.build import FAST
-from engine.worker.cpu.intrinsics import bits, doubles, floats, words
-from engine.worker.cpu.kernels.elementwise import exp_float
+from engine.worker.cpu.intrinsics import float32s, float64s, int32s, int64s
+from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
+from engine.worker.cpu.operands import make_reader, operands
 
-RUN = 512  # ids that are looked at as one
+RUN = 512  # ids whose sum or maximum is computed at once
 BUCKETS = 2048
-COLDEST_POWER = np.float32(-87)  # e to less than this is no normal float32
-BYTES = 4
+MIN_EXPONENT = np.float32(-87)  # e to less than this is no normal float32
 
 
-class LargestOperands(NamedTuple):
-    """Per row of logits the largest value and its lowest id; NaN if any is not finite."""
+@operands
+class ArgmaxOperands(ctypes.Structure):
+    """The largest value and its lowest id of each row; a chunk is a row.
+
+    The value is NaN if the row has NaN or infinity.
+    """
 
     logits: int
-    stride: int
+    stride: int  # floats
     vocab: int
-    values: int
-    ids: int
+    values: int  # float32 [rows]
+    ids: int  # int64 [rows]
+
+
+_argmax_operands = make_reader(ArgmaxOperands)
 
 
 @njit(fastmath={"nnan", "nsz"})
@@ -47,61 +54,82 @@ def _sum(x, first, end):
 
 
 @njit(fastmath=FAST)
-def _blemish(x, first, end):
-    """0, or NaN if something is not finite."""
+def _zero_or_nan(x, first, end):
+    """NaN if any value is not finite, else 0."""
     total = np.float32(0)
     for i in range(first, end):
         total += x[i] * np.float32(0)
     return total
 
 
-def largest(operands, chunk, thread):
-    """See `LargestOperands`."""
-    logits, stride, vocab, values_at, ids_at = words(operands, 5)
-    x = floats(logits + chunk * stride * BYTES, vocab)
-    best, start, blemish = x[0], 0, np.float32(0)
-    for first in range(0, vocab, RUN):
-        end = min(first + RUN, vocab)
-        blemish += _blemish(x, first, end)
-        found = _largest(x, first, end)
-        if found > best:
-            best, start = found, first
+def argmax(operands, chunk, thread):
+    """`ArgmaxOperands` for row `chunk`."""
+    a = _argmax_operands(operands)
+    x = float32s(a.logits + chunk * a.stride * BYTES, a.vocab)
+    best, start, nan = x[0], 0, np.float32(0)
+    for first in range(0, a.vocab, RUN):
+        end = min(first + RUN, a.vocab)
+        nan += _zero_or_nan(x, first, end)
+        largest = _largest(x, first, end)
+        if largest > best:
+            best, start = largest, first
     at = start
-    while at < vocab - 1 and x[at] != best:
+    while at < a.vocab - 1 and x[at] != best:
         at += 1
-    floats(values_at, chunk + 1)[chunk] = best + blemish
-    words(ids_at, chunk + 1)[chunk] = at
+    float32s(a.values, chunk + 1)[chunk] = best + nan
+    int64s(a.ids, chunk + 1)[chunk] = at
 
 
-class DrawOperands(NamedTuple):
-    """One draw per chunk: `integers` are row and top_k, `reals` the four below, float64."""
+@operands
+class SampleOperands(ctypes.Structure):
+    """One sampled token per chunk, from a row of logits."""
 
     logits: int
-    stride: int
+    stride: int  # floats
     vocab: int
-    integers: int  # [draws, 2]
-    reals: int  # [draws, 4]: temperature, min_p, top_p, point
-    ids: int  # [draws] int64
-    scratch: int  # of thread 0: weights of a row, then the buckets
-    scratch_bytes: int  # of a thread
+    params: int  # array of `SampleParams`
+    ids: int  # int64 [samples], the result
+    scratch: int  # of thread 0: histogram buckets, then the weights of a row
+    scratch_bytes: int  # of each thread
+
+
+@operands
+class SampleParams(ctypes.Structure):
+    """Which row to sample from, and how."""
+
+    row: int
+    top_k: int
+    temperature: float
+    min_p: float
+    top_p: float
+    point: float  # in [0, 1): the place in the cumulative distribution
+
+
+PARAMS_BYTES = ctypes.sizeof(SampleParams)
+_sample_operands, _sample_params = make_reader(SampleOperands), make_reader(SampleParams)
+
+
+def scratch_bytes(vocab: int) -> int:
+    """Of a thread, a multiple of 64."""
+    return (BUCKETS * 8 + vocab * BYTES + 63) // 64 * 64
 
 
 @njit(fastmath=FAST)
-def _weigh(x, weights, count, largest, temperature, least):
-    """`exp((x - largest) / temperature)`, 0 below `least`."""
+def _weigh(x, weights, count, largest, temperature, min_p):
+    """`weights = exp((x - largest) / temperature)`, 0 below `min_p`."""
     for i in range(count):
-        power = (x[i] - largest) / temperature
-        weight = exp_float(power)
-        is_kept = power > COLDEST_POWER and weight >= least
+        exponent = (x[i] - largest) / temperature
+        weight = exp_float(exponent)
+        is_kept = exponent > MIN_EXPONENT and weight >= min_p
         weights[i] = weight if is_kept else np.float32(0)
 
 
 @njit
-def _border(weights, pattern, count, wanted, is_mass, buckets):
-    """Bits of the smallest weight that is wanted, and how much lies above it.
+def _find_cutoff(weights, pattern, count, wanted, is_mass, buckets):
+    """The bits of the smallest weight that is kept, and the count or mass of larger weights.
 
-    Weights are not negative, so their bits order them: 11 bits at a time, count or mass per
-    bucket, and down from the top until `wanted` is reached.
+    Weights are not negative, so they are ordered as their bits are: a radix select, 11 bits at a
+    time, from the largest weight down until `wanted` (a count, or a mass) is reached.
     """
     prefix, above = 0, 0.0
     for shift, width in ((21, 11), (10, 11), (0, 10)):
@@ -121,13 +149,13 @@ def _border(weights, pattern, count, wanted, is_mass, buckets):
 
 
 @njit
-def _keep(weights, pattern, count, border, above, wanted):
-    """Zero what is below the border, and of its equals those after `wanted` is reached."""
+def _filter(weights, pattern, count, cutoff, above, wanted):
+    """Zero the weights below the cutoff, and those equal to it once `wanted` is reached."""
     taken = above
     for i in range(count):
-        if pattern[i] < border:
+        if pattern[i] < cutoff:
             weights[i] = 0
-        elif pattern[i] == border:
+        elif pattern[i] == cutoff:
             if taken > 0.0 and taken >= wanted:
                 weights[i] = 0
             else:
@@ -160,25 +188,26 @@ def _pick(weights, count, point):
     return last
 
 
-def draw(operands, chunk, thread):
-    """See `DrawOperands`."""
-    logits, stride, vocab, integers, reals, ids, scratch, scratch_bytes = words(operands, 8)
-    row, top_k = words(integers + chunk * 16, 2)
-    temperature, min_p, top_p, point = doubles(reals + chunk * 32, 4)
-    x = floats(logits + row * stride * BYTES, vocab)
-    at = scratch + thread * scratch_bytes
-    buckets = doubles(at, BUCKETS)
-    weights, pattern = floats(at + BUCKETS * 8, vocab), bits(at + BUCKETS * 8, vocab)
-    largest = _largest(x, 0, vocab)
-    _weigh(x, weights, vocab, largest, np.float32(temperature), np.float32(min_p))
+def sample(operands, chunk, thread):
+    """Temperature, min-p, top-k, top-p, then the token at `point`, for sample `chunk`."""
+    a = _sample_operands(operands)
+    params = _sample_params(a.params + chunk * PARAMS_BYTES)
+    vocab, top_k, top_p = a.vocab, params.top_k, params.top_p
+    x = float32s(a.logits + params.row * a.stride * BYTES, vocab)
+    buckets_at = a.scratch + thread * a.scratch_bytes
+    weights_at = buckets_at + BUCKETS * 8
+    buckets = float64s(buckets_at, BUCKETS)
+    weights, pattern = float32s(weights_at, vocab), int32s(weights_at, vocab)
+    temperature, min_p = np.float32(params.temperature), np.float32(params.min_p)
+    _weigh(x, weights, vocab, _largest(x, 0, vocab), temperature, min_p)
     if top_k > 0 and top_k < vocab:
-        border, above = _border(weights, pattern, vocab, float(top_k), False, buckets)
-        _keep(weights, pattern, vocab, border, 0.0, np.inf)
+        cutoff, above = _find_cutoff(weights, pattern, vocab, float(top_k), False, buckets)
+        _filter(weights, pattern, vocab, cutoff, 0.0, np.inf)
     if top_p < 1.0:
         wanted = top_p * _sum(weights, 0, vocab)
-        border, above = _border(weights, pattern, vocab, wanted, True, buckets)
-        _keep(weights, pattern, vocab, border, above, wanted)
-    words(ids, chunk + 1)[chunk] = _pick(weights, vocab, point)
+        cutoff, above = _find_cutoff(weights, pattern, vocab, wanted, True, buckets)
+        _filter(weights, pattern, vocab, cutoff, above, wanted)
+    int64s(a.ids, chunk + 1)[chunk] = _pick(weights, vocab, params.point)
 
 
-KERNELS = (largest, draw)
+KERNELS = (argmax, sample)

@@ -1,11 +1,10 @@
 """Operators that quantize float weights, for tests of int8 linears."""
 
-from engine.worker.cpu.int8 import FASTEST, Int8Linears, Rounding
+from engine.worker.cpu.linears.int8 import FASTEST, Int8Linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
-def int8_operators(team: NativeThreadPool, rounding: Rounding = FASTEST) -> NativeOperators:
+def int8_operators(pool: NativeThreadPool, linears: Int8Linears = FASTEST) -> NativeOperators:
     """All linears in int8, unless some of their weights are floats and some are not."""
-    linears = Int8Linears(rounding)
-    return NativeOperators(team, {"float32": linears, "int8": linears})
+    return NativeOperators(pool, {"float32": linears, "int8": linears})

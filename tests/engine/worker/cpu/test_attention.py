@@ -1,4 +1,4 @@
-"""Attention on the CPU: a token's bits are its own, whoever shares the step and the threads."""
+"""Attention on the CPU: a token's bits depend on no other token of the step and no thread count."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def opened(threads: int, dtype: torch.dtype, window: int | None) -> tuple[CpuAtt
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("dtype", [d for name, d in CPU_KV_DTYPES.items() if name != "auto"])
-def test_bits_are_the_same_alone_in_company_cut_and_shared_out(
+def test_bits_are_the_same_alone_beside_others_cut_and_divided_among_threads(
     dtype: torch.dtype, window: int | None
 ) -> None:
     whole, last = rows_of(LENGTH, 1), slice(LENGTH - 1, LENGTH)
@@ -70,7 +70,7 @@ def test_bits_are_the_same_alone_in_company_cut_and_shared_out(
     assert torch.equal(run(shared, *mates, (0, LENGTH - 1, whole[last].clone()))[-1], again)
 
 
-def test_what_is_no_number_is_seen_in_the_result_and_stays_with_its_request() -> None:
+def test_nan_is_in_the_output_of_its_request_only() -> None:
     for dtype in CPU_KV_DTYPES.values():
         attention, _ = opened(2, dtype, None)
         bad, good = rows_of(40, 1), rows_of(40, 2)
@@ -80,7 +80,7 @@ def test_what_is_no_number_is_seen_in_the_result_and_stays_with_its_request() ->
         assert fine.isfinite().all()
 
 
-def test_float16_holds_what_is_beyond_it_as_its_largest_number() -> None:
+def test_float16_stores_larger_numbers_as_its_largest() -> None:
     attention, cache = opened(1, torch.float16, None)
     rows = rows_of(1, 1)
     rows[0, HEADS, 0], rows[0, HEADS, 1] = 1e6, -1e6

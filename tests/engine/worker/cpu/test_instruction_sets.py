@@ -29,10 +29,10 @@ KERNEL_TESTS = ("operators", "int8", "attention", "kernel_graph")
 INSTRUCTIONS = """
 from numba import cfunc
 from engine.worker.cpu.build import KERNEL
-from engine.worker.cpu.int8 import FASTEST, SHORTS
+from engine.worker.cpu.linears.int8 import FASTEST, WITH_14_BITS
 best_first = ("vpdpbusd", "vpdpwssd", "vpmaddwd")
-for rounding in (FASTEST, SHORTS):
-    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(rounding.linear)
+for linears in (FASTEST, WITH_14_BITS):
+    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(linears.kernel)
     text = kernel._library.get_asm_str()
     used = next(name for name in best_first if name in text)
     print(kernel.__name__, used, *(["%zmm"] if "%zmm" in text else []))
@@ -61,10 +61,10 @@ def is_own(cpu: str) -> bool:
 @pytest.mark.parametrize(
     ("cpu", "fastest", "of_14_bits"),
     [
-        ("avx2", "linear_of_shorts vpmaddwd", "linear_of_shorts vpmaddwd"),
-        ("avx_vnni", "linear_of_octets vpdpbusd", "linear_of_shorts vpdpwssd"),
-        ("avx512", "linear_of_shorts vpmaddwd %zmm", "linear_of_shorts vpmaddwd %zmm"),
-        ("avx512_vnni", "linear_of_octets vpdpbusd %zmm", "linear_of_shorts vpdpwssd %zmm"),
+        ("avx2", "linear_14_bits vpmaddwd", "linear_14_bits vpmaddwd"),
+        ("avx_vnni", "linear_8_bits vpdpbusd", "linear_14_bits vpdpwssd"),
+        ("avx512", "linear_14_bits vpmaddwd %zmm", "linear_14_bits vpmaddwd %zmm"),
+        ("avx512_vnni", "linear_8_bits vpdpbusd %zmm", "linear_14_bits vpdpwssd %zmm"),
     ],
 )
 def test_int8_linears_use_the_widest_dot_products_of_a_cpu(
@@ -86,7 +86,7 @@ def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
         pytest.skip("not executable here, or what the other tests run")
     here = Path(__file__).parent
     tests = [str(here / f"test_{name}.py") for name in KERNEL_TESTS]
-    emulated = [] if "vnni" in cpu else ["-k", "not octets"]
+    emulated = [] if "vnni" in cpu else ["-k", "not 8_bits"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *emulated, *tests],
         env=environment_of(cpu),

@@ -1,39 +1,39 @@
-"""Linear layers with 8-bit weights: as near as rounding allows, and a row's bits are its own."""
+"""Linear layers with int8 weights: exact integer sums, and a row's bits depend on no other row."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import OCTETS, SHORTS, Rounding
-from engine.worker.cpu.kernels.int8_linear import DEPTH, MOST_OCTET, MOST_SHORT
+from engine.worker.cpu.kernels.int8_linear import DEPTH, MAX_8_BITS, MAX_14_BITS
+from engine.worker.cpu.linears.int8 import WITH_8_BITS, WITH_14_BITS, Int8Linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.weights.formats.int8 import quantize
 from tests.engine.worker.cpu.int8_operators import int8_operators
 
-MOST = {SHORTS: MOST_SHORT, OCTETS: MOST_OCTET}
+STEPS = {"14-bit activations": MAX_14_BITS, "8-bit activations, VNNI": MAX_8_BITS}
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
 
 
-@pytest.fixture(scope="module", params=[SHORTS, OCTETS], ids=["shorts", "octets"])
-def rounding(request: pytest.FixtureRequest) -> Rounding:
-    """Both run on every machine, though only one may have an instruction here."""
-    found: Rounding = request.param
+@pytest.fixture(scope="module", params=[WITH_14_BITS, WITH_8_BITS], ids=["14_bits", "8_bits"])
+def linears(request: pytest.FixtureRequest) -> Int8Linears:
+    """Both run on every CPU; the widths without an instruction run in plain vectors."""
+    found: Int8Linears = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def operators(rounding: Rounding) -> NativeOperators:
-    return int8_operators(NativeThreadPool(2), rounding)
+def operators(linears: Int8Linears) -> NativeOperators:
+    return int8_operators(NativeThreadPool(2), linears)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plainly(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most: int) -> Tensor:
-    """The same sums in whole numbers, then the same few operations on floats."""
+def expected_linear(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most: int) -> Tensor:
+    """The same sums in integers, then the same few operations on floats."""
     values, scales = quantize(weight)
     largest = x.abs().amax(dim=1, keepdim=True)
     steps = x * (torch.full_like(largest, most) / largest)
@@ -48,30 +48,30 @@ def plainly(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most: int) -
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 65, 200])
-def test_whole_numbers_are_added_exactly(
-    operators: NativeOperators, rounding: Rounding, rows: int, inputs: int, outputs: int
+def test_integers_are_added_exactly(
+    operators: NativeOperators, linears: Int8Linears, rows: int, inputs: int, outputs: int
 ) -> None:
     x, weight, bias = noise(rows, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
     start, none = noise(rows, outputs, seed=3), torch.zeros(rows, outputs)
-    linear, most = operators.linear([weight], bias), MOST[rounding]
-    assert torch.equal(linear(x), plainly(x, weight, bias, none, most))
-    assert torch.equal(linear(x, start.clone()), plainly(x, weight, bias, start, most))
+    linear, most = operators.linear([weight], bias), STEPS[linears.name]
+    assert torch.equal(linear(x), expected_linear(x, weight, bias, none, most))
+    assert torch.equal(linear(x, start.clone()), expected_linear(x, weight, bias, start, most))
     bare = operators.linear([weight], None)
-    assert torch.equal(bare(x), plainly(x, weight, torch.zeros(outputs), none, most))
+    assert torch.equal(bare(x), expected_linear(x, weight, torch.zeros(outputs), none, most))
 
 
-def test_activations_are_off_by_at_most_half_a_step(
-    operators: NativeOperators, rounding: Rounding
+def test_the_error_of_quantized_inputs_is_at_most_half_a_step(
+    operators: NativeOperators, linears: Int8Linears
 ) -> None:
     x, ones = noise(50, 32) * torch.logspace(-6, 6, 50)[:, None], torch.eye(32)
     off = (operators.linear([ones], None)(x) - x).abs()
-    steps = x.abs().amax(dim=1, keepdim=True) / MOST[rounding]
+    steps = x.abs().amax(dim=1, keepdim=True) / STEPS[linears.name]
     assert (off <= steps * 0.501).all()
     assert (off >= steps * 0.2).any()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_a_row_is_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_beside_any_rows(
     operators: NativeOperators, inputs: int, outputs: int
 ) -> None:
     linear = operators.linear([noise(outputs, inputs, seed=1)], noise(outputs, seed=2))
@@ -98,7 +98,9 @@ def test_rows_of_zeros_and_columns_of_zeros_give_zeros(operators: NativeOperator
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_none(operators: NativeOperators, value: float) -> None:
+def test_a_row_with_nan_or_infinity_gives_no_finite_number(
+    operators: NativeOperators, value: float
+) -> None:
     x = noise(4, 64)
     x[2, 10] = value
     found = operators.linear([noise(8, 64, seed=1)], None)(x)
@@ -106,13 +108,13 @@ def test_what_is_no_number_stays_none(operators: NativeOperators, value: float) 
     assert found[[0, 1, 3]].isfinite().all()
 
 
-def test_rows_may_lie_apart(operators: NativeOperators) -> None:
+def test_rows_may_be_strided(operators: NativeOperators) -> None:
     whole, weight = noise(9, 100), noise(12, 32, seed=1)
     linear = operators.linear([weight], None)
     assert torch.equal(linear(whole[:, 20:52]), linear(whole[:, 20:52].contiguous()))
 
 
-def test_linears_over_one_input_are_fused_row_below_row(operators: NativeOperators) -> None:
+def test_weights_over_one_input_are_stacked_along_the_outputs(operators: NativeOperators) -> None:
     x, parts = noise(6, 32), [noise(rows, 32, seed=rows) for rows in (8, 3, 20)]
     alone = [operators.linear([part], None)(x) for part in parts]
     assert torch.equal(operators.linear(parts, None)(x), torch.cat(alone, dim=1))

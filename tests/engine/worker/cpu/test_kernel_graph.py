@@ -1,4 +1,4 @@
-"""A tape gives what its calls give, on whatever lies at their addresses when it is played."""
+"""A replayed graph computes what its calls compute, from the inputs then at their addresses."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from tests.engine.worker.cpu.int8_operators import int8_operators
 
 
 @pytest.fixture(scope="module")
-def team() -> NativeThreadPool:
+def pool() -> NativeThreadPool:
     return NativeThreadPool(2)
 
 
 @pytest.fixture(params=[NativeOperators, int8_operators])
-def operators(request: pytest.FixtureRequest, team: NativeThreadPool) -> NativeOperators:
-    made: NativeOperators = request.param(team)
+def operators(request: pytest.FixtureRequest, pool: NativeThreadPool) -> NativeOperators:
+    made: NativeOperators = request.param(pool)
     return made
 
 
@@ -33,59 +33,59 @@ def an_mlp(operators: NativeOperators, hidden: int = 32, inner: int = 48):  # ty
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_a_played_tape_is_the_same_bits(
-    team: NativeThreadPool, operators: NativeOperators, rows: int
+def test_a_replayed_graph_gives_the_same_bits(
+    pool: NativeThreadPool, operators: NativeOperators, rows: int
 ) -> None:
     mlp, x = an_mlp(operators), noise(rows, 32)
     first, second = noise(rows, 32, seed=5), noise(rows, 32, seed=6)
     expected = [mlp(mlp(start.clone())) for start in (first, second)]
     x.copy_(first)
-    with team.recording() as tape:
+    with pool.recording() as graph:
         mlp(mlp(x))
     assert torch.equal(x, expected[0])
     for start, wanted in ((second, expected[1]), (first, expected[0])):
         x.copy_(start)
-        team.play(tape)
+        pool.replay(graph)
         assert torch.equal(x, wanted)
 
 
-def test_tapes_of_many_sizes_share_one_memory(
-    team: NativeThreadPool, operators: NativeOperators
+def test_graphs_of_many_sizes_share_one_output_memory(
+    pool: NativeThreadPool, operators: NativeOperators
 ) -> None:
-    mlp, tapes = an_mlp(operators), {}
+    mlp, graphs = an_mlp(operators), {}
     for rows in (3, 50, 1, 200, 8):
         x = noise(rows, 32, seed=rows)
-        with team.recording() as tape:
+        with pool.recording() as graph:
             mlp(x)
-        tapes[rows] = (x, tape)
-    for rows, (x, tape) in tapes.items():
+        graphs[rows] = (x, graph)
+    for rows, (x, graph) in graphs.items():
         start = noise(rows, 32, seed=90 + rows)
         x.copy_(start)
-        team.play(tape)
+        pool.replay(graph)
         assert torch.equal(x, mlp(start))
 
 
-def test_results_are_new_unless_a_tape_is_recorded(
-    team: NativeThreadPool, operators: NativeOperators
+def test_outputs_are_new_tensors_unless_a_graph_is_recorded(
+    pool: NativeThreadPool, operators: NativeOperators
 ) -> None:
     norm, x = operators.rms_norm(noise(32, seed=1), 1e-6), noise(4, 32)
     first, second = norm(x), norm(2 * x + 1)
     assert not torch.equal(first, second)
-    with team.recording():
+    with pool.recording():
         first, second = norm(x), norm(2 * x + 1)
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_a_recording_that_fails_leaves_none_behind(
-    team: NativeThreadPool, operators: NativeOperators
+def test_a_recording_that_fails_leaves_no_graph_in_the_pool(
+    pool: NativeThreadPool, operators: NativeOperators
 ) -> None:
     mlp, start = an_mlp(operators), noise(2, 32)
 
     def fail() -> None:
-        with team.recording():
+        with pool.recording():
             mlp(start.clone())
             raise LookupError
 
     with pytest.raises(LookupError):
         fail()
-    assert team.tape is None
+    assert pool.graph is None

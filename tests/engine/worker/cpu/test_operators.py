@@ -1,4 +1,4 @@
-"""Native operators are torch's, to rounding; and a row's bits are its own."""
+"""Native operators compute what torch computes, and a row's bits depend on no other row."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_linear(native: NativeOperators, rows: int, inputs: int, outputs: int) -
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_a_row_of_a_linear_is_the_same_bits_in_any_company(
+def test_a_row_of_a_linear_has_the_same_bits_beside_any_rows(
     native: NativeOperators, inputs: int, outputs: int
 ) -> None:
     linear = native.linear([noise(outputs, inputs, seed=1)], noise(outputs, seed=2))
@@ -46,7 +46,7 @@ def test_a_row_of_a_linear_is_the_same_bits_in_any_company(
         assert torch.equal(linear(x[first : first + count]), together[first : first + count])
 
 
-def test_linear_reads_rows_that_lie_apart(native: NativeOperators) -> None:
+def test_a_linear_reads_strided_rows(native: NativeOperators) -> None:
     whole, weight = noise(9, 100), noise(12, 32, seed=1)
     torch.testing.assert_close(
         native.linear([weight], None)(whole[:, 20:52]),
@@ -73,7 +73,7 @@ def test_layer_norm(native: NativeOperators, rows: int, dim: int) -> None:
     assert fast(x).isfinite().all(dim=1).tolist() == [True] * (rows - 1) + [False]
 
 
-def test_rms_norm_of_heads_in_place_leaves_the_others_alone(native: NativeOperators) -> None:
+def test_rms_norm_in_place_changes_only_the_given_heads(native: NativeOperators) -> None:
     weight, fused = noise(20), noise(7, 6, 20, seed=1)
     expected = fused.clone()
     native.rms_norm(weight, 1e-5).apply_(fused[:, 1:4])
@@ -102,7 +102,7 @@ def test_rope(native: NativeOperators, rows: int) -> None:
     torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_no_number_stays_none(native: NativeOperators) -> None:
+def test_nan_in_a_row_gives_nan_in_that_row_only(native: NativeOperators) -> None:
     x = noise(4, 64)
     x[2, 10] = float("nan")
     one = torch.ones(64)
@@ -117,7 +117,7 @@ def test_what_is_no_number_stays_none(native: NativeOperators) -> None:
     assert native.argmax(x).values.isfinite().tolist() == [True, True, False, True]
 
 
-def test_linears_over_one_input_are_fused_row_below_row(native: NativeOperators) -> None:
+def test_weights_over_one_input_are_stacked_along_the_outputs(native: NativeOperators) -> None:
     x, parts = noise(6, 32), [noise(rows, 32, seed=rows) for rows in (8, 3, 20)]
     expected = torch.cat([x @ part.T for part in parts], dim=1)
     for operators in (native, PLAIN):

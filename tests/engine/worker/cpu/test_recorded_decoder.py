@@ -1,4 +1,4 @@
-"""Steps of decodes that are played give the bits of those that are computed call by call."""
+"""Replayed decode steps give the same bits as those that are computed call by call."""
 
 from pathlib import Path
 from random import Random
@@ -24,9 +24,9 @@ def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Te
     """Prompts in pieces and decodes of up to 12 requests, together and apart."""
     worker = load_worker(directory, attention="cpu", weights=weights, kv_slots=2048)
     rng, driver, found = Random(3), Driver(worker), []
-    for turn in range(60):
+    for step in range(60):
         some = rng.sample(range(12), rng.choice([1, 2, 3, 12]))
-        sizes = {request: rng.choice([1] * 12 + [9]) if turn > 2 else 1 for request in some}
+        sizes = {request: rng.choice([1] * 12 + [9]) if step > 2 else 1 for request in some}
         pieces = [(r, [rng.randrange(VOCAB) for _ in range(size)]) for r, size in sizes.items()]
         found.append(driver.logits(*sorted(pieces, key=lambda piece: len(piece[1]))).clone())
     return found, recordings(worker)
@@ -34,21 +34,23 @@ def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Te
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize("variant", ["llama_gelu", "qwen3", "gpt2"])
-def test_logits_are_the_same_bits_played_or_not(
+def test_logits_have_the_same_bits_replayed_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, weights: str
 ) -> None:
     make_checkpoint(tmp_path, variant)
-    played, count = logits_of_a_mixed_load(tmp_path, weights)
-    monkeypatch.setattr(recorded, "MOST_ROWS", 0)
+    replayed, count = logits_of_a_mixed_load(tmp_path, weights)
+    monkeypatch.setattr(recorded, "MAX_ROWS", 0)
     plain, none = logits_of_a_mixed_load(tmp_path, weights)
     assert count > 3
     assert none == 0
-    for one, other in zip(played, plain, strict=True):
+    for one, other in zip(replayed, plain, strict=True):
         assert torch.equal(one, other)
 
 
-def test_old_recordings_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_TAPES", 2)
+def test_the_oldest_recording_is_dropped_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "MAX_RECORDINGS", 2)
     make_checkpoint(tmp_path, "llama")
     worker = load_worker(tmp_path, attention="cpu")
     driver = Driver(worker)
@@ -57,7 +59,7 @@ def test_old_recordings_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert recordings(worker) <= 2
 
 
-def test_what_torch_computes_is_not_recorded(tmp_path: Path) -> None:
+def test_a_decoder_with_operators_of_torch_is_not_recorded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"silu"', '"relu"'))

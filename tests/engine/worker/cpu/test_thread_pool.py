@@ -1,4 +1,4 @@
-"""Every chunk of a job runs once, whoever runs it; and kernels compile where no cache can be."""
+"""Every chunk of a job runs once, on any thread; kernels compile without a cache directory."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import pytest
 from numba import types
 
 from engine.worker.cpu import build
-from engine.worker.cpu.intrinsics import add_release, words
+from engine.worker.cpu.intrinsics import add_release, int64s
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
 def count(operands, chunk, thread):  # type: ignore[no-untyped-def]
-    """Add one at the chunk's place, and the chunk to a sum that all threads share."""
-    counts = words(operands, chunk + 2)
+    """Add 1 to the chunk's counter, and the chunk's number to a sum that all threads share."""
+    counts = int64s(operands, chunk + 2)
     counts[chunk + 1] += 1
     add_release(operands, chunk)
 
@@ -24,35 +24,35 @@ def count(operands, chunk, thread):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("is_awake", [True, False])
 @pytest.mark.parametrize("wait", ["spin", "sleep"])
 def test_every_chunk_runs_once(threads: int, is_awake: bool, wait: str) -> None:
-    team, address = NativeThreadPool(threads, wait), build.kernel(count).address
+    pool, address = NativeThreadPool(threads, wait), build.kernel(count).address
 
     def run_all() -> None:
         for chunks in (1, 2, 3, 17, 1000, 0, 5):
-            places = np.zeros(chunks + 1, dtype=np.int64)
-            for turn in range(1, 200):
-                team.run(address, places.ctypes.data, chunks)
-                assert places[1:].tolist() == [turn] * chunks
-                assert places[0] == turn * chunks * (chunks - 1) // 2
+            counters = np.zeros(chunks + 1, dtype=np.int64)
+            for repeat in range(1, 200):
+                pool.run(address, counters.ctypes.data, chunks)
+                assert counters[1:].tolist() == [repeat] * chunks
+                assert counters[0] == repeat * chunks * (chunks - 1) // 2
 
     if is_awake:
         for _ in range(2):
-            with team.awake():
+            with pool.awake():
                 run_all()
     else:
         run_all()
 
 
 def test_an_error_in_the_step_lets_the_team_sleep() -> None:
-    team, address = NativeThreadPool(3), build.kernel(count).address
-    places = np.zeros(9, dtype=np.int64)
-    with pytest.raises(KeyError), team.awake():
+    pool, address = NativeThreadPool(3), build.kernel(count).address
+    counters = np.zeros(9, dtype=np.int64)
+    with pytest.raises(KeyError), pool.awake():
         raise KeyError
-    with team.awake():
-        team.run(address, places.ctypes.data, 8)
-    assert places[1:].tolist() == [1] * 8
+    with pool.awake():
+        pool.run(address, counters.ctypes.data, 8)
+    assert counters[1:].tolist() == [1] * 8
 
 
-def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_cache(*args: object, **kwargs: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
@@ -64,7 +64,7 @@ def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.Monke
     assert build.compiled(double, types.int64(types.int64))(21) == 42
 
 
-def test_kernels_can_be_compiled_ahead() -> None:
+def test_kernels_can_be_compiled_before_a_first_start() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "engine.worker.cpu"],
         cwd=Path(__file__).parents[4],

@@ -30,8 +30,8 @@ from tests.engine.worker.process.driving import settings_for
 class CapturableReference(ReferenceAttention):
     """Holds to it that each run of the layers has a plan of its own, and graphs one of theirs."""
 
-    def __init__(self, spec: AttentionSpec, cache: KVTensors, team: NoThreadPool) -> None:
-        super().__init__(spec, cache, team)
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, pool: NoThreadPool) -> None:
+        super().__init__(spec, cache, pool)
         self._num_layers = len(cache.keys)
         self._left = 0  # layers that may still run under the plan
         self.planned: list[int] = []  # rows of each plan for a graph

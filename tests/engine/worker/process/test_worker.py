@@ -18,7 +18,7 @@ from engine.step import (
     StepId,
     WorkerSettings,
 )
-from engine.worker.cpu.int8 import FASTEST
+from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker

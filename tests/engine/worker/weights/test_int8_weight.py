@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.int8 import BY_BITS
+from engine.worker.cpu.linears.int8 import BY_BITS
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators

@@ -1,0 +1,33 @@
+"""A kernel with its operands, as Python calls it."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from engine.worker.cpu.build import kernel
+from engine.worker.ports import ThreadPool
+
+CHUNKS_PER_THREAD = 4
+
+T = TypeVar("T", bound=ctypes.Structure)
+
+
+class KernelCall(Generic[T]):
+    """Runs one kernel on `operands`, whose fields the caller updates between calls."""
+
+    def __init__(self, pool: ThreadPool, function: Callable[..., None], operands: T) -> None:
+        self.operands = operands
+        self._pool = pool
+        self._kernel: int = kernel(function).address
+        self._address = ctypes.addressof(operands)
+
+    def __call__(self, chunks: int) -> None:
+        if self._pool.graph is not None:
+            self._pool.graph.add(self._kernel, self.operands, chunks)
+        self._pool.run(self._kernel, self._address, chunks)
+
+    def over_rows(self, rows: int) -> None:
+        """Run over all rows in chunks of `rows_per_chunk`, a few for each thread."""
+        share = -(-rows // (self._pool.threads * CHUNKS_PER_THREAD))
+        self.operands.rows, self.operands.rows_per_chunk = rows, share
+        self(-(-rows // share))

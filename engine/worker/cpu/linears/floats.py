@@ -1,0 +1,66 @@
+"""Linears with float weights: in float32, and in bfloat16 with sums in float32."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.kernels import linear
+from engine.worker.cpu.kernels.packing import pack
+from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16, PAIR, UNROLL
+from engine.worker.cpu.linears.packed import (
+    InputFormat,
+    PackedLinear,
+    PackedWeights,
+    zeros_without,
+)
+from engine.worker.cpu.pages import WeightPages
+from engine.worker.ports import ThreadPool, Weight, dequantize
+
+BFLOAT16_INPUTS = InputFormat(torch.bfloat16, linear.convert_to_bfloat16, is_quantized=False)
+
+
+def stack_floats(weights: Sequence[Weight]) -> Tensor:
+    """Weights `[out, in]` as one float tensor; quantized weights are dequantized."""
+    parts = [dequantize(weight) for weight in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Float32Linears:
+    """Linears in float32."""
+
+    description = "float32"
+    kernels: tuple[Callable[..., None], ...] = (linear.linear_float32,)
+
+    def linear(
+        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
+    ) -> PackedLinear:
+        whole = stack_floats(weights).to(torch.float32)
+        outputs, inputs = whole.shape
+        packed = PackedWeights(pack(whole, pages), outputs, inputs, zeros_without(bias, outputs))
+        return PackedLinear(pool, linear.linear_float32, packed)
+
+
+class BFloat16Linears:
+    """Linears whose weights and inputs are bfloat16; products are added in float32."""
+
+    description = "bfloat16" + (" (AVX-512 BF16)" if HAS_BFLOAT16 else "")
+    kernels: tuple[Callable[..., None], ...] = (
+        linear.convert_to_bfloat16,
+        linear.linear_bfloat16,
+    )
+
+    def linear(
+        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
+    ) -> PackedLinear:
+        whole = stack_floats(weights).to(torch.bfloat16)
+        outputs, inputs = whole.shape
+        padded = -(-inputs // (PAIR * UNROLL)) * PAIR * UNROLL
+        if padded != inputs:
+            whole = torch.nn.functional.pad(whole, (0, padded - inputs))
+        pairs = whole.contiguous().view(torch.int32)
+        packed = PackedWeights(pack(pairs, pages), outputs, padded, zeros_without(bias, outputs))
+        return PackedLinear(pool, linear.linear_bfloat16, packed, BFLOAT16_INPUTS)
+
+
+FLOAT32, BFLOAT16 = Float32Linears(), BFloat16Linears()

@@ -1,0 +1,151 @@
+"""The linear layer of the CPU: packed weights of any format, and inputs converted to match."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.kernel_call import KernelCall
+from engine.worker.cpu.kernels.linear import ROWS_AT_ONCE, InputOperands, LinearOperands
+from engine.worker.cpu.kernels.packed_tiles import WIDTH
+from engine.worker.cpu.pages import WeightPages
+from engine.worker.ports import Linear, ThreadPool, Weight
+
+COLUMNS_FOR_FEW_ROWS = 128  # of a chunk, at most: weights are read once
+COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
+
+
+class CpuLinears(Protocol):
+    """How the CPU computes with one format of weights."""
+
+    @property
+    def description(self) -> str:
+        """As reports show it: "int8 (14-bit activations)"."""
+        ...
+
+    @property
+    def kernels(self) -> tuple[Callable[..., None], ...]:
+        """The kernels that its linears run."""
+        ...
+
+    def linear(
+        self,
+        pool: ThreadPool,
+        pages: WeightPages,
+        weights: Sequence[Weight],
+        bias: Tensor | None,
+    ) -> Linear:
+        """Convert weights `[out, in]` to the format, stack them along out, and pack them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InputFormat:
+    """The format of a linear's inputs if it is not float32."""
+
+    dtype: torch.dtype
+    convert: Callable[..., None]  # a kernel of `InputOperands`
+    is_quantized: bool = True  # with a scale per row
+    sum_group: int = 0  # inputs whose sum is needed, too; 0: no sums
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Packed weights with what their kernel needs beside them; None where it needs nothing."""
+
+    packed: Tensor
+    outputs: int
+    inputs: int  # padded
+    bias: Tensor  # float32 [outputs]
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def zeros_without(bias: Tensor | None, outputs: int) -> Tensor:
+    """The bias, or zeros."""
+    return torch.zeros(outputs) if bias is None else bias
+
+
+def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
+    """How many columns a chunk has for so many rows, in whole panels.
+
+    At most as many as suit the cache, and few enough for every thread to have several chunks.
+    """
+
+    def at_most(most: int, chunks: int) -> int:
+        return max(WIDTH, min(most, outputs // chunks // WIDTH * WIDTH))
+
+    for_few = at_most(COLUMNS_FOR_FEW_ROWS, 12 * threads)
+    for_many = at_most(COLUMNS_FOR_MANY_ROWS, 4 * threads)
+    return lambda rows: for_few if rows <= ROWS_AT_ONCE else for_many
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class PackedLinear:
+    """`[rows, in] -> [rows, out]` in float32, over packed weights."""
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        kernel: Callable[..., None],
+        weights: PackedWeights,
+        inputs: InputFormat | None = None,
+    ) -> None:
+        self._pool = pool
+        self._weights = weights  # kernels keep addresses only
+        self._inputs = inputs
+        self._convert = (
+            None if inputs is None else KernelCall(pool, inputs.convert, InputOperands())
+        )
+        operands = LinearOperands(
+            weight=weights.packed.data_ptr(),
+            weight_scale=_address(weights.scale),
+            offset=_address(weights.offset),
+            bias=weights.bias.data_ptr(),
+            inputs=weights.inputs,
+            outputs=weights.outputs,
+        )
+        self._linear = KernelCall(pool, kernel, operands)
+        self._columns = columns_of_chunks(weights.outputs, pool.threads)
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        rows, outputs, call = len(x), self._weights.outputs, self._linear.operands
+        converted: list[Tensor] = []
+        if self._inputs is None or self._convert is None:
+            call.x, call.x_stride = x.data_ptr(), x.stride(0) * x.itemsize
+        else:
+            converted = self._convert_inputs(x, self._inputs, self._convert)
+        y = self._pool.empty("linear", (rows, outputs)) if add_to is None else add_to
+        call.columns = self._columns(rows)
+        call.y, call.y_stride = y.data_ptr(), y.stride(0)
+        call.rows, call.adds = rows, add_to is not None
+        self._linear(-(-outputs // call.columns))
+        del converted  # not before the kernel has read it
+        return y
+
+    def _convert_inputs(
+        self, x: Tensor, inputs: InputFormat, convert: KernelCall[InputOperands]
+    ) -> list[Tensor]:
+        """Convert the rows and point the operands at the result, which is returned."""
+        rows, padded, call = len(x), self._weights.inputs, self._linear.operands
+        values = self._pool.empty("converted inputs", (rows, padded), inputs.dtype)
+        operands = convert.operands
+        operands.x, operands.x_stride, operands.width = x.data_ptr(), x.stride(0), x.shape[1]
+        operands.y, operands.padded = values.data_ptr(), padded
+        call.x, call.x_stride = values.data_ptr(), padded * values.itemsize
+        converted = [values]
+        if inputs.is_quantized:
+            scale = self._pool.empty("input scales", (rows,))
+            operands.scale = call.x_scale = scale.data_ptr()
+            converted.append(scale)
+        if inputs.sum_group:
+            sums = self._pool.empty("input sums", (rows, padded // inputs.sum_group), torch.int32)
+            operands.sums = call.x_sums = sums.data_ptr()
+            converted.append(sums)
+        convert.over_rows(rows)
+        return converted
