@@ -8,12 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sse_starlette import ServerSentEvent
+
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 
 if TYPE_CHECKING:
     from engine.step import TokenLogprobs
 
-PING = b": ping\n\n"
+PING = ServerSentEvent(comment="ping", sep="\n").encode()
+
+
+def error_event(body: bytes, name: str | None = "error") -> bytes:
+    """A JSON body as a server-sent event."""
+    return ServerSentEvent(body.decode(), event=name, sep="\n").encode()
 
 
 class Usage(NamedTuple):

@@ -3,6 +3,7 @@
 import orjson
 
 from gateway.errors import message_of, verdict
+from gateway.schema.rendering import error_event
 
 _TYPES = {
     400: "invalid_request_error",
@@ -28,4 +29,4 @@ class AnthropicDialect:
         return orjson.dumps({"type": "error", "error": detail, "request_id": request_id})
 
     def error_event(self, error: BaseException, request_id: str) -> bytes:
-        return b"event: error\ndata: " + self.error_body(error, request_id) + b"\n\n"
+        return error_event(self.error_body(error, request_id))

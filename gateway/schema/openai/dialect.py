@@ -4,6 +4,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.errors import message_of, verdict
+from gateway.schema.rendering import error_event
 
 
 class OpenAIDialect:
@@ -15,7 +16,7 @@ class OpenAIDialect:
         return orjson.dumps({"error": error_fields(error)})
 
     def error_event(self, error: BaseException, request_id: str = "") -> bytes:
-        return b"data: " + self.error_body(error) + b"\n\n"
+        return error_event(self.error_body(error), None)
 
 
 def error_fields(error: BaseException) -> dict[str, str | None]:

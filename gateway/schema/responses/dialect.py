@@ -3,6 +3,7 @@
 import orjson
 
 from gateway.schema.openai.dialect import OpenAIDialect, error_fields
+from gateway.schema.rendering import error_event
 
 # The number of the events sent before is not known here; this is larger than any.
 LAST_SEQUENCE_NUMBER = 2**31 - 1
@@ -13,4 +14,4 @@ class ResponsesDialect(OpenAIDialect):
 
     def error_event(self, error: BaseException, request_id: str = "") -> bytes:
         event = {"type": "error", "sequence_number": LAST_SEQUENCE_NUMBER}
-        return b"event: error\ndata: " + orjson.dumps(error_fields(error) | event) + b"\n\n"
+        return error_event(orjson.dumps(error_fields(error) | event))
