@@ -77,6 +77,7 @@ class Service:
     quotas: Quotas = field(default_factory=Quotas)
     running: RunningResponses = field(default_factory=RunningResponses)
     origins: OriginPolicy = field(default_factory=OriginPolicy)
+    rejects_unknown_fields: bool = False
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is the name of the served model."""

@@ -11,6 +11,7 @@ from engine.events import NullObserver
 from gateway.access.key_file import Key
 from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
 from gateway.schema.dialect import OPENAI, ApiDialect
+from gateway.schema.unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -42,6 +43,7 @@ class Caller:
     cache_domain: str | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
     dialect: ApiDialect = OPENAI
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
 
     def authenticated(self, key: Key) -> "Caller":
         """The same request with the name and the rights of its API key."""
@@ -69,6 +71,7 @@ class Caller:
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,
             **self.limits,
+            **self.unknown_fields.headers(),
         }
 
 

@@ -8,7 +8,7 @@ gets its real status; after it an error is one event and the end of the stream. 
 blocked, tokens gather in the `TokenStream` as integers, and the next event carries all of them.
 
 At shutdown nothing here ends a stream: the engine does, with an error, when its drain time is
-over. (sse-starlette formats pings and errors. Its `EventSourceResponse` is not used: it sends the status
+over. (sse-starlette formats pings and errors. Its `EventSourceResponse` is not used: it sends the
 status line at once, pings also while events flow, and cancels streams at the first signal.)
 """
 

@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from engine.errors import InvalidRequest
+from gateway.schema.unknown_fields import UnknownFields
 
 Shape = TypeVar("Shape")
 
@@ -19,6 +20,7 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*)`$", re.DOTALL)
+_UNKNOWN_PREFIX = "Object contains unknown field"
 _JSON_NAMES = {
     "str": "a string",
     "int": "an integer",
@@ -31,16 +33,28 @@ _JSON_NAMES = {
 _MAX_QUOTED = 100  # characters of a caller's value that an error message repeats
 
 
-def decode(decoder: msgspec.json.Decoder[Shape], body: bytes) -> Shape:
-    """Decode `body`. Raises `InvalidRequest` if it is not UTF-8, not JSON, or has another shape."""
+def decode(
+    decoder: msgspec.json.Decoder[Shape], body: bytes, unknown: UnknownFields | None = None
+) -> Shape:
+    """Decode `body`, without the fields that `unknown` may ignore.
+
+    Raises `InvalidRequest` if it is not UTF-8, not JSON, or has another shape.
+    """
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if unknown is None or not str(error).startswith(_UNKNOWN_PREFIX):
+                raise
+        return decoder.decode(unknown.remove(body, decoder.type))
     except msgspec.ValidationError as error:
         raise _invalid_request(str(error)) from None
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.") from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("The request body has an unpaired surrogate in a string.") from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
 

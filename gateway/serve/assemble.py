@@ -136,6 +136,7 @@ def build_server(
         origins=OriginPolicy(
             is_loopback(settings.host), settings.allowed_host, settings.cors_origin
         ),
+        rejects_unknown_fields=settings.unknown_fields == "reject",
         store=store,
     )
     bounds = ConnectionBounds(

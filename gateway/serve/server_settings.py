@@ -62,6 +62,12 @@ class ServerSettings(BaseSettings):
         "record arrivals and iterations, without texts, for podway simulate --replay",
         "FILE",
     )
+    unknown_fields: Literal["ignore", "reject"] = _option(
+        "ignore",
+        "server",
+        "what to do with unknown fields inside messages and tools, and with top-level fields of "
+        "other clients and servers; ignored fields are listed in a response header",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "lowest level of the lines that are logged"
     )

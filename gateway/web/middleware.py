@@ -19,6 +19,7 @@ from gateway.access.retries import Retries
 from gateway.errors import Forbidden, InvalidApiKey, Superseded
 from gateway.generation.reply import error_response
 from gateway.schema.dialect import dialect_of
+from gateway.schema.unknown_fields import HEADER, UnknownFields
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,6 +44,7 @@ EXPOSED = (
     "x-ratelimit-limit-tokens",
     "x-ratelimit-remaining-tokens",
     "x-ratelimit-reset-tokens",
+    HEADER,
 )
 
 
@@ -67,7 +69,12 @@ class IdentifyCaller:
             given_id = _header(scope, b"x-request-id")
             request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
             dialect = dialect_of(scope["path"])
-            scope["podway.caller"] = Caller(request_id, service.clock(), dialect=dialect)
+            scope["podway.caller"] = Caller(
+                request_id,
+                service.clock(),
+                dialect=dialect,
+                unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
+            )
             scope["podway.send"] = send
         try:
             await self._app(scope, receive, send)

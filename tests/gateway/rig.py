@@ -202,6 +202,7 @@ class Setting:
     isolates_prefixes: bool = True
     listens_on_loopback: bool = True
     allowed_hosts: Sequence[str] = ()
+    rejects_unknown_fields: bool = False
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
@@ -317,6 +318,7 @@ def build_rig(setting: Setting) -> Rig:
         origins=OriginPolicy(
             setting.listens_on_loopback, setting.allowed_hosts, setting.cors_origins
         ),
+        rejects_unknown_fields=setting.rejects_unknown_fields,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
         store=open_store(setting.store, setting.files, setting.store_executor(), setting.responses),

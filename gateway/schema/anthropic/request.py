@@ -20,6 +20,7 @@ from gateway.schema.decoding import (
 )
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.openai.chat import ChatRequest, chat_of
+from gateway.schema.unknown_fields import UnknownFields
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -250,9 +251,11 @@ def _keeps_all(edit: Any) -> bool:
 _DECODER = msgspec.json.Decoder(AnthropicRequest)
 
 
-def decode_anthropic(body: bytes, *, is_count_only: bool = False) -> AnthropicRequest:
+def decode_anthropic(
+    body: bytes, unknown: UnknownFields | None = None, *, is_count_only: bool = False
+) -> AnthropicRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
+    request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check(is_count_only=is_count_only)
     return request

@@ -18,6 +18,7 @@ from gateway.schema.openai.tools import (
     plan_functions,
     plan_tools,
 )
+from gateway.schema.unknown_fields import UnknownFields
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TEMPLATE = 1 << 16  # characters
@@ -181,8 +182,8 @@ def chat_of(fields: Mapping[str, object]) -> ChatRequest:
     return request
 
 
-def decode_chat(body: bytes) -> ChatRequest:
+def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
+    request = decode(_DECODER, body, unknown)
     request.check()
     return request

@@ -7,6 +7,7 @@ from gateway.schema.decoding import check_range, decode, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.sampling import Vocabulary, check_token
 from gateway.schema.rendering import ReportOptions
+from gateway.schema.unknown_fields import UnknownFields
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
@@ -92,9 +93,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
+def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> CompletionRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
+    request = decode(_DECODER, body, unknown)
     request.check()
     return request
 

@@ -11,6 +11,7 @@ from gateway.schema.fields.sampling import Vocabulary, check_token
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.messages import Message
 from gateway.schema.openai.tools import Tool
+from gateway.schema.unknown_fields import UnknownFields
 
 _CHAT_FIELDS = (
     "add_generation_prompt",
@@ -68,9 +69,9 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def decode_tokenize(body: bytes) -> TokenizeRequest:
+def decode_tokenize(body: bytes, unknown: UnknownFields | None = None) -> TokenizeRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_TOKENIZE, body)
+    request = decode(_TOKENIZE, body, unknown)
     request.check()
     return request
 

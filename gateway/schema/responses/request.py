@@ -13,6 +13,7 @@ from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.responses.items import InputItem, Item, as_messages
+from gateway.schema.unknown_fields import UnknownFields
 
 INCLUDABLE = (
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
@@ -225,9 +226,9 @@ _TOOL = msgspec.json.Decoder(FunctionTool)
 _KIND = msgspec.json.Decoder(dict[str, Any])
 
 
-def decode_response(body: bytes) -> ResponseRequest:
+def decode_response(body: bytes, unknown: UnknownFields | None = None) -> ResponseRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
+    request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check()
     return request

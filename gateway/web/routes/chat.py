@@ -32,7 +32,7 @@ async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
 
 def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
-    request = decode_chat(body)
+    request = decode_chat(body, caller.unknown_fields)
     service.check_model(request.model)
     model = service.model
     renderer = ChatRenderer(
@@ -47,8 +47,8 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
 
 async def render_chat(http: "HttpRequest") -> "Response":
     """The prompt of a chat request as text and ids; nothing is generated."""
-    service = service_of(http)
-    request = decode_chat(await read_body(http, service.limits))
+    service, caller = service_of(http), caller_of(http)
+    request = decode_chat(await read_body(http, service.limits), caller.unknown_fields)
     service.check_model(request.model)
     text, ids = await render_prompt(service.model, request)
     body = {
@@ -59,4 +59,4 @@ async def render_chat(http: "HttpRequest") -> "Response":
         "count": len(ids),
         "max_model_len": service.engine.scheduler.settings.max_model_len,
     }
-    return json_response(orjson.dumps(body), caller_of(http), service.clock)
+    return json_response(orjson.dumps(body), caller, service.clock)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 async def create_message(http: "HttpRequest") -> "ASGIApp":
     """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
     service, caller = service_of(http), caller_of(http)
-    request = decode_anthropic(await read_body(http, service.limits))
+    body = await read_body(http, service.limits)
+    request = decode_anthropic(body, caller.unknown_fields)
     service.check_model(request.model)
     renderer = MessagesRenderer(
         request.model,
@@ -39,9 +40,10 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
 async def count_tokens(http: "HttpRequest") -> "Response":
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
-    request = decode_anthropic(await read_body(http, service.limits), is_count_only=True)
+    body = await read_body(http, service.limits)
+    request = decode_anthropic(body, caller.unknown_fields, is_count_only=True)
     service.check_model(request.model)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, request.as_chat())
-    body = orjson.dumps({"input_tokens": len(rendered.ids)})
-    return json_response(body, caller, service.clock)
+    count = orjson.dumps({"input_tokens": len(rendered.ids)})
+    return json_response(count, caller, service.clock)

@@ -45,7 +45,7 @@ async def create_response(http: "HttpRequest") -> "ASGIApp":
 
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
-    request = decode_response(body)
+    request = decode_response(body, caller.unknown_fields)
     service.check_model(request.model)
     assert request.input is not None, "checked by decode_response"
     items = stored_items(request.input, service.new_id)

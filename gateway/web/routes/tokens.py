@@ -27,7 +27,7 @@ IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short tex
 async def tokenize(http: "HttpRequest") -> "Response":
     """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
     service = service_of(http)
-    request = decode_tokenize(await read_body(http, service.limits))
+    request = decode_tokenize(await read_body(http, service.limits), caller_of(http).unknown_fields)
     if request.model is not None:
         service.check_model(request.model)
     ids = await _ids(request, service)

@@ -114,6 +114,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "store": "memory",
         "max_file_bytes": "3MiB",
         "drain_seconds": "1.5",
+        "unknown_fields": "reject",
         "log_level": "debug",
     }
     assert values.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()

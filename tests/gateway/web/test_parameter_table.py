@@ -8,15 +8,15 @@ import pytest
 
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
-from tests.gateway.rig import CHAT, TEXT, Rig, chat, play, text
+from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, play, text
 
 PAGE = (Path(__file__).parents[3] / "gateway" / "README.md").read_text(encoding="utf-8")
 _ROW = re.compile(
-    r"^\| ((?:`\w+` ?)+)\| (both|chat|text) \| (heeded|taken|refused) \|", re.MULTILINE
+    r"^\| ((?:`\w+` ?)+)\| (both|chat|text) \| (supported|ignored|rejected) \|", re.MULTILINE
 )
 
-# A value of the right type that asks for something.
-TAKEN: dict[str, Any] = {
+# A value of the right type that would have an effect.
+IGNORED: dict[str, Any] = {
     "spaces_between_special_tokens": False,
     "guided_decoding_backend": "xgrammar",
     "prediction": {"type": "content", "content": "Hello!"},
@@ -28,7 +28,7 @@ TAKEN: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "prompt_cache_options": {"a": 1},
 }
-REFUSED: dict[str, Any] = {
+REJECTED: dict[str, Any] = {
     "suffix": "x",
     "guided_whitespace_pattern": " ",
     "modalities": ["audio"],
@@ -62,8 +62,8 @@ def test_the_table_lists_exactly_the_request_fields() -> None:
     assert len(ROWS) == len({row.name for row in ROWS})
     assert fields("chat") == set(ChatRequest.__struct_fields__)
     assert fields("text") == set(CompletionRequest.__struct_fields__)
-    assert {row.name for row in ROWS if row.how == "taken"} == TAKEN.keys()
-    assert {row.name for row in ROWS if row.how == "refused"} == REFUSED.keys()
+    assert {row.name for row in ROWS if row.how == "ignored"} == IGNORED.keys()
+    assert {row.name for row in ROWS if row.how == "rejected"} == REJECTED.keys()
 
 
 def ways(row: Row) -> list[tuple[str, dict[str, Any]]]:
@@ -72,14 +72,16 @@ def ways(row: Row) -> list[tuple[str, dict[str, Any]]]:
     return [(path, body) for where, path, body in known if row.where in (where, "both")]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.how != "heeded"], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.how != "supported"], ids=lambda r: r.name
+)
 def test_ignored_fields_change_nothing_and_rejected_fields_are_named(row: Row) -> None:
     async def scene(rig: Rig) -> None:
         for path, body in ways(row):
-            value = TAKEN.get(row.name, REFUSED.get(row.name))
+            value = IGNORED.get(row.name, REJECTED.get(row.name))
             async with rig.client.post(path, {**body, row.name: value}) as exchange:
                 reply = await exchange.json()
-            if row.how == "taken":
+            if row.how == "ignored":
                 assert exchange.status == 200
                 assert rig.ended[-1].spec.grammar is None
             else:
@@ -96,4 +98,4 @@ def test_a_field_of_one_endpoint_is_unknown_to_the_other(name: str) -> None:
             error = (await exchange.json())["error"]
         assert (exchange.status, error["param"]) == (400, name)
 
-    play(scene)
+    play(scene, Setting(rejects_unknown_fields=True))

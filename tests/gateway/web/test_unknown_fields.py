@@ -1,0 +1,149 @@
+"""Unknown fields: ignored inside messages and where clients are known to send them, or rejected."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, play, text
+
+IGNORED = "x-podway-ignored-fields"
+CALL = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+HI = {"role": "user", "content": "hi"}
+
+# What clients send: the body's fields, and the names that the header has.
+SENT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gradio's history": (
+        CHAT,
+        {"messages": [{**HI, "metadata": None, "options": None}, {**HI, "metadata": {}}]},
+        "messages[].metadata, messages[].options",
+    ),
+    "LiteLLM": (
+        CHAT,
+        {"messages": [{**HI, "provider_specific_fields": {"a": 1}}]},
+        "messages[].provider_specific_fields",
+    ),
+    "a cache mark on a part": (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "hi", "cache_control": {"type": "e"}}],
+                }
+            ]
+        },
+        "messages[].content[].cache_control",
+    ),
+    "openai's parse()": (
+        CHAT,
+        {
+            "messages": [
+                HI,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "parsed": None,
+                    "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
+                    "reasoning_details": [{"type": "reasoning.text"}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "x"},
+            ]
+        },
+        "messages[].parsed, messages[].tool_calls[].function.parsed_arguments, "
+        "messages[].reasoning_details",
+    ),
+    "SGLang's fields": (
+        CHAT,
+        {"no_stop_trim": True, "separate_reasoning": True, "return_hidden_states": False},
+        "no_stop_trim, separate_reasoning, return_hidden_states",
+    ),
+    "llama.cpp's fields": (TEXT, {"cache_prompt": True, "mirostat": 0}, "cache_prompt, mirostat"),
+    "neutral values": (CHAT, {"use_beam_search": False, "echo": False}, "use_beam_search, echo"),
+    "Codex": (
+        "/v1/responses",
+        {"input": [{**HI, "x": 1}], "client_metadata": {"a": "b"}, "store": False},
+        "input[].x, client_metadata",
+    ),
+    "Anthropic's clients": (
+        "/v1/messages",
+        {"messages": [{**HI, "x": 1}], "max_tokens": 5},
+        "messages[].x",
+    ),
+}
+
+
+def body_of(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    base = {CHAT: chat, TEXT: text}.get(path)
+    return {**(base() if base else {"model": MODEL}), **fields}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "fields", "names"), SENT.values(), ids=SENT)
+def test_fields_of_clients_are_ignored_and_named(
+    path: str, fields: dict[str, Any], names: str, stream: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, body_of(path, {**fields, "stream": stream})) as exchange:
+            await exchange.read()
+        assert exchange.status == 200
+        assert exchange.headers[IGNORED] == names
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("path", "fields", "names"), SENT.values(), ids=SENT)
+def test_a_strict_server_rejects_them_by_name(
+    path: str, fields: dict[str, Any], names: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, body_of(path, fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert names.split(", ")[0].rpartition(".")[2] in error["message"]
+        assert IGNORED not in exchange.headers
+
+    play(scene, Setting(rejects_unknown_fields=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"temprature": 1}, "temprature"),
+        (CHAT, {"use_beam_search": True}, "use_beam_search"),
+        (CHAT, {"grammar": "root ::= x"}, "grammar"),
+        (CHAT, {"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
+        (CHAT, {"response_format": {"type": "text", "strict": True}}, "response_format.strict"),
+        (CHAT, {"messages": [{**HI, "x": 1, "role": "robot"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{**HI, "x": 1}], "unknown": 1}, "unknown"),
+    ],
+)
+def test_other_unknown_fields_and_unsupported_values_stay_errors(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(path, body_of(path, fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, param)
+
+    play(scene)
+
+
+def test_a_request_without_unknown_fields_has_no_such_header() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as exchange:
+            await exchange.read()
+        assert IGNORED not in exchange.headers
+
+    play(scene)
+
+
+def test_the_header_names_at_most_sixteen_fields() -> None:
+    async def scene(rig: Rig) -> None:
+        unknown: dict[str, Any] = {f"x{i}": 1 for i in range(20)} | {"é\n": 1, "y" * 200: 1}
+        async with rig.client.post(CHAT, chat(messages=[{**HI, **unknown}])) as exchange:
+            await exchange.read()
+        *named, rest = exchange.headers[IGNORED].split(", ")
+        assert named == [f"messages[].x{i}" for i in range(16)]
+        assert rest == "6 more"
+
+    play(scene)
