@@ -31,7 +31,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
-    from engine.step import Grammar, RequestId, SampleSpec, SamplingParams, TokenLogprobs
+    from engine.step import (
+        Grammar,
+        RequestId,
+        SampleSpec,
+        SamplingParams,
+        StepId,
+        TokenLogprobs,
+    )
 
 
 class State(StrEnum):
@@ -186,6 +193,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if requested
     constant_sample: "SampleSpec | None" = None  # if the same for all its tokens
+    sampled_at: "StepId | None" = None  # the last step that sampled it with its present KV
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # num_computed + tokens that iterations in flight compute
     num_pending: int = 0  # output tokens that iterations in flight sample
@@ -273,6 +281,7 @@ class Request:
         """The request is in no iteration, and the KV of its first `num_computed` tokens is kept."""
         self.num_computed = self.num_planned = num_computed
         self.num_pending = self.num_in_flight = 0
+        self.sampled_at = None  # the worker may not have its output any more
 
     @property
     def outcome(self) -> str:

@@ -1,8 +1,9 @@
 """The frozen messages between the control plane and the workers. Standard library only.
 
-A `Step` describes one iteration (Orca's control message). It is complete in itself: a worker that
-has no record of a request can run any `Step` whose KV blocks it holds. A worker starts with
-`WorkerSettings` and answers with a `WorkerReport`.
+A `Step` describes one iteration (Orca's control message). A worker that holds the KV blocks of a
+step can run it; only the output of a request, which penalties and grammars read, is remembered by
+the worker from step to step (`SampleSpec.continues`). A worker starts with `WorkerSettings` and
+answers with a `WorkerReport`.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
 LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
+OUTPUT_KEPT_STEPS = 64  # a worker remembers an output so many steps after it was last needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,16 @@ class Grammar(NamedTuple):
 class SampleSpec(NamedTuple):
     """How to sample one token after an entry's last position.
 
-    `prompt` and `output` are filled only where a penalty or the grammar reads them. `banned` are
-    token ids that must not be sampled now (end tokens before `min_tokens`). `logprobs` requests
-    the token's log-probability and that many of the most likely tokens. Under a `grammar`,
+    `prompt`, `output` and `grammar` are given only where a penalty or the grammar reads the output
+    so far. An entry that `continues` gives none of them: the worker takes them from the request's
+    last entry that sampled, which was at most `OUTPUT_KEPT_STEPS` steps before and is followed by
+    no loss of KV, and appends the entry's one token to the output.
+
+    `banned` are token ids that must not be sampled now (end tokens before `min_tokens`). `logprobs`
+    requests the token's log-probability and that many of the most likely tokens. Under a grammar,
     `end_ids` are allowed once the grammar accepts the output; if it allows nothing else, they are
     allowed even if banned. With `may_be_late` the worker may report the entry as late because the
     grammar is still being compiled.
-
-    If the entry's token is `LAST_TOKEN`, `output` lacks that token, and the worker appends it.
     """
 
     sampling: SamplingParams
@@ -83,11 +87,12 @@ class SampleSpec(NamedTuple):
     grammar: Grammar | None = None
     end_ids: tuple[int, ...] = ()
     may_be_late: bool = False
+    continues: bool = False
 
     @property
     def reads_output(self) -> bool:
-        """Whether sampling reads `output`."""
-        return self.sampling.reads_output or self.grammar is not None
+        """Whether sampling reads the output so far."""
+        return self.continues or self.sampling.reads_output or self.grammar is not None
 
 
 class PromptTargets(NamedTuple):

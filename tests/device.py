@@ -1,28 +1,34 @@
-"""A device that remembers of which tokens the KV in each slot is: what a wrong schedule would read.
+"""A device that remembers which tokens the KV in each slot belongs to, and the outputs of requests.
 
-A step is carried out when its result is wanted, in the order of submission: moves, then compute.
+It shows what a wrong schedule would read. A step runs when its result is committed, in the order of
+submission: moves, then compute.
 """
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 
 from engine.iteration import Iteration
 from engine.request import Request, State
 from engine.step import LAST_TOKEN, BlockMove, Direction, Step, StepEntry
+from engine.worker.sampling.outputs import OutputMemory
 
 Tier = dict[int, tuple[int, ...]]  # by slot: all tokens up to the one whose KV is there
 
 
 class RememberingDevice:
-    """Asserts that attention sees the KV of the tokens before, and that moves harm nobody."""
+    """Asserts that attention reads the KV of the tokens before, that no move overwrites KV in use,
+    and that penalties read the request's prompt and output."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._device: Tier = {}
         self._host: Tier = {}
+        self._outputs = OutputMemory()
 
     def forget(self) -> None:
         """The worker died."""
+        self._outputs = OutputMemory()
         self._device.clear()
         self._host.clear()
 
@@ -33,6 +39,23 @@ class RememberingDevice:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if request.state is State.RUNNING:
                 self._compute(entry, request)
+        self._check_outputs(iteration)
+
+    def _check_outputs(self, iteration: Iteration) -> None:
+        """What the worker reads is the whole output, though most steps carry one token of it."""
+        entries = [
+            entry if entry.tokens != (LAST_TOKEN,) else entry._replace(tokens=_last(entry, request))
+            for entry, request in zip(iteration.step.entries, iteration.requests, strict=True)
+        ]
+        step = self._outputs.complete(replace(iteration.step, entries=tuple(entries)))
+        for entry, request in zip(step.entries, iteration.requests, strict=True):
+            sample = entry.sample
+            if sample is None or not sample.reads_output or request.state is not State.RUNNING:
+                continue
+            is_repetition = request.spec.sampling.repetition_penalty != 1.0
+            assert sample.output == tuple(request.output)
+            assert sample.prompt == (request.spec.prompt if is_repetition else ())
+            assert sample.grammar == request.spec.grammar
 
     def _copy(self, move: BlockMove) -> None:
         size = self._block_size
@@ -58,6 +81,12 @@ class RememberingDevice:
                 assert self._device[slot] == known[: position + 1]
             else:
                 self._device[slot] = known[: position + 1]
+
+
+def _last(entry: StepEntry, request: Request) -> tuple[int]:
+    """The token that the worker sampled last for an entry which was planned before it was known."""
+    known = request.tokens(0, request.num_tokens)
+    return (known[entry.start] if entry.start < len(known) else 0,)
 
 
 def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -> None:

@@ -3,7 +3,15 @@
 from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Iteration, Swaps
-from engine.step import LAST_TOKEN, PromptTargets, SampleSpec, Step, StepEntry, StepId
+from engine.step import (
+    LAST_TOKEN,
+    OUTPUT_KEPT_STEPS,
+    PromptTargets,
+    SampleSpec,
+    Step,
+    StepEntry,
+    StepId,
+)
 
 if TYPE_CHECKING:
     from engine.kv.manager import KVManager
@@ -17,7 +25,8 @@ class BatchBuilder:
     it once it has been considered.
     """
 
-    def __init__(self, seats: int, tokens: int, ahead: "set[Request]") -> None:
+    def __init__(self, step_id: StepId, seats: int, tokens: int, ahead: "set[Request]") -> None:
+        self._step_id = step_id
         self.seats = seats
         self.tokens_left = tokens
         self.ahead = ahead
@@ -53,7 +62,7 @@ class BatchBuilder:
             tokens: tuple[int, ...] = (LAST_TOKEN,)
         else:
             tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
-        sample = request.constant_sample or _sample_spec(request) if is_last else None
+        sample = request.constant_sample or self._sample_spec(request) if is_last else None
         entry = StepEntry(request.request_id, start, tokens, kv.table(request), sample)
         if request.spec.prompt_logprobs is not None:
             entry = entry._replace(prompt_logprobs=_targets(request, start, stop))
@@ -70,34 +79,51 @@ class BatchBuilder:
     def is_empty(self) -> bool:
         return not self._decodes and not self._prefills
 
-    def iteration(self, step_id: StepId, swaps: Swaps = NO_SWAPS) -> Iteration:
+    def iteration(self, swaps: Swaps = NO_SWAPS) -> Iteration:
         """The iteration with all collected entries and these KV moves."""
         rows = self._decodes + self._prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])
-        return Iteration(Step(step_id, entries, swaps.moves), requests, swaps.requests)
+        return Iteration(Step(self._step_id, entries, swaps.moves), requests, swaps.requests)
 
+    def _sample_spec(self, request: "Request") -> SampleSpec:
+        """How to sample the request's next token; remembered if it is the same for all its tokens.
 
-def _sample_spec(request: "Request") -> SampleSpec:
-    """How to sample the request's next token; remembered if it is the same for all its tokens."""
-    spec = request.spec
-    sampling = spec.sampling
-    is_constrained = spec.grammar is not None
-    if not spec.min_tokens and not sampling.reads_output and not is_constrained:
-        request.constant_sample = SampleSpec(sampling, logprobs=spec.logprobs)
-        return request.constant_sample
-    is_early = request.produced + request.num_pending < spec.min_tokens
-    banned = spec.end_ids if is_early else spec.avoided_ids
-    return SampleSpec(
-        sampling=sampling,
-        banned=tuple(sorted(banned)),
-        prompt=spec.prompt if sampling.repetition_penalty != 1.0 else (),
-        output=tuple(request.output) if sampling.reads_output or is_constrained else (),
-        logprobs=spec.logprobs,
-        grammar=spec.grammar,
-        end_ids=tuple(sorted(spec.end_ids)) if is_constrained else (),
-        may_be_late=request.awaits_grammar,
-    )
+        What a penalty or a grammar reads is sent with the first token after the request got its
+        KV. Later the worker has it, unless it has forgotten a request that long did not run.
+        """
+        spec = request.spec
+        sampling, sampled_at = spec.sampling, request.sampled_at
+        reads_output = sampling.reads_output or spec.grammar is not None
+        if not spec.min_tokens and not reads_output:
+            request.constant_sample = SampleSpec(sampling, logprobs=spec.logprobs)
+            return request.constant_sample
+        is_early = request.produced + request.num_pending < spec.min_tokens
+        banned = tuple(sorted(spec.end_ids if is_early else spec.avoided_ids))
+        if not reads_output:
+            return SampleSpec(sampling, banned, logprobs=spec.logprobs)
+        request.sampled_at = self._step_id
+        end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
+        is_late = request.awaits_grammar
+        if sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS:
+            return SampleSpec(
+                sampling,
+                banned,
+                logprobs=spec.logprobs,
+                end_ids=end_ids,
+                may_be_late=is_late,
+                continues=True,
+            )
+        return SampleSpec(
+            sampling,
+            banned,
+            prompt=spec.prompt if sampling.repetition_penalty != 1.0 else (),
+            output=tuple(request.output),
+            logprobs=spec.logprobs,
+            grammar=spec.grammar,
+            end_ids=end_ids,
+            may_be_late=is_late,
+        )
 
 
 def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:

@@ -180,7 +180,10 @@ class IterationScheduler:
         token that it samples in that iteration.
         """
         ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
-        batch = BatchBuilder(self.settings.max_batch_size, self.settings.max_batch_tokens, ahead)
+        settings = self.settings
+        batch = BatchBuilder(
+            StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
+        )
         batch.has_suspect = self._lifecycle.has_suspect_in_flight
         batch.least_crashes = self._lifecycle.least_crashes
         self.admission.begin_plan()
@@ -193,7 +196,7 @@ class IterationScheduler:
             if self.pool:
                 self._observer.idled(now)
             return None
-        iteration = batch.iteration(StepId(self._next_step_id), swaps)
+        iteration = batch.iteration(swaps)
         self._next_step_id += 1
         self._observer.planned(iteration, now)
         return iteration

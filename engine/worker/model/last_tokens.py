@@ -27,7 +27,7 @@ class LastTokens:
         self._steps.append((step.step_id, dict.fromkeys(draws, STAND_IN)))
 
     def complete(self, step: Step, layout: RaggedLayout) -> Step:
-        """The step and its layout with the tokens that were held back, also for penalties.
+        """The step and its layout with the tokens that were not known when it was planned.
 
         Raises `ValueError` where no token is held.
         """
@@ -60,10 +60,7 @@ class LastTokens:
         if entry.tokens[0] != LAST_TOKEN:
             return entry
         token = self._token(entry.request_id)
-        draw = entry.sample
-        if draw is not None and draw.reads_output:
-            draw = draw._replace(output=(*draw.output, token))
-        return entry._replace(tokens=(token,), sample=draw)
+        return entry._replace(tokens=(token,))
 
     def _token(self, request_id: RequestId) -> int:
         for _, held in list(self._steps)[-2::-1]:  # the last is the step that asks

@@ -30,6 +30,7 @@ from engine.worker.process.inbox import Inbox
 from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
 from engine.worker.sampling.logits_output import LogitsOutput, OutputReader
+from engine.worker.sampling.outputs import OutputMemory
 
 
 class Prepared(NamedTuple):
@@ -54,6 +55,7 @@ class Worker:
         self._plane = parts.plane
         self._held = LastTokens(num_steps=parts.placement.num_stages)
         self._return = TokenReturn(parts.placement, parts.plane, self._held, parts.lookahead)
+        self._outputs = OutputMemory()
         self._inbox = Inbox(self._prepare)
         self._owes = False  # the next stage the step that runs
         self._is_amid = False  # in a step, where ranks wait for each other
@@ -101,6 +103,8 @@ class Worker:
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)
         with torch.inference_mode(), self._device.awake(), self._mover.moving(step.moves):
+            if self._draws:
+                step = self._outputs.complete(step)
             wanted = self._reader.begin(step) if self._draws else MaskRequest()
             hidden = self._compute(step, prepared)
             reading = LogitsOutput()

@@ -70,7 +70,7 @@ def test_a_late_request_computes_its_last_token_again_and_delays_no_other() -> N
     assert (late.output, other.output) == ([7], [7, 7])
     (entry,) = planned(scheduler).step.entries
     assert entry.sample is not None
-    assert (entry.sample.output, entry.sample.may_be_late) == ((7,), False)
+    assert (entry.sample.continues, entry.sample.may_be_late) == (True, False)
 
 
 def test_a_request_that_may_be_late_is_not_planned_ahead_of_its_token() -> None:

@@ -194,20 +194,17 @@ def test_end_tokens_are_banned_as_long_as_the_pending_token_does_not_suffice() -
     assert [sample.banned for sample in samples if sample is not None] == [(END,), (END,), ()]
 
 
-def test_the_worker_completes_the_output_that_penalties_read() -> None:
+def test_only_the_first_step_carries_the_output_that_penalties_read() -> None:
     spec = RequestSpec((1, 2), 9, SamplingParams(presence_penalty=1.0))
     scheduler, _, oldest, second = two_in_flight(spec)
-    outputs = []
-    for flight in (oldest, second):
+    commit(scheduler, oldest, 7)
+    found = []
+    for flight in (oldest, second, ahead(scheduler, second)):
         sample = flight.step.entries[0].sample
         assert sample is not None
         assert sample.reads_output
-        outputs.append(sample.output)
-    assert outputs == [(), ()]  # the second lacks the token that is being sampled
-    commit(scheduler, oldest, 7)
-    sample = ahead(scheduler, second).step.entries[0].sample
-    assert sample is not None
-    assert sample.output == (7,)
+        found.append((sample.output, sample.continues))
+    assert found == [((), False), ((), True), ((), True)]
 
 
 def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:

@@ -110,15 +110,18 @@ def test_end_tokens_are_banned_before_min_tokens() -> None:
     assert second.step.entries[0].sample.banned == ()
 
 
-def test_a_step_carries_the_tokens_that_penalties_read() -> None:
+def test_the_first_step_carries_the_tokens_that_penalties_read_and_later_ones_do_not() -> None:
     scheduler = make()
     scheduler.add(RequestSpec((1, 2), 9, SamplingParams(repetition_penalty=1.5)), 0.0)
-    run_iteration(scheduler)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
-    sample = iteration.step.entries[0].sample
-    assert sample is not None
-    assert (sample.prompt, sample.output) == ((1, 2), (5,))
+    found = []
+    for _ in range(2):
+        iteration = scheduler.plan(0.0)
+        assert iteration is not None
+        sample = iteration.step.entries[0].sample
+        assert sample is not None
+        found.append((sample.prompt, sample.output, sample.continues))
+        commit_iteration(scheduler, iteration)
+    assert found == [((1, 2), (), False), ((), (), True)]
 
 
 def test_a_request_in_flight_is_not_planned_again() -> None:

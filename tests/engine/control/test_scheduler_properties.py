@@ -31,6 +31,11 @@ NUM_SLOTS = 24
 END = 3
 STARVATION_SECONDS = 20.0
 NAMES = st.sampled_from([*POLICIES, *ORACLES])
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(presence_penalty=1.0),
+    SamplingParams(repetition_penalty=2.0),
+)
 
 
 class Ends(NullObserver):
@@ -116,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ttft_deadline=st.sampled_from([None, 5.0, 50.0]),
         deadline=st.sampled_from([None, None, 10.0]),
         is_background=st.booleans(),
+        sampling=st.sampled_from(SAMPLINGS),
     )
     def arrive(
         self,
@@ -126,11 +132,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         ttft_deadline: float | None,
         deadline: float | None,
         is_background: bool,
+        sampling: SamplingParams,
     ) -> None:
         spec = RequestSpec(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=SamplingParams(),
+            sampling=sampling,
             end_ids=frozenset({END}),
             salt=tenant,
             tenant=tenant,

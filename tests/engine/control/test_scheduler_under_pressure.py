@@ -111,7 +111,7 @@ class Case:
         spec = RequestSpec(
             prompt=tuple(random.choices((0, 1), k=random.randint(1, 12))),
             max_tokens=random.randint(1, 12),
-            sampling=SamplingParams(),
+            sampling=SamplingParams(presence_penalty=float(self.to_come % 2)),
             tenant=random.choice("ab"),
             priority=random.randint(-1, 1),
             ttft_deadline=random.choice([None, 5.0, 50.0]),

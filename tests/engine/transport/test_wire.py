@@ -66,6 +66,7 @@ draws = st.builds(
     logprobs=st.none() | counts,
     grammar=st.none() | grammars,
     end_ids=tokens,
+    continues=st.booleans(),
 )
 targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
 entries = st.builds(

@@ -83,8 +83,7 @@ class DeviceLastTokens:
         if not _needs_token(entry) or entry.sample is None:
             return entry
         token = known[self._place(entry.request_id)]
-        draw = entry.sample._replace(output=(*entry.sample.output, token))
-        return entry._replace(tokens=(token,), sample=draw)
+        return entry._replace(tokens=(token,))
 
     def _place(self, request_id: RequestId) -> int:
         if request_id not in self._before.places:

@@ -27,6 +27,7 @@ from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.launched import Collected, Launched
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.sampling.logits_output import LogitsOutput
+from engine.worker.sampling.outputs import OutputMemory
 from engine.worker.streams import StreamEvent, Streams
 
 
@@ -75,6 +76,7 @@ class StepLauncher:
         self._mover = mover
         self._limits = limits
         self._tokens = DeviceLastTokens()
+        self._outputs = OutputMemory()
         self._before: StreamEvent | None = None  # the end of the last launched step
 
     def launch(self, step: Step) -> Launched:
@@ -95,7 +97,8 @@ class StepLauncher:
         hidden = self._forward.run(layout, source, self._recording(began))
         pending = None
         if len(hidden):
-            pending = self._reader.begin(self._tokens.complete(step), layout, hidden)
+            step = self._outputs.complete(self._tokens.complete(step))
+            pending = self._reader.begin(step, layout, hidden)
             self._tokens.keep(pending)
         before, ended = self._before, self._streams.compute.record(is_timed=True)
         self._before = ended

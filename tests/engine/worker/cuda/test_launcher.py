@@ -57,8 +57,8 @@ def test_a_step_goes_on_from_a_token_that_nobody_has_read(on_gpu: OnStandIns, mo
     told = SampleSpec(replace(PENALISED.sampling), output=(first,))
     (second,) = plain.run(step(1, entry(0, 3, first, draw=told))).tokens
     launched = [
-        on_gpu.launch(step(0, entry(0, 0, 7, 8, 9))),
-        on_gpu.launch(step(1, entry(0, 3, LAST_TOKEN, draw=PENALISED))),
+        on_gpu.launch(step(0, entry(0, 0, 7, 8, 9, draw=PENALISED))),
+        on_gpu.launch(step(1, entry(0, 3, LAST_TOKEN, draw=PENALISED._replace(continues=True)))),
     ]
     assert all(one.is_late for one in launched)
     results = [one.collect() for one in launched]

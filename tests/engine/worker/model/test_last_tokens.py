@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.control import batch_builder
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
@@ -100,6 +101,21 @@ def test_lookahead_changes_no_text(worker: Worker, num_blocks: int) -> None:
     assert {len(said) for said in without} > {30}, "all of them ran to the limit"
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("num_blocks", [256, 40])
+def test_remembered_outputs_change_no_text(
+    worker: Worker, num_blocks: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under penalties, also after preemptions: against outputs that are sent with every step."""
+    specs = [
+        RequestSpec(tuple(range(1 + at, 4 + 3 * at)), max_tokens=30, sampling=sampling)
+        for at, sampling in enumerate(SAMPLINGS)
+    ]
+    remembered = texts(worker, specs, lookahead, num_blocks)
+    monkeypatch.setattr(batch_builder, "OUTPUT_KEPT_STEPS", -1)
+    assert texts(worker, specs, 0, num_blocks) == remembered
+
+
 def entry(number: int, token: int, draw: SampleSpec | None = None) -> StepEntry:
     return StepEntry(RequestId(number), 3, (token,), bytes(4), draw or SampleSpec(GREEDY))
 
@@ -126,14 +142,6 @@ def test_tokens_are_filled_in_where_they_are_held_back() -> None:
     ids, entries = complete(held, entry(1, LAST_TOKEN), entry(5, 9), entry(0, LAST_TOKEN))
     assert ids == [71, 9, 70]
     assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
-
-
-def test_the_output_is_completed_for_those_who_read_it() -> None:
-    held = LastTokens(num_steps=1)
-    run(held, [70, 71], entry(0, 1), entry(1, 2))
-    reads = SampleSpec(SamplingParams(presence_penalty=1.0), output=(5,))
-    _, entries = complete(held, entry(0, LAST_TOKEN, reads), entry(1, LAST_TOKEN))
-    assert [each.sample.output for each in entries if each.sample] == [(5, 70), ()]
 
 
 def test_of_a_step_that_failed_a_stand_in_is_held() -> None:

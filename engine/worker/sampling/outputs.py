@@ -1,0 +1,74 @@
+"""The outputs of requests that penalties or a grammar read, remembered from step to step.
+
+The first entry that samples for a request carries its prompt, output and grammar; later entries
+carry only their one input token (`SampleSpec.continues`). Only the worker that samples needs this.
+An output is dropped `OUTPUT_KEPT_STEPS` steps after it was last used; the scheduler counts the same
+steps, and sends everything again after them, or when a request has lost its KV.
+"""
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import NamedTuple
+
+from engine.step import OUTPUT_KEPT_STEPS, Grammar, RequestId, SampleSpec, Step, StepEntry, StepId
+
+
+class _Output(NamedTuple):
+    """What is remembered of one request. `first` is the position of the first output token."""
+
+    used_at: StepId
+    first: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    grammar: Grammar | None
+
+
+class OutputMemory:
+    """Fills in the sample specs of steps, which come in order."""
+
+    def __init__(self) -> None:
+        self._outputs: OrderedDict[RequestId, _Output] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def complete(self, step: Step) -> Step:
+        """The step, in which every token is known, with prompt, output and grammar in each sample
+        spec that reads the output.
+
+        Raises `ValueError` for an entry that continues an output which is not remembered.
+        """
+        while self._outputs:
+            oldest = next(iter(self._outputs.values()))
+            if step.step_id - oldest.used_at <= OUTPUT_KEPT_STEPS:
+                break
+            self._outputs.popitem(last=False)
+        if not any(
+            entry.sample is not None and entry.sample.reads_output for entry in step.entries
+        ):
+            return step
+        entries = tuple([self._completed(step.step_id, entry) for entry in step.entries])
+        return replace(step, entries=entries)
+
+    def _completed(self, step_id: StepId, entry: StepEntry) -> StepEntry:
+        spec = entry.sample
+        if spec is None or not spec.reads_output:
+            return entry
+        found = self._outputs.pop(entry.request_id, None)
+        if spec.continues:
+            length = -1 if found is None else entry.start - found.first
+            if found is None or not 0 <= length <= len(found.tokens):
+                raise ValueError(f"request {entry.request_id}: its output is not on this worker")
+            tokens = (*found.tokens[:length], *entry.tokens)
+            found = found._replace(used_at=step_id, tokens=tokens)
+        else:
+            found = _first(step_id, entry, spec)
+        self._outputs[entry.request_id] = found
+        sample = spec._replace(prompt=found.prompt, output=found.tokens, grammar=found.grammar)
+        return entry._replace(sample=sample)
+
+
+def _first(step_id: StepId, entry: StepEntry, spec: SampleSpec) -> _Output:
+    """From an entry that carries everything: its tokens end where the output does."""
+    first = entry.start + len(entry.tokens) - len(spec.output)
+    return _Output(step_id, first, spec.prompt, spec.output, spec.grammar)
