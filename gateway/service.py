@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from engine.loop import Engine
+from engine.policy import PolicySettings
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
@@ -78,6 +79,7 @@ class Service:
     running: RunningResponses = field(default_factory=RunningResponses)
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False
+    policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is the name of the served model."""

@@ -37,9 +37,10 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
 from gateway.schema.fields.sampling import Vocabulary
+from gateway.serve.checks import check_settings
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
-from gateway.serve.load import LoadedModel, OnProgress, load_model
+from gateway.serve.load import LoadedModel, OnProgress, load_model, served_name
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.serve.server_settings import IN_MEMORY
 from gateway.serve.settings import Settings
@@ -73,19 +74,20 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
     )
+    check_settings(settings)
     credentials = load_credentials(settings)
     with Signals() as signals, closing(bind(settings.host, settings.port)) as listener:
         if credentials.has_files:
             signals.on_hangup(credentials.reload)
         async with AsyncExitStack() as stack:
+            store = _store(settings, served_name(settings))
+            stack.callback(store.close)
             loading = asyncio.create_task(
                 stack.enter_async_context(load_model(settings, progress)), name="load"
             )
             loaded = await unless_stopped(loading, signals)
             if loaded is not None:
                 port = listener.getsockname()[1]
-                store = _store(settings, loaded.name)
-                stack.callback(store.close)
                 cost = LiveCost(loaded.calibration.model)
                 plane = _control_plane(settings, loaded, cost, stack)
                 server = build_server(settings, loaded, plane, credentials, store)
@@ -137,6 +139,7 @@ def build_server(
             is_loopback(settings.host), settings.allowed_host, settings.cors_origin
         ),
         rejects_unknown_fields=settings.unknown_fields == "reject",
+        policies=_policy_settings(settings),
         store=store,
     )
     bounds = ConnectionBounds(
@@ -178,7 +181,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
     )
     return RecordingHeader(
         policy=settings.policy,
-        policies=PolicySettings(seats=settings.max_batch_size),
+        policies=_policy_settings(settings),
         scheduler=scheduler,
         num_blocks=report.num_blocks,
         block_size=report.block_size,
@@ -186,6 +189,19 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         cost=loaded.calibration.model,
         lookahead=loaded.lookahead,
         num_host_blocks=report.num_host_blocks,
+    )
+
+
+def _policy_settings(settings: Settings) -> PolicySettings:
+    return PolicySettings(
+        starvation_seconds=settings.starvation_seconds,
+        seats=settings.max_batch_size,
+        base_quantum=settings.base_quantum,
+        ratio=settings.quantum_ratio,
+        num_levels=settings.num_levels,
+        skips=settings.skip_join,
+        input_weight=settings.input_weight,
+        output_weight=settings.output_weight,
     )
 
 

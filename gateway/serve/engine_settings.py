@@ -153,6 +153,29 @@ class EngineSettings(BaseSettings):
     policy: Annotated[str, AfterValidator(_known_policy)] = _option(
         "fcfs", "scheduling", "scheduling policy: " + ", ".join(POLICIES), "NAME"
     )
+    starvation_seconds: float | None = _option(
+        None,
+        "scheduling",
+        "a request that waits longer between two iterations runs first; default: the policy's own",
+        "SECONDS",
+        gt=0,
+    )
+    base_quantum: float | None = _option(
+        None,
+        "scheduling",
+        "mlfq: quantum of the highest queue; default: the shortest iteration",
+        "SECONDS",
+        gt=0,
+    )
+    quantum_ratio: float = _option(
+        2.0, "scheduling", "mlfq: quantum of a queue over that of the next higher one", "X", gt=1
+    )
+    num_levels: int = _option(16, "scheduling", "mlfq: number of queues", "N", ge=1, le=64)
+    skip_join: bool = _option(
+        True, "scheduling", "mlfq: the queue that a request joins follows from its prompt's length"
+    )
+    input_weight: float = _option(1.0, "scheduling", "fair: cost of a prompt token", "W", gt=0)
+    output_weight: float = _option(2.0, "scheduling", "fair: cost of an output token", "W", gt=0)
     admission: Literal["grow", "reserve", "request"] = _option(
         "grow",
         "scheduling",

@@ -96,7 +96,7 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
         report = starting.result()
         calibration = await _calibrate(settings, directory, executor, report)
         yield LoadedModel(
-            name=settings.served_model_name or _name(settings.model),
+            name=served_name(settings),
             directory=directory,
             executor=executor,
             report=report,
@@ -146,6 +146,11 @@ def _directory(model: str) -> Path:
     if model == BUILTIN_MODEL:
         return Path(str(files("adapters").joinpath("builtin")))
     return cast("Path", _adapter("checkpoint")(model))
+
+
+def served_name(settings: Settings) -> str:
+    """The name that clients use for the model."""
+    return settings.served_model_name or _name(settings.model)
 
 
 def _name(model: str) -> str:

@@ -7,7 +7,8 @@ where the value came from and what is allowed.
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from pydantic_settings import (
 
 from engine.errors import StartupError
 from gateway.serve.engine_settings import EngineSettings
+from gateway.serve.flags import did_you_mean
 from gateway.serve.options import PREFIX, Option, allowed, as_option
 from gateway.serve.server_settings import LOCAL_FILE, ServerSettings
 
@@ -74,12 +76,25 @@ def load(flags: Mapping[str, str | bool]) -> Settings:
     """The settings of this run. `flags` maps setting names to the command line's values: strings,
     and booleans for switches.
 
-    Raises `StartupError` with one line that names the first wrong setting.
+    Raises `StartupError` with one line that names the first wrong setting. A PODWAY_ variable that
+    resembles a setting's is an error; any other unknown one, for instance of a Kubernetes service
+    named podway, is ignored.
     """
+    _check_variables(os.environ)
     try:
         return Settings(**flags)  # type: ignore[arg-type] # pydantic parses them
     except ValidationError as error:
         raise StartupError(_one_line(error, flags)) from None
+
+
+def _check_variables(variables: Iterable[str]) -> None:
+    names = [name.upper() for name in Settings.model_fields]
+    for variable in variables:
+        name = variable.removeprefix(PREFIX)
+        if not variable.startswith(PREFIX) or name in names:
+            continue
+        if nearest := get_close_matches(name, names, n=1, cutoff=0.75):
+            raise StartupError(f"unknown variable {variable}; did you mean {PREFIX}{nearest[0]}?")
 
 
 def _files(config: object) -> list[Path]:
@@ -107,7 +122,8 @@ def _one_line(error: ValidationError, flags: Mapping[str, str | bool]) -> str:
     name = str(first["loc"][0])
     info = Settings.model_fields.get(name)
     if info is None:
-        return f"unknown setting {name!r} in the settings file"
+        nearest = did_you_mean(name, list(Settings.model_fields))
+        return f"unknown setting {name!r} in the settings file{nearest}"
     found = as_option(name, info)
     origin = "" if name in flags else " (from the settings file)"
     if name not in flags and found.env in os.environ:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction, WorkerSettings
+from engine.worker.model.kv_tensors import size_text
 from engine.worker.ports import KVTensors
 
 
@@ -22,12 +23,13 @@ def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available
         return 0
     if asked < block_bytes:
         raise StartupError(
-            f"host_kv_bytes={asked} is less than one block of {settings.block_size} slots "
-            f"({block_bytes} bytes)"
+            f"--host-kv-memory {size_text(asked)} is less than one block of "
+            f"{settings.block_size} slots ({size_text(block_bytes)})"
         )
     if asked > available:
         raise StartupError(
-            f"host_kv_bytes={asked} for swapped KV, but {available} bytes of memory are available"
+            f"--host-kv-memory {size_text(asked)} is more than the {size_text(available)} of host "
+            "memory that are available; lower it"
         )
     return asked // block_bytes
 

@@ -39,6 +39,14 @@ def available_bytes() -> int:
     return free
 
 
+def size_text(num_bytes: int) -> str:
+    """Bytes for a message: `1.5 GiB`, or MiB or bytes if there are few."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size // 10:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def is_scaled(dtype: torch.dtype) -> bool:
     """Whether KV in this dtype has a scale for each token and head."""
     return dtype == torch.int8
@@ -63,18 +71,23 @@ def choose_num_blocks(
     if size < 1:
         raise StartupError(f"block_size must be at least 1, not {size}")
     if settings.kv_slots:
-        blocks, asked = settings.kv_slots // size, f"kv_slots={settings.kv_slots}"
+        blocks, asked = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
     elif settings.kv_bytes:
-        blocks, asked = settings.kv_bytes // block_bytes, f"kv_bytes={settings.kv_bytes}"
+        blocks, asked = (
+            settings.kv_bytes // block_bytes,
+            f"--kv-memory {size_text(settings.kv_bytes)}",
+        )
     else:
         enough = settings.max_batch_size * -(-max_model_len // size)
         blocks = min(capacity.usual // block_bytes, enough)
-        asked = f"{capacity.usual} bytes of memory for KV"
+        asked = f"the memory left for the KV cache ({size_text(capacity.usual)})"
     if blocks < 1:
-        raise StartupError(f"{asked} is less than one block of {size} slots ({block_bytes} bytes)")
+        block = f"{size} slots ({size_text(block_bytes)})"
+        raise StartupError(f"{asked} is less than one block of {block}")
     if blocks * block_bytes > capacity.most:
         raise StartupError(
-            f"{asked} needs {blocks * block_bytes} bytes for KV, but {capacity.most} are available"
+            f"{asked} needs {size_text(blocks * block_bytes)} for the KV cache, but "
+            f"{size_text(capacity.most)} of memory are available; lower it"
         )
     return blocks
 

@@ -76,6 +76,13 @@ def _num_blocks(
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
 
+def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
+    """About how much memory the whole model takes; a quantized checkpoint keeps its format."""
+    if device.linear_format is not None:
+        return num_parameters * int(device.linear_format.bits) // 8
+    return sum(path.stat().st_size for path in checkpoint.files.files) if checkpoint.files else 0
+
+
 def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
     """What this worker is to take of the bytes that are for all workers together."""
     kv, host = settings.kv_bytes, settings.host_kv_bytes
@@ -172,9 +179,8 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    if checkpoint.files is None and device.linear_format is not None:
-        bits = int(device.linear_format.bits)
-        check_memory(num_parameters // placement.num_workers * bits // 8)
+    if device.place.type == "cpu":
+        check_memory(_weight_bytes(checkpoint, device, num_parameters) // placement.num_workers)
     with _converted(checkpoint, weights, device, shard, settings.cache_dir) as source:
         model = checkpoint.family.build(device.source(source), shard, operators)
     model = device.recorded(model, operators, shard.num_ranks)

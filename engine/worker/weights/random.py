@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.model.kv_tensors import available_bytes
+from engine.worker.model.kv_tensors import available_bytes, size_text
 from engine.worker.ports import TensorSlice
 from engine.worker.weights.source import Outline
 
@@ -97,7 +97,8 @@ class RandomWeights:
         size = min(-(-stop // CHUNK) * CHUNK, prod(shape)) - first * CHUNK
         if 4 * size > available_bytes():
             raise StartupError(
-                f"tensor {name} needs {4 * size} bytes, but {available_bytes()} are available"
+                f"tensor {name} needs {size_text(4 * size)}, but {size_text(available_bytes())} of "
+                "memory are available"
             )
         flat = _allocate(size)
         seed, chunks = _seed(name), range(0, size, CHUNK)
@@ -115,8 +116,8 @@ def check_memory(num_bytes: int) -> None:
     """Raise `StartupError` if less than `num_bytes` of memory are available for weights."""
     if num_bytes > (available := available_bytes()):
         raise StartupError(
-            f"random weights of {num_bytes / 2**30:.1f} GiB do not fit into the "
-            f"{available / 2**30:.1f} GiB of memory that are available"
+            f"the model's weights need {size_text(num_bytes)}, but {size_text(available)} of "
+            "memory are available; use a smaller model, or a smaller format (--weights, --dtype)"
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import orjson
 
-from engine.policy import POLICIES, PolicySettings, build, name_of
+from engine.policy import POLICIES, build, name_of
 from gateway.access.callers import read_body
 from gateway.generation.reply import json_response
 from gateway.schema.decoding import check_allowed, decode
@@ -50,8 +50,7 @@ def _switch(service: Service, name: str) -> None:
     before = name_of(scheduler.policy)
     if name == before:
         return
-    settings = PolicySettings(seats=scheduler.settings.max_batch_size)
-    service.engine.switch(build(name, scheduler.cost, settings))
+    service.engine.switch(build(name, scheduler.cost, service.policies))
     logger.info("policy=%s before=%s live=%d", name, before, len(scheduler.pool))
 
 

@@ -44,7 +44,19 @@ def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -
         ),
         (["--api-key-file", "none"], "podway: cannot read the key file none: No such file"),
         (["--api-key", "a=1,a=2"], "podway: two API keys have the name 'a'"),
-        (["--prot", "1"], "podway serve: unrecognized arguments: --prot"),
+        (["--prot", "1"], "podway serve: unknown flag --prot; did you mean --port?"),
+        (
+            ["--attention", "flashinfr"],
+            "podway: --attention must be one of auto, cpu, flashinfer, flashinfer-split, "
+            "reference, not 'flashinfr'; did you mean flashinfer?",
+        ),
+        (["--tool-dialect", "hermez"], "podway: --tool-dialect must be one of auto, none, hermes"),
+        (["--reasoning-dialect", "x"], "podway: --reasoning-dialect must be one of auto, none"),
+        (["--record", "no/r.jsonl"], "podway: --record: directory no does not exist"),
+        (["--trace", "."], "podway: --trace: . is a directory, not a file"),
+        (["--chat-template", "no.jinja"], "podway: --chat-template: there is no file no.jinja"),
+        (["--store", "."], "podway: cannot open"),
+        (["--quantum-ratio", "1"], "podway: --quantum-ratio must be a number above 1, not '1'"),
         (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
     ],
 )
@@ -56,12 +68,17 @@ def test_an_impossible_start_is_rejected_in_one_line(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "XDG_STATE_HOME": str(tmp_path),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
     )
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith(says)
     assert "Traceback" not in failed.stderr
     assert failed.stdout == ""
+    assert "weights" not in failed.stderr, "it failed after the model was loaded"
 
 
 def test_a_port_in_use_is_rejected_in_one_line(tmp_path: Path) -> None:

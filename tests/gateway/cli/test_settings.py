@@ -73,6 +73,13 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "block_size": "8",
         "prefix_cache": "false",
         "policy": "mlfq",
+        "starvation_seconds": "9.5",
+        "base_quantum": "0.25",
+        "quantum_ratio": "3",
+        "num_levels": "4",
+        "skip_join": "false",
+        "input_weight": "0.5",
+        "output_weight": "4",
         "admission": "reserve",
         "max_batch_size": "4",
         "max_batch_tokens": "32",
@@ -203,6 +210,31 @@ def test_a_switch_overrides_the_environment(
     assert load({"prefix_cache": True}).prefix_cache is True
 
 
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PODWAY_PROT", "PODWAY_PORT"),
+        ("PODWAY_MAX_BATCHSIZE", "PODWAY_MAX_BATCH_SIZE"),
+        ("PODWAY_API_KEYS", "PODWAY_API_KEY"),
+    ],
+)
+def test_a_misspelled_variable_is_rejected_with_the_nearest_name(
+    variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert startup_error() == f"unknown variable {variable}; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(
+    "variable", ["PODWAY_SERVICE_HOST", "PODWAY_SERVICE_PORT_HTTP", "PODWAY_PORT_8000_TCP_PROTO"]
+)
+def test_variables_of_a_kubernetes_service_are_ignored(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "10.0.0.1")
+    load({})
+
+
 def test_settings_that_contradict_each_other_are_rejected() -> None:
     assert startup_error(launcher="ray", device="cuda").startswith(
         "--launcher ray runs workers on CPU"
@@ -221,7 +253,9 @@ def test_a_settings_file_that_cannot_be_read_is_named(bare: Path) -> None:
     (bare / "latin.toml").write_bytes(b"host = '\xe9'")
     assert startup_error(config="latin.toml").endswith("latin.toml: it is not UTF-8 text")
     (bare / "typo.toml").write_text("prot = 1")
-    assert startup_error(config="typo.toml") == "unknown setting 'prot' in the settings file"
+    assert startup_error(config="typo.toml") == (
+        "unknown setting 'prot' in the settings file; did you mean port?"
+    )
 
 
 def test_settings_are_immutable_and_hide_api_keys() -> None:

@@ -114,9 +114,11 @@ def test_host_memory_that_cannot_be_had_is_refused() -> None:
         return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
 
     assert (chosen(0), chosen(100), chosen(999)) == (0, 1, 9)
-    with pytest.raises(StartupError, match=r"host_kv_bytes=99 is less than one block"):
+    with pytest.raises(StartupError, match=r"--host-kv-memory 99 bytes is less than one block"):
         chosen(99)
-    with pytest.raises(StartupError, match=r"host_kv_bytes=1001 .* 1000 bytes"):
+    with pytest.raises(
+        StartupError, match=r"--host-kv-memory 1001 bytes is more than the 1000 bytes"
+    ):
         chosen(1001)
 
 

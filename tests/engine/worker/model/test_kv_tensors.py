@@ -53,14 +53,14 @@ def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kv_slots": 15}, "kv_slots=15 is less than one block"),
-        ({"kv_bytes": BLOCK - 1}, f"kv_bytes={BLOCK - 1} is less than one block"),
+        ({"kv_slots": 15}, "--kv-slots 15 is less than one block"),
+        ({"kv_bytes": BLOCK - 1}, f"--kv-memory {BLOCK - 1} bytes is less than one block"),
         ({"usual": BLOCK - 1}, "less than one block"),
         ({"kv_slots": 1600, "available": 99 * BLOCK}, "are available"),
         ({"block_size": -1}, "block_size must be at least 1"),
     ],
 )
-def test_room_that_cannot_be_had_is_refused(settings: dict[str, int], named: str) -> None:
+def test_kv_memory_that_is_not_available_is_rejected(settings: dict[str, int], named: str) -> None:
     with pytest.raises(StartupError, match=named):
         blocks(**settings)
 

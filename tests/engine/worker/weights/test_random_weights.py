@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.step import WorkerSettings
 from engine.worker.ports import TensorSlice
+from engine.worker.process.worker import Worker
 from engine.worker.weights import random as random_weights
 from engine.worker.weights.random import SPREAD, RandomWeights
+from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 
 
@@ -46,7 +49,7 @@ def test_a_tensor_larger_than_the_available_memory_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(random_weights, "available_bytes", lambda: 1000)
-    with pytest.raises(StartupError, match=r"tensor a.weight needs 1024 bytes, but 1000 are"):
+    with pytest.raises(StartupError, match=r"tensor a.weight needs 1024 bytes, but 1000 bytes of"):
         load("a.weight", 16, 16)
 
 
@@ -55,7 +58,9 @@ def test_a_model_larger_than_the_available_memory_is_rejected_before_it_is_gener
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(random_weights, "available_bytes", lambda: 1 << 23)
-    with pytest.raises(StartupError, match=r"weights of 0.0 GiB do not fit into the 0.0 GiB"):
+    with pytest.raises(
+        StartupError, match=r"the model's weights need [\d.]+ MiB, but 8.0 MiB of memory"
+    ):
         load_worker("random:TINY", attention="cpu")
 
 
@@ -69,3 +74,14 @@ def test_a_worker_generates_from_a_random_shape(
     tokens = Driver(worker).generate(0, prompt, 8)
     assert tokens == Driver(load_worker("random:TINY"), seed=1).generate(0, prompt, 8)
     assert len(set(tokens)) > 1
+
+
+def test_a_checkpoint_larger_than_the_available_memory_is_rejected_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path)
+    progress: list[str] = []
+    monkeypatch.setattr(random_weights, "available_bytes", lambda: 1000)
+    with pytest.raises(StartupError, match=r"the model's weights need .* 1000 bytes of memory"):
+        Worker.load(WorkerSettings(model=str(tmp_path)), lambda label, *_: progress.append(label))
+    assert "weights" not in progress
