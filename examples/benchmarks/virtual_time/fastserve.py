@@ -34,16 +34,18 @@ UNBOUNDED = 10**9
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A way to schedule; `starvation` is mlfq's limit in seconds."""
+    """A policy with its settings; `starvation` is MLFQ's starvation limit in seconds."""
 
     name: str
     policy: str
+    admission: Admission = Admission.GROW
     swap: SwapMode = SwapMode.PROACTIVE
     starvation: float | None = None
     skips: bool = True
 
 
-FCFS = System("FCFS (Orca)", "fcfs")
+FCFS = System("FCFS (Orca)", "fcfs", Admission.RESERVE)
+FCFS_GROW = System("FCFS, grow", "fcfs")
 MLFQ = System("MLFQ, 3 s", "mlfq", starvation=3.0)
 PATIENT = System("MLFQ, 30 s", "mlfq", starvation=30.0)
 ORACLE = System("SRPT (oracle)", "srpt")
@@ -51,7 +53,7 @@ ORACLE = System("SRPT (oracle)", "srpt")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A model on one accelerator, so many seats in an iteration, and a pattern of arrivals."""
+    """A model on one accelerator, its maximum batch size (`seats`), and a pattern of arrivals."""
 
     name: str
     model: str
@@ -60,13 +62,13 @@ class Bench:
     loads: Sequence[float]
 
     def run(self, system: System, load: float) -> Figures:
-        """One load. FCFS reserves prompt + answer as in Orca, the others grow and preempt."""
+        """One load, in requests/s, over the bench's arrivals."""
         hardware = Deployment(DEVICE, SHAPES[self.model])
         settings = SchedulerSettings(
             max_model_len=16_384,
             max_batch_size=self.seats,
             max_batch_tokens=max(2048, self.seats),
-            admission=Admission.RESERVE if system.policy == "fcfs" else Admission.GROW,
+            admission=system.admission,
             max_queue_requests=UNBOUNDED,
             max_queue_tokens=UNBOUNDED,
             swap=system.swap,
@@ -183,7 +185,7 @@ def seat_counts(skewed: Bench, count: int) -> list[tuple[str, Figures]]:
     return [
         (f"{name}, {system.name}", bench.run(system, load))
         for name, bench, load in settings
-        for system in (FCFS, PATIENT)
+        for system in (FCFS, FCFS_GROW, PATIENT)
     ]
 
 
@@ -271,7 +273,7 @@ def report(
     tables: dict[str, list[tuple[str, Figures]]],
     count: int,
 ) -> str:
-    """The page beside the numbers. The prose says what the tables can be held to."""
+    """README.md: the tables, and prose about what they show."""
     (skewed, azure), (first, second) = benches, sweeps
     kinds, kinds_azure = tables["swapping, skewed lengths"], tables["swapping, Azure"]
     return f"""# FastServe's headline in simulation
@@ -281,17 +283,18 @@ on one A100-40GB. The paper's first version reports a mean JCT up to 5.1 × and 
 shorter than its own Orca on skewed lengths; later ones 1.4 to 4 × against their own engine under
 FCFS, less at larger batches.
 
-Regenerate with `python -m examples.benchmarks.virtual_time.fastserve`.
-Scheduler, ledger, policies and loop
-are the ones that serve; only the executor answers after the seconds of a cost model (roofline of
-the data sheet, see [orca](../orca/README.md)). {count:,} requests a run, each played to its last
-token, so an overloaded run has a bounded queue: ratios past saturation grow with its length.
+Regenerate with `python -m examples.benchmarks.virtual_time.fastserve`. Scheduler, KV ledger,
+policies and loop are those of the server; only the executor is simulated, by a cost model (roofline
+of the data sheet, see [orca](../orca/README.md)). Each run has {count:,} requests and ends with the
+last token of the last one. An overloaded run therefore has a bounded queue, and ratios beyond
+saturation grow with the number of requests.
 
 ## Skewed lengths
 
 GPT-3 13B, {skewed.seats} seats; prompts and answers of 1 to 1,024 tokens, both by Zipf's law with
-exponent 1.2, Poisson arrivals. "3 s" and "30 s" are MLFQ's starvation limit: the paper's released
-code has 3 s. SRPT knows the length of every answer, and shows what there is to gain.
+exponent 1.2, Poisson arrivals. FCFS reserves KV for prompt + answer, as Orca does; the others
+allocate KV as it is needed and preempt. "3 s" and "30 s" are MLFQ's starvation limit; the paper's
+released code has 3 s. SRPT knows the length of every answer in advance: it is the upper bound.
 
 {latencies(first, skewed.loads)}
 
@@ -311,7 +314,7 @@ Best over all loads: mean JCT {best(second, "mean"):.2f} ×, p90 {best(second, "
 
 ## What swapping is worth
 
-MLFQ with 3 s on skewed lengths; the link to the host is PCIe 4 at 70 %, and holds 128 GiB.
+MLFQ with 3 s on skewed lengths; 128 GiB of host memory, PCIe 4 at 70 % of its bandwidth.
 
 {costs(kinds)}
 
@@ -328,26 +331,25 @@ Mean JCT against proactive: recompute {gain(kinds_azure, 0)}, reactive {gain(kin
 
 {costs(tables["skip-join"])}
 
-Next to nothing here, where the paper has up to 1.87 ×. Ours computes prompts in pieces beside the
-decodes, and demotes straight to the queue whose quantum covers the next iteration: a long prompt
-that joins too high is sent down after one iteration, and stops nobody else in it.
+Almost nothing here; the paper has up to 1.87 ×. Podway computes prompts in chunks beside decodes,
+and demotes a request directly to the queue whose quantum covers its next iteration: a long prompt
+that joins too high is demoted after one iteration and delays no other request in it.
 
 ## Where it stops helping, and what it costs
 
 {costs(tables["where it stops"])}
 
-- *Below saturation* there is nobody to go before; the lines at 4/s are alike.
-- *With 64 seats and more* memory is the bound: FCFS reserves whole answers, as Orca does, and
-  stops there; part of what MLFQ gains is that its KV grows by blocks.
-- *Answers of one length, or nearly so*: there is nobody short to prefer. Serving all of them by
-  turns makes everybody late, and the Azure trace is near that (median answer 129 tokens, mean
-  211, most at most 601): near saturation MLFQ gives it better first tokens and worse completions,
-  beyond it both are worse.
-- *Long answers pay*: they are what waits, so p99 of JCT is worse than under FCFS, and the gaps
-  between their tokens (ITL p99) are long.
-- *A short starvation limit under overload undoes the queues*: when everybody has waited for 3 s,
-  everybody is promoted, and KV moves for a token at a time. The throughput that is lost beside
-  FCFS in the tables is that.
+- *Below saturation* no request waits, so the order does not matter; the rows at 4/s are equal.
+- *With a batch size of 64 and more* KV memory is the limit, and the gain is admission's, not
+  MLFQ's: FCFS that allocates KV as it is needed ("FCFS, grow") has the same mean JCT as MLFQ. "FCFS
+  (Orca)" is slower because it reserves KV for whole answers.
+- *Answers of one or nearly one length*: there are no shorter requests to prefer. Time slicing then
+  delays all of them. The Azure trace is close to that (median answer 203 tokens, mean 247, p99
+  593): near saturation MLFQ improves its TTFT and worsens its JCT; beyond it both are worse.
+- *Long answers wait*: p99 of JCT is worse than under FCFS, and so is p99 of ITL.
+- *A short starvation limit under overload defeats the queues*: when all requests have waited for
+  3 s, all are promoted, and KV is swapped for one token at a time. This costs the throughput that
+  the tables show.
 """
 
 
