@@ -9,10 +9,10 @@ import sys
 from openai import AsyncOpenAI, OpenAI
 
 URL = (sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000") + "/v1"
-KEY = "any"  # the server asks for none unless it was started with --api-key
+KEY = "any"  # checked only by a server that was started with --api-key
 
 
-def ask_and_wait(client: OpenAI, model: str) -> None:
+def whole_answer(client: OpenAI, model: str) -> None:
     answer = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "Hello!"}], temperature=0
     )
@@ -61,7 +61,7 @@ async def many_at_once(client: AsyncOpenAI, model: str) -> None:
 def main() -> None:
     with OpenAI(base_url=URL, api_key=KEY) as client:
         model = client.models.list().data[0].id
-        ask_and_wait(client, model)
+        whole_answer(client, model)
         stream(client, model)
         stream_with_helper(client, model)
 

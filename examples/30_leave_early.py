@@ -1,6 +1,6 @@
-"""Hang up in the middle of a long answer, and see in /metrics that nothing is left behind.
+"""Disconnect in the middle of a long answer; /metrics shows that its KV cache is free.
 
-The slots come back one iteration after the server sees that the client is gone.
+The blocks are freed at most one iteration after the server notices that the client has left.
 
     python examples/30_leave_early.py [URL]
 """
@@ -11,7 +11,7 @@ import urllib.request
 from openai import OpenAI
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-ENOUGH = 5  # pieces of text
+ENOUGH = 5  # chunks of text
 WATCHED = (
     "podway_requests_running",
     "podway_kv_slots",
@@ -22,7 +22,7 @@ WATCHED = (
 
 
 def metrics() -> list[str]:
-    """The lines of /metrics that we look at."""
+    """The lines of /metrics about running requests and KV blocks."""
     with urllib.request.urlopen(f"{URL}/metrics") as page:
         lines = page.read().decode().splitlines()
     return [line for line in lines if line.startswith(WATCHED)]
@@ -36,17 +36,17 @@ def main() -> None:
         prompt="Once upon a time",
         max_tokens=500,
         stream=True,
-        extra_body={"ignore_eos": True},  # would go on to the last token
+        extra_body={"ignore_eos": True},  # so that it does not end by itself
     )
     for count, chunk in enumerate(long_answer, start=1):
         print(chunk.choices[0].text, end="", flush=True)
         if count == ENOUGH:
-            print(" … enough.\n\nWhile it runs:")
+            print(" …\n\nDuring the answer:")
             print(*metrics(), sep="\n")
             break
     long_answer.close()
     client.completions.create(model=model, prompt="Next", max_tokens=4)
-    print("\nAfter we left, and somebody else was served:")
+    print("\nAfter the client has left, and another request:")
     print(*metrics(), sep="\n")
 
 

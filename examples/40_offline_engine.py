@@ -1,9 +1,8 @@
-"""The engine as a library: no HTTP, no second process. All prompts share the same iterations.
+"""The engine as a library, without HTTP and in one process. All prompts share its iterations.
 
     python examples/40_offline_engine.py [PROMPT ...]
 
-Steps run in this process, one per turn of the event loop; a server would use the multiprocess
-transport instead, and nothing else would change.
+A server differs in one object: `MultiprocessExecutor` instead of `InlineExecutor`.
 """
 
 import asyncio
@@ -26,61 +25,54 @@ from gateway.ports import Tokenizer
 
 PROMPTS = ("Hello!", "What is 2 + 3?", "What is Podway?", "Tell me a story.")
 MODEL = Path(adapters.__file__).parent / "builtin"
-MAX_TOKENS = 80
 
 
-def show_progress(label: str, done: int, total: int) -> None:
-    if done == total:
-        print(f"{label}: {total}", file=sys.stderr)
-
-
-async def answer(engine: Engine, tokenizer: Tokenizer, ask: RequestSpec) -> str:
-    """Lease a stream, take tokens until it ends. Leaving the block early would free its slots."""
+async def generate(engine: Engine, tokenizer: Tokenizer, spec: RequestSpec) -> str:
+    """Read the request's tokens to the end. Leaving the `with` block early cancels it."""
     decoder = tokenizer.decoder()
     text = b""
-    with engine.stream(ask) as tokens:
+    with engine.stream(spec) as stream:
         finish: FinishReason | None = None
         while finish is None:
-            chunk = await tokens.next()
+            chunk = await stream.next()
             text += b"".join(map(decoder.feed, chunk.tokens))
             finish = chunk.finish
     return text.decode(errors="replace").strip()
 
 
-async def serve(engine: Engine, tokenizer: Tokenizer, asks: list[RequestSpec]) -> list[str]:
-    """Run the engine beside its clients, and stop it when they have their answers."""
+async def run(engine: Engine, tokenizer: Tokenizer, specs: list[RequestSpec]) -> list[str]:
+    """Run the engine until all requests have ended."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        answers = await asyncio.gather(*(answer(engine, tokenizer, ask) for ask in asks))
+        texts = await asyncio.gather(*(generate(engine, tokenizer, spec) for spec in specs))
         running.cancel()
-    return answers
+    return texts
 
 
 def main() -> None:
     prompts = sys.argv[1:] or PROMPTS
-    worker = Worker.load(WorkerSettings(str(MODEL)), show_progress)
+    worker = Worker.load(WorkerSettings(str(MODEL)), lambda what, done, total: None)
+    report = worker.report  # what loading the model has shown: block count, end tokens, …
+    settings = SchedulerSettings(max_model_len=report.max_model_len)
+    ledger = KVLedger(report.num_blocks, report.block_size)
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
+    engine = Engine(scheduler, InlineExecutor(worker), time.perf_counter)
+
     tokenizer, template = load_tokenizer(MODEL), load_chat_template(MODEL)
     assert template is not None  # the built-in model has one
-    report = worker.report
-    scheduler = IterationScheduler(
-        SchedulerSettings(max_model_len=report.max_model_len),
-        KVLedger(report.num_blocks, report.block_size),
-        FirstComeFirstServed(),
-    )
-
-    def ask(prompt: str) -> RequestSpec:
+    specs = []
+    for prompt in prompts:
         text = template.render([{"role": "user", "content": prompt}])
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        greedy = SamplingParams(temperature=0)
-        return RequestSpec(ids, MAX_TOKENS, greedy, end_ids=frozenset(report.eos_token_ids))
+        greedy, ends = SamplingParams(temperature=0), frozenset(report.eos_token_ids)
+        specs.append(RequestSpec(ids, max_tokens=80, sampling=greedy, end_ids=ends))
 
     started = time.perf_counter()
-    engine = Engine(scheduler, InlineExecutor(worker), time.perf_counter)
-    answers = asyncio.run(serve(engine, tokenizer, [ask(prompt) for prompt in prompts]))
-    for prompt, said in zip(prompts, answers, strict=True):
-        print(f"> {prompt}\n{said}\n")
+    texts = asyncio.run(run(engine, tokenizer, specs))
     seconds = time.perf_counter() - started
-    print(f"{len(answers)} answers in {scheduler.num_committed} iterations, {seconds:.2f} s")
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"> {prompt}\n{text}\n")
+    print(f"{len(texts)} answers in {scheduler.num_committed} iterations, {seconds:.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Admission modes compared in virtual time: minutes of load in seconds, no model, no GPU.
+"""Policies and admission modes in virtual time: minutes of load in seconds, without a model.
 
-The engine is the real one; only the executor is simulated: each step takes what a cost model
-says. Orca's workload: Poisson arrivals, prompts of 32..512 and answers of 1..128 tokens.
+Scheduler and KV ledger are those of the server; the executor is simulated: each step takes as long
+as a cost model predicts. Orca's workload: Poisson arrivals, 32..512 prompt tokens, 1..128 output
+tokens.
 
     python examples/50_compare_policies.py [--rate 6] [--requests 1000] [--slots 4096]
 """
@@ -27,7 +28,7 @@ BLOCK_SIZE = 16
 def run(
     policy: str, admission: Admission, num_slots: int, arrivals: Sequence[Arrival]
 ) -> list[Outcome]:
-    """The same arrivals through a fresh engine."""
+    """What became of the same arrivals under this policy and admission mode."""
     settings = SchedulerSettings(max_model_len=2048, max_batch_size=32, admission=admission)
     ledger = KVLedger(num_slots // BLOCK_SIZE, BLOCK_SIZE)
     cost = LiveCost(COST)
@@ -36,20 +37,20 @@ def run(
     return play(scheduler, SimulatedExecutor(COST), arrivals)
 
 
-def row(name: str, fared: Sequence[Outcome]) -> str:
-    """Milliseconds to the first token, and normalised latency in milliseconds a token."""
-    ttft = quantiles((one.ttft * 1e3 for one in fared), n=100)
-    norm = quantiles((one.normalized_latency * 1e3 for one in fared), n=100)
-    jct = mean(one.jct for one in fared)
+def row(name: str, outcomes: Sequence[Outcome]) -> str:
+    """TTFT in milliseconds, normalized latency in milliseconds per token, mean JCT in seconds."""
+    ttft = quantiles((one.ttft * 1e3 for one in outcomes), n=100)
+    norm = quantiles((one.normalized_latency * 1e3 for one in outcomes), n=100)
+    jct = mean(one.jct for one in outcomes)
     cells = (ttft[49], ttft[98], norm[49], norm[98], jct)
     return f"{name:16}" + "".join(f"{cell:14,.1f}" for cell in cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--slots", type=int, default=4096, help="room for KV, in tokens")
+    parser.add_argument("--slots", type=int, default=4096, help="size of the KV cache in tokens")
     parser.add_argument("--policy", choices=POLICIES, nargs="+", default=["fcfs", "mlfq"])
     args = parser.parse_args()
     arrivals = poisson(args.rate, args.requests, orca_lengths, Random(0))

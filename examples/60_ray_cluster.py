@@ -1,9 +1,9 @@
-"""A pipeline over the nodes of a Ray cluster: two nodes, one stage on each, and one of them dies.
+"""A pipeline over two nodes of a Ray cluster, one stage on each; one node's worker is killed.
 
     python examples/60_ray_cluster.py
 
-Needs `pip install podway[ray]`. Both nodes are made on this machine; in a real cluster there is
-nothing to make, and `podway serve MODEL --launcher ray --pipeline-stages 2` is all.
+Needs `pip install podway[ray]`. Both nodes are created on this machine; on a real cluster
+`podway serve MODEL --launcher ray --pipeline-stages 2` is enough.
 """
 
 import asyncio
@@ -21,75 +21,58 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import SamplingParams, WorkerReport, WorkerSettings
+from engine.step import SamplingParams, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 
-MODEL = Path(adapters.__file__).parent / "builtin"
-WORKER = WorkerSettings(str(MODEL), kv_slots=4096)
-ASK = RequestSpec(
-    prompt=tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0)
-)
+WORKER = WorkerSettings(str(Path(adapters.__file__).parent / "builtin"), kv_slots=4096)
+SPEC = RequestSpec(tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0))
 
 
-def make_cluster() -> Cluster:
-    """Two nodes of one CPU each, so that a stage of one CPU fills a node."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    return cluster
-
-
-def make_engine(executor: MultiprocessExecutor, report: WorkerReport) -> Engine:
-    scheduler = IterationScheduler(
-        SchedulerSettings(max_model_len=report.max_model_len),
-        KVLedger(report.num_blocks, report.block_size),
-        FirstComeFirstServed(),
-    )
-    return Engine(scheduler, executor, time.perf_counter)
-
-
-async def tokens_of(engine: Engine, kill_after: int | None, pid: int) -> list[int]:
-    """One answer; after `kill_after` tokens the process `pid` is killed."""
-    produced: list[int] = []
-    with engine.stream(ASK) as stream:
+async def tokens_of(engine: Engine, pid: int | None) -> list[int]:
+    """The tokens of one request; the process `pid` is killed after 20 of them."""
+    tokens: list[int] = []
+    with engine.stream(SPEC) as stream:
         finish: FinishReason | None = None
         while finish is None:
-            chunk = await stream.next()
-            produced += chunk.tokens
-            finish = chunk.finish
-            if kill_after is not None and len(produced) >= kill_after:
+            new, finish, *_ = await stream.next()
+            tokens += new
+            if pid and len(tokens) >= 20:
                 os.kill(pid, signal.SIGKILL)
-                kill_after = None
-    return produced
+                pid = None
+    return tokens
 
 
-async def run(settings: MultiprocessSettings, launcher: Launcher | None, kills: bool) -> list[int]:
-    """One answer from workers that this launcher starts."""
+async def run(settings: MultiprocessSettings, launcher: Launcher | None) -> list[int]:
+    """The tokens from workers that `launcher` starts, or from local ones without a kill."""
     executor = MultiprocessExecutor(WORKER, settings, launcher=launcher)
     try:
         report = await executor.start(lambda what, done, total: None)
-        engine = make_engine(executor, report)
-        print(f"{len(executor.pids)} worker(s), processes {executor.pids}")
+        limits = SchedulerSettings(max_model_len=report.max_model_len)
+        ledger = KVLedger(report.num_blocks, report.block_size)
+        scheduler = IterationScheduler(limits, ledger, FirstComeFirstServed())
+        engine = Engine(scheduler, executor, time.perf_counter)
+        print(f"{len(executor.pids)} worker(s)")
         running = asyncio.create_task(engine.run())
-        produced = await tokens_of(engine, 20 if kills else None, executor.pids[-1])
+        tokens = await tokens_of(engine, executor.pids[-1] if launcher else None)
         running.cancel()
-        print(f"{len(produced)} tokens, {executor.num_restarts} restart(s), now {executor.pids}")
-        return produced
+        print(f"{len(tokens)} tokens, {executor.num_restarts} restart(s)")
+        return tokens
     finally:
         await executor.close()
 
 
 def main() -> None:
-    expected = asyncio.run(run(MultiprocessSettings(), None, kills=False))
-    cluster = make_cluster()
-    try:
+    expected = asyncio.run(run(MultiprocessSettings(), None))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:  # each node has one CPU, which one stage fills
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
         launcher = RayLauncher(MultiprocessSettings().worker, cluster.address, cpus=1)
-        two_stages = MultiprocessSettings(num_stages=2, depth=2)
-        produced = asyncio.run(run(two_stages, launcher, kills=True))
+        tokens = asyncio.run(run(MultiprocessSettings(num_stages=2, depth=2), launcher))
     finally:
         cluster.shutdown()
-    print("the same tokens" if produced == expected else "other tokens")
+    print("the same tokens" if tokens == expected else "other tokens")
 
 
 if __name__ == "__main__":

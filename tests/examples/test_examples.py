@@ -68,7 +68,7 @@ def test_22_the_ai_sdk_answers_whole_and_streaming(server_url: str, packages: Pa
 
 def test_30_nothing_is_left_behind_by_a_client_that_leaves(server_url: str) -> None:
     shown = run_script("30_leave_early.py", server_url)
-    during, after = shown.split("After we left")
+    during, after = shown.split("After the client has left")
     assert "podway_requests_running 1.0" in during
     assert "podway_requests_running 0.0" in after
     assert 'podway_kv_slots{state="held",tier="device"} 0.0' in after

@@ -73,13 +73,31 @@ def test_bench_measures_the_server(server_url: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(examples/[\w.]+)`", README))))
-def test_the_examples_that_it_names_exist(path: str) -> None:
-    assert (ROOT / path).exists()
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("*.md", "[aegt]*/**/README.md")  # not those of installed packages
+    for path in ROOT.glob(pattern)
+    if "node_modules" not in path.parts
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_numbered_example_is_short_and_has_its_row() -> None:
+    scripts = sorted(path for path in (ROOT / "examples").iterdir() if path.name[0].isdigit())
+    named = re.findall(r"^\| `(examples/\d\w+\.\w+)` \|", README, re.MULTILINE)
+    assert named == [f"examples/{path.name}" for path in scripts]
+    assert len(scripts) <= 12
+    assert [path.name for path in scripts if len(path.read_text().splitlines()) >= 80] == []
 
 
 def test_the_commands_and_flags_that_it_names_exist() -> None:
-    assert set(re.findall(r"podway (serve|chat|bench|simulate)\b", README)) == set(COMMANDS)
+    assert set(re.findall(r"podway ([a-z]+)\b", README)) == set(COMMANDS)
     named = set(re.findall(r"podway serve [^\n]*?(--[\w-]+)", README)) | {"--no-prefix-cache"}
     helped = subprocess.run(
         [sys.executable, "-m", "gateway", "serve", "--help"], capture_output=True, text=True

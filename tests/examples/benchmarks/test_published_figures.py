@@ -1,0 +1,326 @@
+"""Every number that README.md and the page of results state is in a committed JSON file.
+
+Each claim is written from the JSON; it must be on the page word for word. What is left of the page
+without its claims and its settings has no number with a unit.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+import torch
+
+from engine.worker.model.kv_tensors import bytes_per_block
+from engine.worker.ports.shapes import ModelShape
+from tests.examples.running import ROOT
+
+F32 = torch.float32
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+README = ROOT / "README.md"
+PAGE = RESULTS / "README.md"
+UNITS = r"(×|%|ms|s|µs|MiB|nats|tokens/s|requests/s|times)"
+NUMBER = re.compile(rf"(?<![\w.])\d[\d.,e-]*(?: to \d[\d.]*)? ?{UNITS}(?![\w/-])")
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def plain(text: str) -> str:
+    """Without line breaks and bold type."""
+    return " ".join(text.replace("**", "").split())
+
+
+def brief(number: float) -> str:
+    """Three digits, as in the tables."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
+
+
+# Beside other servers
+
+
+def peers(shape: str, server: str, load: str, key: str = "output_rate") -> float:
+    """The median of the rounds."""
+    runs = [run for run in read(f"peers/{shape}/figures.json") if run["server"] == server]
+    if key in runs[0]:
+        return median(float(run[key]) for run in runs)
+    return median(float(run["loads"][load][key]) for run in runs)
+
+
+ROWS = {
+    "Podway, float32": "Podway float32",
+    "vLLM 0.32 (CPU build), float32": "vLLM float32",
+    "llama-server (llama-cpp-python 0.3.36), float32": "llama-server f32",
+    "Podway, `--weights int8`": "Podway int8",
+    "llama-server, q8_0": "llama-server q8_0",
+}
+
+
+def peer_row(title: str, server: str) -> str:
+    speeds = [peers("m500", server, f"C={streams}") for streams in (1, 8, 32)]
+    rates = [f"{speed:.1f}" if speed < 100 else f"{speed:.0f}" for speed in speeds]
+    ttft = f"{1e3 * peers('m500', server, 'C=1', 'ttft_p50'):,.0f}"
+    memory = f"{peers('m500', server, '', 'pss_mib_after'):,.0f}"
+    start = peers("m500", server, "", "first_token_seconds")
+    seconds = f"{start:.1f}" if start < 99 else f"{start:.0f}"
+    return "| " + " | ".join([title, *rates, ttft, memory, seconds]) + " |"
+
+
+def ratio(shape: str, ours: str, theirs: str, streams: int = 32) -> float:
+    load = f"C={streams}"
+    return peers(shape, ours, load) / peers(shape, theirs, load)
+
+
+def span(ours: str, theirs: str) -> str:
+    found = sorted(ratio(shape, ours, theirs) for shape in ("m500", "m110"))
+    return f"{found[0]:.1f} to {found[1]:.1f} times"
+
+
+def slower(shape: str) -> str:
+    lost = 1 / ratio(shape, "Podway float32", "llama-server f32", 1) - 1
+    return f"{100 * lost:.0f} %"
+
+
+def beside_peers() -> list[str]:
+    return [peer_row(title, server) for title, server in ROWS.items()] + [
+        f"llama-server is {slower('m500')} faster for a single float32 stream",
+    ]
+
+
+def beside_peers_in_both_sizes() -> list[str]:
+    return [
+        f"{span('Podway float32', 'vLLM float32')} vLLM's",
+        f"{span('Podway float32', 'llama-server f32')} llama-server's",
+        f"{span('Podway int8', 'llama-server q8_0')} llama-server's",
+        f"by {slower('m500')} on the larger model, {slower('m110')} on the smaller",
+    ]
+
+
+# Scheduling
+
+
+def iteration_level() -> list[str]:
+    points = read("iteration_against_request.json")
+    (top, per_token), slowest = points["grow"][-1], points["request"][0]
+    assert slowest[1] >= per_token > points["grow"][0][1]  # both at the same latency, or better
+    both = f"{per_token * 1e3:.0f} ms per token"
+    return [
+        f"serves {top:.1f} requests/s at {both}; request-level serves {slowest[0]:.1f} requests/s"
+    ]
+
+
+def iteration_level_table() -> list[str]:
+    points = read("iteration_against_request.json")
+    rows = [
+        f"| {title} level, ms per token | " + " | ".join(f"{1e3 * at:.1f}" for _, at in points[key])
+        for title, key in (("iteration", "grow"), ("request", "request"))
+    ]
+    (top, per_token), slowest = points["grow"][-1], points["request"][0]
+    sentence = (
+        f"At {1e3 * per_token:.0f} ms per token iteration-level scheduling serves {top:.1f} "
+        f"requests/s and request-level scheduling {slowest[0]:.1f}"
+    )
+    return [*rows, sentence]
+
+
+def orca() -> list[str]:
+    (fitted,) = (rows for name, rows in read("orca/orca.json").items() if name != "slowdown 1.000")
+    rates = {name: row["requests_per_second"] for name, row in fitted.items()}
+    best = max(rate for name, rate in rates.items() if name.startswith("iteration"))
+    rival = max(rate for name, rate in rates.items() if name.startswith("request"))
+    single = rates["request level (1, 1)"]
+    return [
+        f"{best / single:.1f} × request-level scheduling of single requests",
+        f"and {best / rival:.1f} × the best request-level setting",
+        "(the paper: 36.9 ×)",
+    ]
+
+
+def jct(run: dict[str, Any], point: str) -> float:
+    return float(run["spreads"]["jct"][point])
+
+
+def fastserve() -> list[str]:
+    found = read("fastserve/fastserve.json")
+    rows = found["skewed lengths"]
+    loads = [rows[at : at + 4] for at in range(0, len(rows), 4)]
+
+    def best(point: str) -> float:
+        return max(jct(runs[0], point) / jct(run, point) for runs in loads for run in runs[1:3])
+
+    def worth(kind: str) -> float:
+        runs = found["swapping, skewed lengths"]
+        return max(
+            jct(runs[f"{load}/s, {kind}"], "mean") / jct(runs[f"{load}/s, proactive"], "mean")
+            for load in (8, 12, 16)
+        )
+
+    azure = found["Azure conversations"]
+    assert all(jct(azure[at], "mean") <= jct(azure[at + 2], "mean") for at in (3, 6))
+    edge = {name: jct(run, "mean") for name, run in found["where it stops"].items()}
+    by_admission = [edge[f"64 seats, 16/s, {name}"] for name in ("FCFS (Orca)", "FCFS, grow")]
+    return [
+        f"mean JCT is up to {best('mean'):.1f} × and its median JCT up to {best('p50'):.0f} ×",
+        f"up to {worth('recompute'):.1f} × better than recomputing",
+        f"{worth('reactive'):.1f} × better than reactive swapping",
+        f"FCFS takes {by_admission[0]:.2f} s when it reserves KV for whole answers",
+        f"{by_admission[1]:.2f} s when it allocates KV as needed",
+        f"MLFQ takes {edge['64 seats, 16/s, MLFQ, 30 s']:.2f} s",
+    ]
+
+
+def policies() -> list[str]:
+    found = read("real_engine/figures.json")
+    fcfs, mlfq = found["skewed"]["fcfs 1.8"], found["skewed"]["mlfq 1.8"]
+    chat = found["mlfq"]
+    assert fmean(chat["fcfs 1.8"]["jct"]) < fmean(chat["mlfq 1.8"]["jct"])
+    tenants = [fmean(found["fair"][f"{name} modest, four"]["ttft"]) for name in ("fcfs", "fair")]
+    in_time = [found["deadline"][f"{name} 1.5"]["in_time"][0] for name in ("fcfs", "deadline")]
+    prefix = found["prefix"]
+    share = prefix["32,768 slots"]["hit_rate"] / prefix["best_hit_rate"]
+    ttft = [fmean(prefix[name]["ttft"]) for name in ("no reuse", "32,768 slots")]
+    return [
+        f"mean JCT is {fmean(mlfq['jct']) / fmean(fcfs['jct']):.2f} of FCFS's",
+        f"its goodput {mlfq['goodput'] / fcfs['goodput']:.1f} times",
+        f"from {tenants[0]:.2f} s to {tenants[1]:.2f} s",
+        f"from {in_time[0]:.0%} to {in_time[1]:.0%}".replace("%", " %"),
+        f"finds {100 * share:.0f} % of what an unbounded cache",
+        f"from {brief(ttft[0])} s to {brief(ttft[1])} s",
+    ]
+
+
+def accuracy() -> list[str]:
+    rows = read("accuracy/figures.json")
+    rate = "output tokens/s"
+    off = [
+        abs(error)
+        for row in rows
+        for name, error in row["errors"]["at the start"].items()
+        if name != rate
+    ]
+    throughput = max(abs(errors[rate]) for row in rows for errors in row["errors"].values())
+    apart = max(value for row in rows if row["load"] == 0.8 for value in row["apart"].values())
+    assert median(off) < 0.15
+    return [
+        f"Throughput is predicted within {100 * throughput:.0f} %",
+        f"up to {100 * max(off):.0f} % off at 80 % of capacity",
+        f"up to {100 * apart:.0f} % from their mean",
+    ]
+
+
+# Cost of a token, and of bits
+
+
+def streaming() -> tuple[float, float, float]:
+    found = read("streaming/streaming.json")
+    bare = fmean(found[name]["microseconds"] for name in ("bare write", "bare write, again"))
+    cost = found["gateway"]["microseconds"]
+    return cost, cost / bare, found["gateway, saturated"]["tokens_per_second"]
+
+
+def streamed_token() -> list[str]:
+    return [f"{streaming()[1]:.1f} times the CPU of a bare `transport.write` (goal: 2.5)"]
+
+
+def streamed_token_in_full() -> list[str]:
+    cost, times, most = streaming()
+    return [
+        f"costs the event loop {cost:.1f} µs of CPU, {times:.1f} times a bare `transport.write`",
+        f"the loop streams {most:,.0f} tokens/s",
+    ]
+
+
+def quality() -> list[str]:
+    rows = []
+    for label, row in read("quality.json").items():
+        model, formats = label.split(", ", 1)
+        same = f"{100 * row['same']:.1f} %"
+        rows.append(f"| {model} | {formats} | {row['mean']:.1e} nats | {row['p99']:.1e} | {same} |")
+        assert row["tokens"] == 512
+    return rows
+
+
+def quality_of_int8_weights() -> list[str]:
+    """The table of engine/README.md."""
+    found = read("quality.json")
+    rows = []
+    for bits in (14, 8):
+        cells = [f"{bits} bits"]
+        for model in ("built-in", "M110"):
+            row = found[f"{model}, int8 weights, {bits}-bit activations"]
+            cells += [f"{row['mean']:.1e} nats", f"{100 * row['same']:.1f} %"]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def test_the_kv_cache_shrinks_as_readme_says() -> None:
+    shape = ModelShape(2, 4, 4, 64, 256, 512, 1, 100, 512)
+    sizes = {
+        dtype: Fraction(bytes_per_block(shape, 2, 16, dtype)) / bytes_per_block(shape, 2, 16, F32)
+        for dtype in (torch.float16, torch.bfloat16, torch.int8)
+    }
+    assert list(sizes.values()) == [Fraction(1, 2), Fraction(1, 2), Fraction(17, 64)]
+    assert "halves the KV cache; `int8` takes 17/64 of it" in plain(README.read_text())
+
+
+CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
+    (README, beside_peers),
+    (README, iteration_level),
+    (README, orca),
+    (README, streamed_token),
+    (PAGE, iteration_level_table),
+    (PAGE, beside_peers_in_both_sizes),
+    (PAGE, orca),
+    (PAGE, fastserve),
+    (PAGE, policies),
+    (PAGE, accuracy),
+    (PAGE, streamed_token_in_full),
+    (PAGE, quality),
+    (ROOT / "engine" / "README.md", quality_of_int8_weights),
+]
+
+
+@pytest.mark.parametrize(("page", "claims"), CLAIMS, ids=lambda value: getattr(value, "name", None))
+def test_a_page_states_what_the_json_says(page: Path, claims: Callable[[], list[str]]) -> None:
+    text = plain(page.read_text())
+    for claim in claims():
+        assert claim in text
+
+
+SETTINGS = {  # numbers of the benchmarks' loads and of the papers
+    README: ("64 output tokens", "128 prompt tokens", "76.6 % of 475"),
+    PAGE: (
+        "at 1.5 requests/s",
+        "at 6 requests/s",
+        "a median of 190 ms per token",
+        "at 16 requests/s",
+        "at 180 % of capacity",
+        "within 10 to 15 %",
+    ),
+}
+
+
+@pytest.mark.parametrize("page", SETTINGS, ids=["README", "results"])
+def test_a_page_states_no_other_number(page: Path) -> None:
+    text = plain(page.read_text())
+    for _, claims in (row for row in CLAIMS if row[0] == page):
+        for claim in claims():
+            text = text.replace(claim, "")
+    for setting in SETTINGS[page]:
+        assert setting in text
+        text = text.replace(setting, "")
+    assert [found[0] for found in NUMBER.finditer(text)] == []
+
+
+def test_the_score_of_the_built_in_model_is_that_of_its_card() -> None:
+    card = (ROOT / "adapters" / "builtin" / "README.md").read_text()
+    (right, asked, share) = re.findall(
+        r"\| \*\*overall\*\* \| (\d+) / (\d+) \| ([\d.]+)% \|", card
+    )[0]
+    assert f"{share} % of {asked}" in plain(README.read_text())
+    assert f"{100 * int(right) / int(asked):.1f}" == share
