@@ -81,6 +81,11 @@ class Engine:
             return False
         return self._idle.is_set() or self._clock() - self._returned_at < self._ready_seconds
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine finishes its live requests and accepts no new ones."""
+        return self._is_draining
+
     def rejection(self) -> Unavailable | None:
         """The error with which a new request is rejected now; None if it is accepted."""
         if self._is_draining:

@@ -17,6 +17,8 @@ from gateway.access.quotas import Quotas
 from gateway.errors import ModelNotFound
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
+from gateway.observe.live import LiveView
+from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.schema.rendering import ResponseHeader
@@ -80,6 +82,9 @@ class Service:
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False
     policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
+    live: LiveView = field(default_factory=LiveView)
+    timelines: Timelines = field(default_factory=Timelines)
+    has_page: bool = True
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is the name of the served model."""

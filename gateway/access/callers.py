@@ -88,13 +88,16 @@ class BodyLimits:
     seconds: float = 60.0
 
 
-async def read_body(http: "HttpRequest", limits: BodyLimits) -> bytes:
-    """The whole JSON body.
+async def read_body(
+    http: "HttpRequest", limits: BodyLimits, media_type: str | None = "application/json"
+) -> bytes:
+    """The whole body, which must be of `media_type` if one is given.
 
     Raises `WrongMediaType`, `BodyTooLarge` (from `Content-Length`, if there is one) or
     `BodyTooSlow`.
     """
-    _check_media_type(http)
+    if media_type is not None:
+        _check_media_type(http)
     _check_length(http.headers.get("content-length"), limits.max_bytes)
     try:
         async with asyncio.timeout(limits.seconds):

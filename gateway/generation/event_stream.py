@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
+BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -105,7 +106,11 @@ class EventStream:
         if not self._has_started:
             await self._start()
         self._num_writes_begun += 1
+        began = self._service.clock()
         await self._write({"type": "http.response.body", "body": events, "more_body": True})
+        waited = self._service.clock() - began
+        if waited > BLOCKED_SECONDS:
+            self._service.timelines.reader_waited(self._plan.caller.request_id, waited)
         self._num_writes_done += 1
 
     async def _start(self) -> None:

@@ -40,6 +40,7 @@ class LoopWatch:
         self, clock: "Clock", lag: "Histogram", spent: "Callable[[], float]" = thread_seconds
     ) -> None:
         self.gap = 0.0
+        self.last_lag = 0.0  # seconds, of the latest probe
         self._clock = clock
         self._lag = lag
         self._spent = spent
@@ -50,7 +51,8 @@ class LoopWatch:
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             now, spent = clock(), self._spent()
-            self._lag.add(max(0.0, now - woke_at - PROBE_SECONDS))
+            self.last_lag = max(0.0, now - woke_at - PROBE_SECONDS)
+            self._lag.add(self.last_lag)
             self.update((spent - spent_before) / (now - woke_at))
             woke_at, spent_before = now, spent
 

@@ -34,8 +34,10 @@ from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
+from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
+from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.checks import check_settings
 from gateway.serve.connection import ConnectionBounds
@@ -62,6 +64,8 @@ class ControlPlane(NamedTuple):
     scheduler: IterationScheduler
     metrics: Metrics
     quotas: Quotas
+    live: LiveView
+    timelines: Timelines
 
 
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
@@ -117,7 +121,7 @@ def build_server(
     store: Store,
 ) -> Server:
     """The gateway over a loaded model and its scheduler."""
-    scheduler, metrics, quotas = plane
+    scheduler, metrics = plane.scheduler, plane.metrics
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
@@ -134,13 +138,16 @@ def build_server(
         keys=credentials.keys,
         limits=BodyLimits(int(settings.max_body_bytes), settings.body_seconds),
         pace=Pace(stall=settings.stall_seconds),
-        quotas=quotas,
+        quotas=plane.quotas,
         origins=OriginPolicy(
             is_loopback(settings.host), settings.allowed_host, settings.cors_origin
         ),
         rejects_unknown_fields=settings.unknown_fields == "reject",
         policies=_policy_settings(settings),
         store=store,
+        live=plane.live,
+        timelines=plane.timelines,
+        has_page=settings.page,
     )
     bounds = ConnectionBounds(
         settings.max_connections or raise_file_limit(),
@@ -158,11 +165,13 @@ def _control_plane(
 ) -> ControlPlane:
     """The scheduler and its observers. `stack` closes the recording, if there is one."""
     header = _recording_header(settings, loaded)
-    metrics, quotas = Metrics(), Quotas()
-    observers: list[Observer] = [metrics, RequestLog(), quotas]
+    metrics, quotas, live, timelines = Metrics(), Quotas(), LiveView(), Timelines()
+    observers: list[Observer] = [metrics, RequestLog(), quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
-    return ControlPlane(header.build(cost, ObserverGroup(*observers)), metrics, quotas)
+    scheduler = header.build(cost, ObserverGroup(*observers))
+    timelines.attach(scheduler)
+    return ControlPlane(scheduler, metrics, quotas, live, timelines)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:

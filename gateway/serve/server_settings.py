@@ -127,6 +127,9 @@ class ServerSettings(BaseSettings):
         "N",
         ge=0,
     )
+    page: bool = _option(
+        True, "access", "serve the web page at /: a chat and a live view of the engine"
+    )
     cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
         (),
         "access",

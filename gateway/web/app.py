@@ -3,6 +3,7 @@
 Routes raise errors; the table in `gateway.errors` gives each its status and JSON body.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,10 @@ from gateway.web.routes import (
     health,
     messages,
     models,
+    page,
     requests,
     responses,
+    simulate,
     tokens,
 )
 
@@ -76,6 +79,11 @@ ROUTES = (
     _route("/v1/responses/{response_id}/cancel", POST=responses.cancel_response),
     _route("/v1/responses/{response_id}/input_items", GET=responses.list_input_items),
     Route("/v1/requests/{request_id:path}/cancel", requests.cancel, methods=["POST"]),
+    Route("/v1/requests/{request_id:path}/timeline", requests.timeline, methods=["GET"]),
+    Route("/", page.index, methods=["GET"]),
+    Route("/page/{name:path}", page.file, methods=["GET"]),
+    Route("/admin/simulate", simulate.simulate, methods=["POST"]),
+    Route("/admin/live", page.live, methods=["GET"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),
     Route("/ready", health.ready, methods=["GET"]),
@@ -99,6 +107,7 @@ def build_app(service: Service) -> "ASGIApp":
     )
     app.router.redirect_slashes = False
     app.state.service = service
+    app.state.simulations = asyncio.Semaphore(1)
     return IdentifyCaller(app, service)
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from gateway.access.retries import Attempt
     from gateway.service import Service
 
-UNGUARDED = frozenset({"/health"})
+UNGUARDED = frozenset({"/health", "/"})
+UNGUARDED_FILES = "/page/"  # the web page asks for the key itself
 PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
 METERED = "/v1/"  # POSTs below this path count against their key's limits,
 ADMIN = "/admin/"
@@ -91,7 +92,7 @@ class AccessControl:
         self._retries = Retries()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http" or scope["path"] in UNGUARDED:
+        if scope["type"] != "http" or _is_unguarded(scope["path"]):
             await self._app(scope, receive, send)
             return
         service = self._service
@@ -178,6 +179,10 @@ class _Progress:
         else:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
+
+
+def _is_unguarded(path: str) -> bool:
+    return path in UNGUARDED or path.startswith(UNGUARDED_FILES)
 
 
 def _is_metered(scope: "Scope") -> bool:

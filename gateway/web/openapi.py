@@ -96,6 +96,23 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/requests/{request_id}/cancel"): Operation(
         "requests", "Cancel a running request by its x-request-id."
     ),
+    ("GET", "/v1/requests/{request_id}/timeline"): Operation(
+        "requests", "The phases of a request, and what cost it the most time."
+    ),
+    ("GET", "/"): Operation(
+        "operation", "The web page; plain text without HTML in Accept.", media_types=("text/html",)
+    ),
+    ("GET", "/page/{name}"): Operation(
+        "operation", "A file of the web page.", media_types=("text/javascript",)
+    ),
+    ("GET", "/admin/live"): Operation(
+        "operation", "The engine's live state, ten events a second.", media_types=(EVENTS,)
+    ),
+    ("POST", "/admin/simulate"): Operation(
+        "operation",
+        "A recording under another policy, in virtual time.",
+        media_types=("application/jsonl",),
+    ),
     ("GET", "/admin/policy"): Operation("operation", "The scheduling policy."),
     ("POST", "/admin/policy"): Operation(
         "operation", "Change the scheduling policy while serving.", PolicyChoice

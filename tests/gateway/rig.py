@@ -38,7 +38,9 @@ from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
+from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
+from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
@@ -273,6 +275,7 @@ def build_rig(setting: Setting) -> Rig:
     """The parts, assembled as the server does it."""
     clock = asyncio.get_running_loop().time
     metrics, ends, quotas = Metrics(), Ends(), Quotas()
+    view, timelines = LiveView(), Timelines()
     born_at = clock()
     cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     live = LiveCost(UNMEASURED)
@@ -287,9 +290,10 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        ObserverGroup(metrics, ends, quotas),
+        ObserverGroup(metrics, ends, quotas, view, timelines),
         live,
     )
+    timelines.attach(scheduler)
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
@@ -319,6 +323,8 @@ def build_rig(setting: Setting) -> Rig:
             setting.listens_on_loopback, setting.allowed_hosts, setting.cors_origins
         ),
         rejects_unknown_fields=setting.rejects_unknown_fields,
+        live=view,
+        timelines=timelines,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
         store=open_store(setting.store, setting.files, setting.store_executor(), setting.responses),

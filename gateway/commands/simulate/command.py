@@ -14,6 +14,7 @@ from random import Random
 
 from rich.console import Console
 
+from engine.control.event_recorder import EventRecorder, Row, render
 from engine.errors import EngineError, InvalidRequest
 from engine.simulated.capacity import capacity
 from engine.simulated.figures import SLO, Figures
@@ -66,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     share = "share of requests that must keep the SLO for --capacity"
     add("--share", type=_share, default=0.9, metavar="P", help=share)
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+    events = "write the events of the run as JSON lines; needs a single policy and load"
+    add("--events", type=output_file, metavar="FILE", help=events)
     plot = "write a PNG plot: over load for several --rate values, else over time"
     add("--plot", type=plot_file, metavar="FILE", help=plot)
 
@@ -127,7 +130,25 @@ def _sweep(
     args: argparse.Namespace, setups: Sequence[Setup], arrivals: Sequence[Arrival]
 ) -> list[Figures]:
     loads = [at_rate(arrivals, rate) for rate in args.rate] if args.rate else [arrivals]
+    if args.events:
+        if len(setups) * len(loads) > 1:
+            raise InvalidRequest("--events needs a single policy and load", "events")
+        return [_with_events(setups[0], loads[0], args.events)]
     return [simulate(setup, load) for setup, load in product(setups, loads)]
+
+
+def _with_events(setup: Setup, arrivals: Sequence[Arrival], path: Path) -> Figures:
+    """Simulate, and write each event as the line that a recording has for it."""
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(row: Row) -> None:
+            file.write(render(row, _block_name) + "\n")
+
+        return simulate(setup, arrivals, EventRecorder(write, setup.block_size))
+
+
+def _block_name(block: bytes | str) -> str:
+    return block.hex() if isinstance(block, bytes) else block
 
 
 def _search(

@@ -1,4 +1,7 @@
-"""`POST /v1/requests/{request_id}/cancel`: end running requests by their `x-request-id`."""
+"""`/v1/requests/{request_id}`: cancel a running request, or show its timeline.
+
+The id is the `x-request-id` of the request's response.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +9,7 @@ import orjson
 
 from gateway.errors import RequestNotFound
 from gateway.generation.reply import json_response
+from gateway.observe.timelines import explain
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
@@ -28,5 +32,40 @@ async def cancel(http: "HttpRequest") -> "Response":
         "object": "request.cancelled",
         "cancelled": True,
         "num_choices": num_choices,
+    }
+    return json_response(orjson.dumps(body), caller, service.clock)
+
+
+async def timeline(http: "HttpRequest") -> "Response":
+    """The phases of the request's choices, and one sentence about what cost it the most time.
+
+    Seconds are relative to a choice's arrival. Raises `RequestNotFound` for a request of another
+    API key, and for one that is unknown or ended too long ago.
+    """
+    service, caller = service_of(http), caller_of(http)
+    request_id, now = http.path_params["request_id"], service.clock()
+    timelines = service.timelines.find(request_id, caller.tenant)
+    if not timelines:
+        raise RequestNotFound(request_id)
+    reader_wait = service.timelines.reader_wait(request_id)
+    choices = [
+        {
+            "index": index,
+            "state": each.request.state.value,
+            "prompt_tokens": each.request.prompt_len,
+            "cached_tokens": each.request.num_cached,
+            "completion_tokens": each.request.produced,
+            "prefill_pieces": len(each.pieces),
+            "worker_restarts": each.num_restarts,
+            "spans": [span._asdict() for span in each.spans(now)],
+        }
+        for index, each in enumerate(timelines)
+    ]
+    body = {
+        "id": request_id,
+        "object": "request.timeline",
+        "explanation": explain(timelines, reader_wait, now),
+        "reader_wait_seconds": reader_wait,
+        "choices": choices,
     }
     return json_response(orjson.dumps(body), caller, service.clock)

@@ -111,6 +111,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "requests_per_minute": "60",
         "tokens_per_minute": "1000",
         "max_concurrent": "3",
+        "page": "false",
         "cors_origin": "https://a.example,https://b.example",
         "tls_cert": "cert.pem",
         "tls_key": "key.pem",

@@ -1,0 +1,160 @@
+"""LiveView: recent iterations and snapshots of the scheduler, for the web page.
+
+Iterations are recorded only while somebody watches; otherwise an event costs one test.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from engine.events import NullObserver
+from engine.policy import POLICIES, name_of
+from engine.request import Phase, State
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.loop import Engine
+    from engine.request import Request
+
+KEEP_ITERATIONS = 256
+MAX_REQUESTS = 200  # of a snapshot
+RUNNING = (State.READY, State.RUNNING)
+
+
+class LiveView(NullObserver):
+    """The engine's latest iterations; `snapshot` describes its state at one moment."""
+
+    def __init__(self) -> None:
+        self.num_workers_lost = 0
+        self._num_watchers = 0
+        self._number = 0
+        self._iterations: deque[dict[str, Any]] = deque(maxlen=KEEP_ITERATIONS)
+        self._produced: deque[tuple[float, int]] = deque(maxlen=KEEP_ITERATIONS)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Iterations are recorded inside."""
+        self._num_watchers += 1
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+
+    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        self._number += 1
+        if not self._num_watchers:
+            return
+        entries = iteration.step.entries
+        rows = [
+            {
+                "id": entry.request_id,
+                "tokens": len(entry.tokens),
+                "is_prefill": len(entry.tokens) > 1,
+            }
+            for entry in entries
+        ]
+        self._iterations.append({"number": self._number, "seconds": seconds, "rows": rows})
+        self._produced.append((now, sum(entry.sample is not None for entry in entries)))
+
+    def worker_lost(self, now: float) -> None:
+        self.num_workers_lost += 1
+
+    @property
+    def last_number(self) -> int:
+        """The number of the latest iteration."""
+        return self._number
+
+    def snapshot(self, engine: "Engine", since: int, loop_lag: float, now: float) -> dict[str, Any]:
+        """The state now, and the iterations with numbers above `since`."""
+        scheduler = engine.scheduler
+        pool, ledger = scheduler.pool, scheduler.ledger
+        rejection = engine.rejection()
+        levels = getattr(scheduler.policy, "level_sizes", None)
+        return {
+            "policy": name_of(scheduler.policy),
+            "policies": list(POLICIES),
+            "admission": scheduler.settings.admission.value,
+            "levels": [] if levels is None else list(levels),
+            "counts": {
+                "running": sum(pool.count(state) for state in RUNNING),
+                "waiting": pool.count(State.WAITING),
+                "swapped": pool.num_admitted - sum(pool.count(state) for state in RUNNING),
+            },
+            "kv": {
+                "device": {
+                    "free": ledger.num_free - ledger.num_cached,
+                    "held": ledger.num_held,
+                    "cached": ledger.num_cached,
+                    "moving": ledger.num_moving,
+                    "block_size": ledger.block_size,
+                },
+                "host": {
+                    "free": ledger.host.num_free,
+                    "held": ledger.host.num_held,
+                    "cached": 0,
+                    "moving": ledger.host.num_moving,
+                    "block_size": ledger.block_size,
+                },
+            },
+            "worker_state": "running" if rejection is None else str(rejection),
+            "worker_restarts": self.num_workers_lost,
+            "loop_lag": loop_lag,
+            "tokens_per_second": self._rate(now),
+            "num_requests": len(pool),
+            "requests": self._requests(engine, now),
+            "iterations": [each for each in self._iterations if each["number"] > since],
+        }
+
+    def _rate(self, now: float) -> float:
+        """Output tokens per second over the last second."""
+        return float(sum(count for at, count in self._produced if now - at <= 1.0))
+
+    def _requests(self, engine: "Engine", now: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for request in engine.scheduler.pool:
+            if len(found) == MAX_REQUESTS:
+                break
+            found.append(
+                {
+                    "id": request.request_id,
+                    "label": request.spec.label,
+                    "state": _state(request),
+                    "age": now - request.arrived_at,
+                    "prompt": request.prompt_len,
+                    "output": request.produced,
+                    "computed": request.num_computed,
+                    "cached": request.num_cached,
+                    "preemptions": request.num_preemptions,
+                    "level": None,
+                    "waits_for": waits_for(request, engine),
+                }
+            )
+        return found
+
+
+def _state(request: "Request") -> str:
+    if request.state in RUNNING:
+        return "prefill" if request.phase is Phase.PREFILL else "decode"
+    return request.state.value
+
+
+def waits_for(request: "Request", engine: "Engine") -> str:
+    """What a request waits for: KV, a seat, tokens of a step, the worker; empty if it runs."""
+    scheduler = engine.scheduler
+    if engine.rejection() is not None:
+        return "worker restart"
+    if request.state is State.RUNNING:
+        return ""
+    if request.is_suspect:
+        return "a step of its own: it ran when a worker died"
+    if request.state is State.READY:
+        return "the next step"
+    if request.state is not State.WAITING:
+        return "KV: it is on the host"
+    ledger = scheduler.ledger
+    if ledger.blocks_for(request.num_tokens) > ledger.num_free:
+        return "KV"
+    if scheduler.pool.num_admitted >= scheduler.settings.max_batch_size:
+        return "a seat"
+    return "tokens of a step"

@@ -1,0 +1,67 @@
+// The page: a header with views, and a dialog that asks for the API key when the server wants one.
+
+import { html, render, useEffect, useState } from "/page/vendor/htm-preact.js";
+import { key, json } from "/page/api.js";
+import { Chat } from "/page/chat.js";
+import { Engine } from "/page/engine.js";
+import { Timeline } from "/page/timeline.js";
+import { Replay } from "/page/replay.js";
+
+const VIEWS = { chat: Chat, engine: Engine, request: Timeline, replay: Replay };
+const TITLES = { chat: "Chat", engine: "Engine", request: "Request", replay: "Replay" };
+
+function route() {
+  const [view, ...rest] = location.hash.slice(1).split("/");
+  return { view: view in VIEWS ? view : "chat", argument: decodeURIComponent(rest.join("/")) };
+}
+
+function KeyDialog({ error, onKey }) {
+  const [value, setValue] = useState("");
+  const submit = (event) => {
+    event.preventDefault();
+    key.set(value.trim());
+    onKey();
+  };
+  return html`<main class="key"><form onSubmit=${submit} aria-labelledby="key-title">
+    <h1 id="key-title">API key</h1>
+    <p>This server requires an API key. It is kept in this tab until the tab is closed.</p>
+    ${error && key.get() && html`<p class="error" role="alert">${error}</p>`}
+    <label>API key
+      <input type="password" autocomplete="off" value=${value} autofocus
+        onInput=${(event) => setValue(event.target.value)} />
+    </label>
+    <button type="submit" disabled=${!value.trim()}>Continue</button>
+  </form></main>`;
+}
+
+function App() {
+  const [where, setWhere] = useState(route());
+  const [models, setModels] = useState(null);
+  const [error, setError] = useState(null);
+  const load = () =>
+    json("/v1/models")
+      .then((found) => { setModels(found.data.map((model) => model.id)); setError(null); })
+      .catch(setError);
+  useEffect(() => {
+    const follow = () => setWhere(route());
+    addEventListener("hashchange", follow);
+    load();
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  if (error?.status === 401) return html`<${KeyDialog} error=${error.message} onKey=${load} />`;
+  const View = VIEWS[where.view];
+  return html`
+    <header>
+      <strong class="brand">Podway</strong>
+      <nav aria-label="Views">${Object.entries(TITLES).map(
+        ([name, title]) => html`<a href="#${name}" aria-current=${name === where.view ? "page" : null}>${title}</a>`,
+      )}</nav>
+    </header>
+    ${error && html`<p class="error" role="alert">The server cannot be reached: ${error.message}
+      <button onClick=${load}>Try again</button></p>`}
+    <main class=${where.view}>
+      ${models && html`<${View} models=${models} argument=${where.argument} />`}
+    </main>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

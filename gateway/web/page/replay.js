@@ -1,0 +1,138 @@
+// A recording (`podway serve --record FILE`): scrub through it, and compare it with another policy.
+
+import { html, useEffect, useMemo, useRef, useState } from "/page/vendor/htm-preact.js";
+import { key, json } from "/page/api.js";
+
+// The iterations and requests of a recording's event lines.
+function parse(text) {
+  const iterations = new Map();
+  const requests = new Map();
+  for (const line of text.split("\n")) {
+    if (!line) continue;
+    const row = JSON.parse(line);
+    if ("arrived" in row) requests.set(row.arrived, { arrived: row.at, prompt: row.prompt });
+    else if ("planned" in row) iterations.set(row.planned, { at: row.at, rows: row.entries });
+    else if ("committed" in row) {
+      const iteration = iterations.get(row.committed);
+      if (!iteration) continue;
+      iteration.end = row.at;
+      for (const [id, start, count] of iteration.rows) {
+        const request = requests.get(id);
+        if (request && request.first === undefined && start + count >= request.prompt) request.first = row.at;
+      }
+    } else if ("ended" in row) {
+      const request = requests.get(row.ended);
+      if (request) Object.assign(request, { ended: row.at, outcome: row.outcome, produced: row.produced });
+    }
+  }
+  const done = [...iterations.values()].filter((each) => each.end !== undefined);
+  if (!done.length) throw new Error("it has no iterations");
+  return { iterations: done, requests: [...requests.values()] };
+}
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const quantile = (values, share) => values.toSorted((a, b) => a - b)[Math.floor(share * (values.length - 1))];
+
+function figures({ requests }) {
+  const finished = requests.filter((each) => each.outcome === "finished" && each.first !== undefined);
+  if (!finished.length) return null;
+  const jct = finished.map((each) => each.ended - each.arrived);
+  const ttft = finished.map((each) => each.first - each.arrived);
+  return {
+    finished: finished.length, "mean JCT s": mean(jct).toFixed(2), "p99 JCT s": quantile(jct, 0.99).toFixed(2),
+    "p50 TTFT s": quantile(ttft, 0.5).toFixed(2), "p99 TTFT s": quantile(ttft, 0.99).toFixed(2),
+  };
+}
+
+const WINDOW = 120; // iterations shown at once
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+
+function Strip({ title, recording, share }) {
+  const canvas = useRef();
+  const { iterations } = recording;
+  const first = Math.round(share * Math.max(0, iterations.length - WINDOW));
+  const shown = iterations.slice(first, first + WINDOW);
+  useEffect(() => {
+    const { width, height } = canvas.current.getBoundingClientRect();
+    Object.assign(canvas.current, { width: width * devicePixelRatio, height: height * devicePixelRatio });
+    const context = canvas.current.getContext("2d");
+    context.scale(devicePixelRatio, devicePixelRatio);
+    const began = shown[0].at;
+    const span = shown.at(-1).end - began || 1e-9;
+    const ids = [...new Set(shown.flatMap((each) => each.rows.map(([id]) => id)))];
+    const tall = Math.min(14, height / ids.length);
+    for (const { at, end, rows } of shown)
+      for (const [id, , count] of rows) {
+        context.fillStyle = color(count > 1 ? "prefill" : "decode");
+        context.fillRect(((at - began) / span) * width, ids.indexOf(id) * tall,
+          Math.max(1, ((end - at) / span) * width - 0.5), Math.max(1, tall - 1));
+      }
+  });
+  return html`<h2>${title}</h2>
+    <canvas class="strip" ref=${canvas} role="img"
+      aria-label="${title}: iterations ${first + 1} to ${first + shown.length} of ${iterations.length}"></canvas>
+    <p class="soft">iterations ${first + 1} to ${first + shown.length} of ${iterations.length},
+      ${shown[0].at.toFixed(2)} s to ${shown.at(-1).end.toFixed(2)} s</p>`;
+}
+
+function Comparison({ runs }) {
+  const columns = runs.map(([title, recording]) => [title, figures(recording)]).filter(([, found]) => found);
+  if (!columns.length) return null;
+  return html`<table><thead><tr><th></th>${columns.map(([title]) => html`<th class="number">${title}</th>`)}</tr></thead>
+    <tbody>${Object.keys(columns[0][1]).map((name) => html`<tr><td>${name}</td>
+      ${columns.map(([, found]) => html`<td class="number">${found[name]}</td>`)}</tr>`)}</tbody></table>`;
+}
+
+export function Replay() {
+  const [text, setText] = useState(null);
+  const [other, setOther] = useState(null);
+  const [policies, setPolicies] = useState([]);
+  const [policy, setPolicy] = useState("mlfq");
+  const [share, setShare] = useState(0);
+  const [busy, setBusy] = useState(false);
+  const [error, setError] = useState(null);
+  useEffect(() => { json("/admin/policy").then((found) => setPolicies(found.policies)).catch(() => {}); }, []);
+  const recording = useMemo(() => (text === null ? null : parse(text)), [text]);
+
+  async function open(event) {
+    try {
+      const read = await event.target.files[0].text();
+      parse(read);
+      setText(read);
+      setOther(null);
+      setError(null);
+    } catch (failure) {
+      setError(`The file is not a recording: ${failure.message}`);
+    }
+  }
+  async function simulate() {
+    setBusy(true);
+    setError(null);
+    try {
+      const headers = { "content-type": "application/jsonl" };
+      if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+      const response = await fetch(`/admin/simulate?policy=${policy}`, { method: "POST", headers, body: text });
+      if (!response.ok) throw new Error((await response.json()).error.message);
+      setOther([policy, parse(await response.text())]);
+    } catch (failure) {
+      setError(failure.message);
+    }
+    setBusy(false);
+  }
+  return html`
+    <h1>Replay a recording</h1>
+    <p>Record with <code>podway serve --record FILE</code>. A recording has no texts.</p>
+    <div class="bar"><label>Recording<input type="file" accept=".jsonl" onChange=${open} /></label>
+      ${recording && html`<label>Other policy
+          <select value=${policy} onChange=${(event) => setPolicy(event.target.value)}>
+            ${policies.map((name) => html`<option selected=${name === policy}>${name}</option>`)}</select></label>
+        <button class="primary" disabled=${busy} onClick=${simulate}>${busy ? "Simulating …" : "Simulate"}</button>`}
+    </div>
+    ${error && html`<p class="error" role="alert">${error}</p>`}
+    ${recording && html`
+      <label>Position<input type="range" min="0" max="1" step="0.001" value=${share}
+        onInput=${(event) => setShare(Number(event.target.value))} /></label>
+      <${Strip} title="Recorded" recording=${recording} share=${share} />
+      ${other && html`<${Strip} title="Under ${other[0]}" recording=${other[1]} share=${share} />`}
+      <${Comparison} runs=${[["recorded", recording], ...(other ? [[other[0], other[1]]] : [])]} />`}`;
+}

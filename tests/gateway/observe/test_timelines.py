@@ -1,0 +1,112 @@
+"""Timelines of requests that are slow for a known reason: the sentence names that reason."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.control.admission import Admission
+from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+
+
+async def timeline(rig: Rig, request_id: str, **headers: str) -> Any:
+    """The status and body of a request's timeline."""
+    async with rig.client.get(f"/v1/requests/{request_id}/timeline", headers) as exchange:
+        body = await exchange.json()
+    return exchange.status, body
+
+
+async def complete(rig: Rig, request_id: str, prompt: str, max_tokens: int, **fields: Any) -> None:
+    """A whole text completion under this request id."""
+    body = text(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **fields)
+    async with rig.client.post(TEXT, body, {"x-request-id": request_id}) as exchange:
+        await exchange.json()
+    assert exchange.status == 200
+
+
+def explanation_of_the_second(setting: Setting, *, output: int, **fields: Any) -> str:
+    """The explanation of a request that arrives while an earlier one runs."""
+
+    async def scene(rig: Rig) -> str:
+        first = asyncio.create_task(complete(rig, "first", "a" * 20, 40))
+        await asyncio.sleep(3 * STEP)
+        await complete(rig, "second", "b" * 20, output, **fields)
+        await first
+        status, body = await timeline(rig, "second")
+        assert status == 200
+        return str(body["explanation"])
+
+    found: list[str] = []
+
+    async def keep(rig: Rig) -> None:
+        found.append(await scene(rig))
+
+    play(keep, setting)
+    return found[0]
+
+
+def test_a_request_that_waits_for_kv_is_explained_by_kv() -> None:
+    found = explanation_of_the_second(Setting(num_blocks=61, admission=Admission.RESERVE), output=4)
+    assert found.startswith("It waited ")
+    assert "for KV: 1 requests held" in found
+    assert "--kv-memory" in found
+
+
+def test_a_request_that_waits_for_a_seat_is_explained_by_the_batch_size() -> None:
+    found = explanation_of_the_second(Setting(max_batch_size=1), output=4)
+    assert "for a seat: all 1 seats" in found
+    assert "--max-batch-size" in found
+
+
+def test_a_request_that_never_waited_is_explained_by_its_own_tokens() -> None:
+    found = explanation_of_the_second(Setting(), output=4)
+    assert found.startswith("It did not wait: its 4 output tokens took 0.75 s, 250.0 ms each.")
+
+
+@pytest.mark.parametrize(
+    ("num_host_blocks", "words"), [(0, "It was preempted "), (200, "Its KV was swapped out")]
+)
+def test_a_request_that_lost_its_kv_is_explained_by_preemption_or_swapping(
+    num_host_blocks: int, words: str
+) -> None:
+    setting = Setting(num_blocks=70, num_host_blocks=num_host_blocks)
+    assert explanation_of_the_second(setting, output=30).startswith(words)
+
+
+def test_a_client_that_does_not_read_is_named_as_the_cause() -> None:
+    async def scene(rig: Rig) -> None:
+        await complete(rig, "slow", "a", 4)
+        rig.service.timelines.reader_waited("slow", 5.0)
+        rig.service.timelines.reader_waited("slow", 2.0)
+        _, body = await timeline(rig, "slow")
+        assert body["explanation"].startswith("Its client did not read for 7.00 s")
+
+    play(scene)
+
+
+def test_spans_cover_the_whole_life_without_gaps() -> None:
+    async def scene(rig: Rig) -> None:
+        await complete(rig, "one", "a" * 20, 5, n=2)
+        _, body = await timeline(rig, "one")
+        assert len(body["choices"]) == 2
+        for choice in body["choices"]:
+            spans = choice["spans"]
+            assert [span["phase"] for span in spans] == ["queued", "prefill", "decode"]
+            ends = [span["start"] + span["seconds"] for span in spans]
+            assert [span["start"] for span in spans] == [0.0, *ends[:-1]]
+            assert ends[-1] == pytest.approx(5 * STEP)
+            assert choice["completion_tokens"] == 5
+
+    play(scene)
+
+
+def test_timelines_belong_to_their_key_and_are_bounded() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.service.timelines._keep = 2
+        for name in ("one", "two", "three"):
+            await complete(rig, name, "a", 1)
+        assert (await timeline(rig, "one"))[0] == 404
+        assert (await timeline(rig, "three"))[0] == 200
+        assert rig.service.timelines.find("three", "another key") == []
+
+    play(scene)

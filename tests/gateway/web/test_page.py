@@ -1,0 +1,106 @@
+"""The web page's files and headers, and the events of /admin/live and /admin/simulate."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+
+HTML = {"accept": "text/html,*/*"}
+RECORDING = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
+
+
+def test_browsers_get_the_page_and_other_clients_a_short_text() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get("/", HTML) as exchange:
+            assert b"<title>Podway</title>" in await exchange.read()
+        policy = exchange.headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert policy.startswith("default-src 'none'")
+        async with rig.client.get("/", {"accept": "*/*"}) as exchange:
+            assert b"curl -N " in await exchange.read()
+        assert exchange.headers["content-type"].startswith("text/plain")
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "name", ["app.js", "style.css", "icon.svg", "vendor/uplot.js", "vendor/LICENSES.txt"]
+)
+def test_files_of_the_page_need_no_key(name: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get(f"/page/{name}") as exchange:
+            assert await exchange.read()
+        assert exchange.status == 200
+        assert exchange.headers["x-content-type-options"] == "nosniff"
+
+    play(scene, Setting(keys=("secret",)))
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../app.py", "vendor/", "%2e%2e/app.py"])
+def test_only_files_of_the_page_are_served(name: str) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get(f"/page/{name}") as exchange:
+            await exchange.read()
+        assert exchange.status == 404
+
+    play(scene)
+
+
+async def snapshots(rig: Rig, count: int) -> list[dict[str, Any]]:
+    """The first events of /admin/live."""
+    found: list[dict[str, Any]] = []
+    async with rig.client.get("/admin/live") as exchange:
+        async for event in exchange.events():
+            found.append(event)
+            if len(found) == count:
+                break
+    return found
+
+
+def test_the_live_view_shows_iterations_requests_and_kv() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt="a" * 10, max_tokens=30, ignore_eos=True)
+        async with rig.client.post(TEXT, body, {"x-request-id": "seen"}) as exchange:
+            found = await snapshots(rig, 12)
+            await exchange.json()
+        last = found[-1]
+        assert last["counts"] == {"running": 1, "waiting": 0, "swapped": 0}
+        (request,) = last["requests"]
+        assert (request["label"], request["state"], request["prompt"]) == ("seen", "decode", 10)
+        assert last["kv"]["device"]["held"] >= 10
+        numbers = [each["number"] for snapshot in found for each in snapshot["iterations"]]
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) >= int(12 * 0.1 / STEP) - 1
+
+    play(scene)
+
+
+def test_nothing_is_recorded_while_nobody_watches() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(prompt="a", max_tokens=5)) as exchange:
+            await exchange.json()
+        assert not rig.service.live._iterations
+        assert rig.service.live._num_watchers == 0
+        await snapshots(rig, 1)
+        await asyncio.sleep(0)
+        assert rig.service.live._num_watchers == 0
+
+    play(scene)
+
+
+def test_a_queued_request_shows_what_it_waits_for() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
+        first = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+        await asyncio.sleep(2 * STEP)
+        second = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+        await asyncio.sleep(2 * STEP)
+        (snapshot,) = (await snapshots(rig, 1))[:1]
+        assert [each["waits_for"] for each in snapshot["requests"]] == ["", "a seat"]
+        for task in (first, second):
+            await (await task).json()
+
+    play(scene, Setting(max_batch_size=1))
