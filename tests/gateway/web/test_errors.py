@@ -231,7 +231,7 @@ def test_the_time_until_the_first_event_is_the_processing_time() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/models/org/other", 404, "model_not_found"),
