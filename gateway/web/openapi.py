@@ -100,10 +100,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "requests", "The phases of a request, and what cost it the most time."
     ),
     ("GET", "/"): Operation(
-        "operation", "The web page; plain text without HTML in Accept.", media_types=("text/html",)
+        "operation", "The web page, or a short text.", media_types=("text/html", TEXT)
     ),
     ("GET", "/page/{name}"): Operation(
-        "operation", "A file of the web page.", media_types=("text/javascript",)
+        "operation",
+        "A file of the web page.",
+        media_types=("text/javascript", "text/css", "text/html", "image/svg+xml", TEXT),
     ),
     ("GET", "/admin/live"): Operation(
         "operation", "The engine's live state, ten events a second.", media_types=(EVENTS,)
