@@ -45,14 +45,14 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
 	touch $@
 
-$(SERVING): pyproject.toml scripts/install.py
+$(SERVING): pyproject.toml gateway/install.py
 	@echo "Podway is installed into $(VENV); this happens once."
 	@$(PYTHON) -m venv $(VENV)
-	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/install.py
+	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python gateway/install.py
 	@$(BIN)/python -m engine.worker.cpu
 	@touch $@
 
 $(DEVELOPMENT): $(SERVING)
 	@echo "The tools for development are installed into $(VENV)."
-	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/install.py dev
+	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python gateway/install.py dev
 	@touch $@

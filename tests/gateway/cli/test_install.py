@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from scripts.install import CPU_INDEX, NoCpuBuild, choose_index, pinned_version
+from gateway.install import CPU_INDEX, NoCpuBuild, choose_index, pinned_version
 
 ONLY_CUDA = "Available versions: 2.13.0, 2.12.1"
 BOTH = "Available versions: 2.13.0+cpu, 2.13.0"

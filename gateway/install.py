@@ -1,6 +1,6 @@
 """Install Podway into this environment, after saying which build of PyTorch is downloaded.
 
-    python scripts/install.py [EXTRA ...]      what the Makefile runs; standard library only
+    python gateway/install.py [EXTRA ...]      what the Makefile runs; standard library only
 
 PyPI's Linux wheels of PyTorch contain CUDA, a download of several GB. Where there is no NVIDIA
 driver, PyTorch's index of CPU builds is used. TORCH_INDEX=URL names another index, and
