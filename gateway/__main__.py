@@ -12,20 +12,9 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.errors import StartupError
+from gateway.commands.table import COMMANDS
 from gateway.serve.flags import Parser
 
-COMMANDS = {
-    "serve": ("gateway.serve.command:main", "serve a model over an OpenAI-compatible API"),
-    "chat": ("gateway.commands.chat.command:main", "chat with a server in the terminal"),
-    "bench": (
-        "gateway.commands.bench.command:main",
-        "send load to a server and report its latencies",
-    ),
-    "simulate": (
-        "gateway.commands.simulate.command:main",
-        "run a workload through the scheduler in virtual time",
-    ),
-}
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 

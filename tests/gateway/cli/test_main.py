@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import StartupError
 from gateway import __main__ as command_line
+from gateway.commands.table import COMMANDS
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,7 +16,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         command_line.run(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for name, (_, text) in command_line.COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         assert re.search(rf"^  {name} {{2,}}{re.escape(text)}$", shown, re.MULTILINE)
 
 
@@ -71,7 +72,7 @@ def test_an_error_that_ends_a_command_becomes_an_exit_code(
         raise raised
 
     monkeypatch.setattr(command_line, "failing", command, raising=False)
-    monkeypatch.setitem(command_line.COMMANDS, "chat", ("gateway.__main__:failing", ""))
+    monkeypatch.setitem(COMMANDS, "chat", ("gateway.__main__:failing", ""))
     assert command_line.run(["chat", "--flag"]) == code
     assert capsys.readouterr().err == says
 
@@ -83,6 +84,6 @@ def test_a_bug_is_logged_and_exits_with_1(
         raise ZeroDivisionError
 
     monkeypatch.setattr(command_line, "broken", command, raising=False)
-    monkeypatch.setitem(command_line.COMMANDS, "chat", ("gateway.__main__:broken", ""))
+    monkeypatch.setitem(COMMANDS, "chat", ("gateway.__main__:broken", ""))
     assert command_line.run(["chat"]) == 1
     assert "ZeroDivisionError" in caplog.text

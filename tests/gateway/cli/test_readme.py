@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.policy import POLICIES
-from gateway.__main__ import COMMANDS
+from gateway.commands.table import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

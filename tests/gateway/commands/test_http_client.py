@@ -1,8 +1,25 @@
 """Decoding of server-sent events, addresses, and errors in one line."""
 
-import pytest
+import asyncio
+import os
+import ssl
+import subprocess
+import sys
+from pathlib import Path
 
-from gateway.commands.http_client import EventDecoder, base_url, error_text, http_error
+import pytest
+from aiohttp import web
+
+from gateway.commands.http_client import (
+    EventDecoder,
+    ServerError,
+    base_url,
+    error_text,
+    first_model,
+    http_error,
+    open_session,
+)
+from tests.certificates import make_certificate
 
 STREAM = b': hello\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata: one\ndata:two\n\ndata: [DONE]\n\n'
 PAYLOADS = [b'{"a": 1}', b"one\ntwo", b"[DONE]"]
@@ -43,3 +60,36 @@ def test_an_http_error_is_one_line_whatever_the_body() -> None:
     assert http_error(500, b"\xff") == "HTTP 500: \ufffd"
     assert http_error(400, b"") == "HTTP 400: no reason given"
     assert error_text("plain") == "plain"
+
+
+async def test_a_self_signed_certificate_is_explained_and_can_be_trusted(
+    tmp_path: Path,
+) -> None:
+    certificate, key = make_certificate(tmp_path, "one")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    app = web.Application()
+
+    async def models(http: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with open_session(None) as session:
+            with pytest.raises(ServerError) as failed:
+                await first_model(session, url)
+        assert str(failed.value).startswith(f"cannot verify the certificate of {url} (")
+        assert "self-signed" in str(failed.value)
+        assert "set SSL_CERT_FILE to the PEM file" in str(failed.value)
+        process = await asyncio.create_subprocess_exec(  # aiohttp reads the variable when imported
+            *(sys.executable, "-m", "gateway", "chat", url),
+            env={**os.environ, "SSL_CERT_FILE": str(certificate)},
+            stdin=subprocess.DEVNULL,
+        )
+        assert await process.wait() == 0
+    finally:
+        await runner.cleanup()

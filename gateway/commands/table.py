@@ -1,0 +1,22 @@
+"""The commands of `podway`: for each its module and function, and a line for `--help`.
+
+Each module also has a function `parser()`, from which `podway completion` reads the flags.
+"""
+
+COMMANDS = {
+    "serve": ("gateway.serve.command:main", "serve a model over an OpenAI-compatible API"),
+    "chat": ("gateway.commands.chat.command:main", "chat with a server in the terminal"),
+    "bench": (
+        "gateway.commands.bench.command:main",
+        "send load to a server and report its latencies",
+    ),
+    "simulate": (
+        "gateway.commands.simulate.command:main",
+        "run a workload through the scheduler in virtual time",
+    ),
+    "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),
+    "completion": (
+        "gateway.commands.completion:main",
+        "print a completion script for bash, zsh or fish",
+    ),
+}

@@ -1,0 +1,49 @@
+"""`podway completion`: what bash completes with the script, and the text of the others."""
+
+import subprocess
+
+import pytest
+
+from gateway.commands import completion
+from gateway.commands.table import COMMANDS
+
+
+@pytest.fixture(scope="module")
+def script() -> str:
+    return completion.bash(completion.all_flags())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("podway si", {"simulate"}),
+        ("podway bench --conc", {"--concurrency"}),
+        ("podway serve --max-batch-", {"--max-batch-size", "--max-batch-tokens"}),
+        ("podway simulate --arrivals ", {"poisson", "gamma", "steady"}),
+        ("podway simulate --arrivals g", {"gamma"}),
+        ("podway chat http", set()),
+    ],
+)
+def test_bash_completes_commands_flags_and_values(
+    script: str, line: str, expected: set[str]
+) -> None:
+    words = line.split(" ")
+    quoted = " ".join(f"'{word}'" for word in words)
+    program = f"{script}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _podway"
+    program += '\nprintf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == expected
+
+
+def test_every_shell_gets_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert completion.main([shell]) == 0
+        text = capsys.readouterr().out
+        assert all(command in text for command in COMMANDS)
+        assert "max-batch-tokens" in text
+
+
+def test_help_texts_are_quoted_for_fish() -> None:
+    flags = {"chat": [completion.FlagInfo("--x", "it's a \\ test", ("a", "b"))]}
+    line = completion.fish(flags).splitlines()[-1]
+    assert line.endswith("-l x -d 'it\\'s a \\\\ test' -x -a 'a b'")
