@@ -92,12 +92,11 @@ class ResponseNotFound(InvalidRequest):
 
 
 class StoreFull(InvalidRequest):
-    """The stored files have reached their size limit."""
+    """The caller's files and batches have reached their limit; `limit` says which."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: str) -> None:
         super().__init__(
-            f"This file would take all stored files above their limit of {limit} bytes. "
-            "Delete some files first.",
+            f"Your files and batches have reached their limit of {limit}. Delete some files first.",
             "file",
         )
 
@@ -111,6 +110,16 @@ class TooManyBatches(InvalidRequest):
 
 class StoreFailed(EngineError):
     """The database of files, batches and responses failed."""
+
+
+class StoreOutOfSpace(StoreFailed):
+    """The disk of the store is full or cannot be written, or the store has reached its limit."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server has no space to store more files, batches or responses. What is stored can "
+            "be read; responses with 'store': false are served."
+        )
 
 
 class WrongMediaType(InvalidRequest):
@@ -198,6 +207,7 @@ TABLE: dict[type[EngineError], Verdict] = {
     # Not retried: the request was in the batch at every crash of the worker.
     WorkerLost: Verdict(500, "server_error", "internal_error", retry=False),
     DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded", retry=False),
+    StoreOutOfSpace: Verdict(507, "server_error", "insufficient_storage", retry=False),
     EngineError: Verdict(500, "server_error", "internal_error"),
 }
 

@@ -53,8 +53,8 @@ from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
 from gateway.serve.server import tune_collector
 from gateway.service import Pace, ServedModel, Service
-from gateway.store.files import FileLimits
 from gateway.store.store import open_store
+from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 
 MODEL = "mock"
@@ -159,12 +159,12 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         FirstComeFirstServed(),
         ObserverGroup(metrics, RequestLog(), quotas),
     )
-    tokenizer = Words()
+    tokenizer, store = Words(), open_store(None, StoreLimits())
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(no_grammars()),
-        exposition=Exposition(metrics, scheduler, MODEL),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,
@@ -173,7 +173,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         limits=BodyLimits(),
         pace=Pace(),
         quotas=quotas,
-        store=open_store(None, FileLimits()),
+        store=store,
     )
     return service, metrics
 

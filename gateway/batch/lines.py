@@ -12,7 +12,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import decode
-from gateway.store.batches import MAX_LISTED, BatchLine, BatchRecord, LineError, Tokens
+from gateway.store.batch_records import MAX_LISTED, BatchLine, BatchRecord, LineError, Tokens
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):

@@ -30,11 +30,11 @@ from gateway.batch.lines import (
     request_id,
     tokens_of,
 )
-from gateway.errors import PathNotFound, StoreFailed, verdict
+from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, verdict
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import generate_body
 from gateway.schema.dialect import OPENAI
-from gateway.store.batches import BatchLine, BatchRecord, LineAnswer
+from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
 
 if TYPE_CHECKING:
@@ -90,12 +90,11 @@ class _Run:
         queue, batch_id = self._service.store.batch_queue, self._record.id
         cancelled = queue.open(batch_id)
         try:
-            if self._record.status == "validating":
-                await self._validate()
-            if self._record.status == "in_progress":
-                await self._work(cancelled)
-            if not self._record.has_ended:
-                await self._finish()
+            while not self._record.has_ended:
+                try:
+                    await self._advance(cancelled)
+                except StoreOutOfSpace:
+                    await self._batches.wait_for_room()
         except StoreFailed as error:
             logger.error("batch %s stops until the next start: %s", batch_id, error)
         else:
@@ -107,6 +106,15 @@ class _Run:
             )
         finally:
             queue.close(batch_id)
+
+    async def _advance(self, cancelled: asyncio.Event) -> None:
+        """Go on from the batch's current status."""
+        if self._record.status == "validating":
+            await self._validate()
+        if self._record.status == "in_progress":
+            await self._work(cancelled)
+        if not self._record.has_ended:
+            await self._finish()
 
     async def _validate(self) -> None:
         """Read the whole input file; any error fails the batch."""
@@ -133,6 +141,7 @@ class _Run:
     async def _work(self, cancelled: asyncio.Event) -> None:
         """Answer all lines, until the batch is cancelled or its time is over."""
         record = self._record
+        self._last_number = 0
         working = asyncio.create_task(self._answer_all())
         cancelling = asyncio.create_task(cancelled.wait())
         seconds = max(0, record.expires_at - self._service.unix_now())
@@ -167,6 +176,7 @@ class _Run:
                 line = await self._next_line()
                 if line is None:
                     return
+                await self._batches.wait_for_room()
                 await self._store_answer(line)
 
     async def _next_line(self) -> BatchLine | None:
@@ -187,7 +197,13 @@ class _Run:
         else:
             text = answer_line(record, line, 200, body)
             answer = LineAnswer(line.number, text, is_error=False, tokens=tokens_of(body))
-        await self._batches.answer(record.id, answer)
+        while True:
+            try:
+                await self._batches.answer(record.id, answer)
+            except StoreOutOfSpace:
+                await self._batches.wait_for_room()
+            else:
+                return
 
     async def _answer(self, line: BatchLine) -> bytes:
         """The body of its response. Retries while the queue is full or there is no worker, and up

@@ -23,6 +23,7 @@ from engine.request import State
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
     from gateway.observe.metrics import Histogram, Metrics
+    from gateway.store.database import Database
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -43,10 +44,12 @@ class Exposition(Collector):
         metrics: "Metrics",
         scheduler: "IterationScheduler",
         model: str,
+        database: "Database",
     ) -> None:
         self._metrics = metrics
         self._scheduler = scheduler
         self._model = model
+        self._database = database
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -67,6 +70,10 @@ class Exposition(Collector):
         yield from self._prefixes()
         yield from self._histograms()
         yield self._policy()
+        yield from self._gauge(
+            Described("podway_store_writable", "1 if the store can be written, 0 if it is full."),
+            self._database.is_writable,
+        )
 
     def _policy(self) -> Metric:
         scheduler = self._scheduler

@@ -47,8 +47,8 @@ from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless
 from gateway.serve.server_settings import IN_MEMORY
 from gateway.serve.settings import Settings
 from gateway.service import Pace, ServedModel, Service, unix_now
-from gateway.store.files import FileLimits
 from gateway.store.store import Store, open_default, open_named, open_store
+from gateway.store.usage import StoreLimits
 from gateway.version import podway_version
 from gateway.web.app import build_app
 from gateway.web.routes.batches import ENDPOINTS
@@ -104,7 +104,11 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
 
 def _store(settings: Settings, model: str) -> Store:
     """The store that `--store` names; by default one file per model."""
-    limits = FileLimits(file_bytes=int(settings.max_file_bytes))
+    limits = StoreLimits(
+        file_bytes=int(settings.max_file_bytes),
+        tenant_bytes=int(settings.max_key_bytes),
+        total_bytes=int(settings.max_store_bytes),
+    )
     if settings.store == IN_MEMORY:
         return open_store(None, limits)
     if settings.store is not None:
@@ -130,7 +134,7 @@ def build_server(
         engine=engine,
         model=_served_model(loaded),
         grammars=GrammarCheck(loaded.texts.grammars),
-        exposition=Exposition(metrics, scheduler, loaded.name),
+        exposition=Exposition(metrics, scheduler, loaded.name, store.database),
         watch=watch,
         clock=time.perf_counter,
         unix_now=unix_now,

@@ -53,6 +53,20 @@ class ServerSettings(BaseSettings):
     max_file_bytes: ByteSize = _option(
         ByteSize(200 << 20), "server", "maximum size of an uploaded file", "SIZE", ge=1
     )
+    max_key_bytes: ByteSize = _option(
+        ByteSize(4 << 30),
+        "server",
+        "maximum size of the files and batches of one API key; without keys, of all clients",
+        "SIZE",
+        ge=1,
+    )
+    max_store_bytes: ByteSize = _option(
+        ByteSize(16 << 30),
+        "server",
+        "maximum size of all stored files, batches and responses",
+        "SIZE",
+        ge=1,
+    )
     drain_seconds: float = _option(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from gateway.store.batches import Batches, BatchRecord
+from gateway.store.batch_records import BatchRecord
+from gateway.store.batches import Batches
 
 
 class BatchQueue:

@@ -8,133 +8,68 @@ Every change of a batch is one transaction over its record and its lines, so the
 record always agree with the lines.
 """
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from gateway.errors import BatchNotFound, TooManyBatches
-from gateway.store.database import Database
+from gateway.errors import BatchNotFound, StoreOutOfSpace, TooManyBatches
+from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer, LineError
+from gateway.store.database import RETRY_SECONDS, Database
 from gateway.store.files import FileRecord, read_piece, write_file
+from gateway.store.usage import StoreLimits, check_bytes
 
-Status = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
-    "cancelled",
-]  # fmt: skip
-ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
 MAX_LIVE = 50  # batches of a tenant that have not ended; each stores its lines until then
-MAX_LISTED = 100  # errors of an input file that a batch lists
-
-
-class LineError(msgspec.Struct, frozen=True):
-    """An error in an input file; `line` counts from 1."""
-
-    code: str
-    message: str
-    param: str | None = None
-    line: int | None = None
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """Token usage of the answered lines."""
-
-    input: int = 0
-    cached: int = 0
-    output: int = 0
-    reasoning: int = 0
-
-    def __add__(self, other: "Tokens") -> "Tokens":
-        return Tokens(
-            self.input + other.input,
-            self.cached + other.cached,
-            self.output + other.output,
-            self.reasoning + other.reasoning,
-        )
-
-
-class BatchRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A batch without its lines. `_at` fields are Unix seconds, None until that event."""
-
-    id: str
-    tenant: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    status: Status = "validating"
-    metadata: dict[str, str] | None = None
-    model: str | None = None
-    output_seconds: int | None = None  # how long the output files are kept
-    errors: tuple[LineError, ...] = ()
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    num_lines: int = 0
-    num_completed: int = 0
-    num_failed: int = 0
-    tokens: Tokens = Tokens()
-
-    @property
-    def has_ended(self) -> bool:
-        return self.status in ENDED
-
-
-class BatchLine(NamedTuple):
-    """One request of a batch; `number` counts from 1."""
-
-    number: int
-    custom_id: str
-    body: bytes
-
-
-class LineAnswer(NamedTuple):
-    """The line of the output file, or of the error file if `is_error`."""
-
-    number: int
-    text: bytes
-    is_error: bool
-    tokens: Tokens = Tokens()
+MAX_ENDED = 1000  # batches of a tenant that have ended; older ones are deleted
 
 
 class Batches:
     """The batches of all tenants. Every lookup is limited to one tenant."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, limits: StoreLimits) -> None:
         self._database = database
+        self._limits = limits
+
+    async def wait_for_room(self) -> None:
+        """Wait until answers can be stored; then generating them is not in vain."""
+        while True:
+            try:
+                await self._database.check_writable()
+            except StoreOutOfSpace:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return
 
     async def add(self, record: BatchRecord, forget_before: int) -> None:
         """Store a new batch; delete ended ones that were created before `forget_before`.
 
-        Raises `TooManyBatches`.
+        Raises `TooManyBatches`, `StoreFull` or `StoreOutOfSpace`.
         """
+        await self._database.check_writable()
 
         def write(db: sqlite3.Connection) -> None:
+            tenant = record.tenant
             live = "SELECT count(*) FROM batch WHERE tenant = ? AND is_live = 1"
-            if db.execute(live, (record.tenant,)).fetchone()[0] >= MAX_LIVE:
+            if db.execute(live, (tenant,)).fetchone()[0] >= MAX_LIVE:
                 raise TooManyBatches(MAX_LIVE)
-            old = "DELETE FROM batch WHERE is_live = 0 AND created_at < ?"
-            db.execute(old, (forget_before,))
+            _forget_old(db, tenant, forget_before)
+            size = "SELECT coalesce(max(num_bytes), 0) FROM file WHERE id = ?"
+            (num_bytes,) = db.execute(size, (record.input_file_id,)).fetchone()
+            check_bytes(db, tenant, num_bytes, self._limits)
             db.execute(
-                "INSERT INTO batch (id, tenant, created_at, is_live, record)"
-                " VALUES (?, ?, ?, 1, ?)",
-                (record.id, record.tenant, record.created_at, msgspec.json.encode(record)),
+                "INSERT INTO batch (id, tenant, created_at, is_live, record, num_bytes)"
+                " VALUES (?, ?, ?, 1, ?, ?)",
+                (record.id, tenant, record.created_at, msgspec.json.encode(record), num_bytes),
             )
 
-        await self._database.do(write)
+        await self._database.write(write)
 
     async def find(self, batch_id: str, tenant: str) -> BatchRecord:
         """Raises `BatchNotFound` if this tenant has no such batch."""
-        return await self._database.do(partial(_find, batch_id=batch_id, tenant=tenant))
+        return await self._database.read(partial(_find, batch_id=batch_id, tenant=tenant))
 
     async def listed(self, tenant: str, after: str | None, limit: int) -> list[BatchRecord]:
         """Newest first, starting after the batch `after`. Raises `BatchNotFound`."""
@@ -153,7 +88,7 @@ class Batches:
             )
             return [_DECODER.decode(record) for (record,) in rows]
 
-        return await self._database.do(read)
+        return await self._database.read(read)
 
     async def live(self) -> list[BatchRecord]:
         """All batches that have not ended, oldest first."""
@@ -162,16 +97,17 @@ class Batches:
             rows = db.execute("SELECT record FROM batch WHERE is_live = 1 ORDER BY seq")
             return [_DECODER.decode(record) for (record,) in rows]
 
-        return await self._database.do(read)
+        return await self._database.read(read)
 
     async def fail(self, batch_id: str, now: int, errors: tuple[LineError, ...]) -> BatchRecord:
         """validating → failed, with the errors of its input file."""
 
         def write(db: sqlite3.Connection) -> BatchRecord:
             _drop_lines(db, batch_id)
+            db.execute("UPDATE batch SET num_bytes = 0 WHERE id = ?", (batch_id,))
             return _change(db, batch_id, status="failed", failed_at=now, errors=errors)
 
-        return await self._database.do(write)
+        return await self._database.write(write)
 
     async def begin(
         self, batch_id: str, now: int, num_lines: int, model: str | None
@@ -184,7 +120,7 @@ class Batches:
                 return _change(db, batch_id, **found)
             return _change(db, batch_id, status="in_progress", in_progress_at=now, **found)
 
-        return await self._database.do(write)
+        return await self._database.write(write)
 
     async def wind_up(self, batch_id: str, now: int, *, is_late: bool) -> BatchRecord:
         """in_progress → finalizing: all lines are answered, or (`is_late`) the time is over."""
@@ -198,7 +134,7 @@ class Batches:
                 db, batch_id, status="finalizing", finalizing_at=now, expired_at=expired_at
             )
 
-        return await self._database.do(write)
+        return await self._database.write(write)
 
     async def cancel(self, batch_id: str, tenant: str, now: int) -> BatchRecord:
         """validating or in_progress → cancelling; later states stay. Raises `BatchNotFound`."""
@@ -209,15 +145,15 @@ class Batches:
                 return record
             return _change(db, batch_id, status="cancelling", cancelling_at=now)
 
-        return await self._database.do(write)
+        return await self._database.write(write)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         """Piece `number` of an input file, from 0; None after the last one."""
-        return await self._database.do(partial(read_piece, file_id=file_id, number=number))
+        return await self._database.read(partial(read_piece, file_id=file_id, number=number))
 
     async def forget_lines(self, batch_id: str) -> None:
         """Delete its lines."""
-        await self._database.do(partial(_drop_lines, batch_id=batch_id))
+        await self._database.write(partial(_drop_lines, batch_id=batch_id))
 
     async def add_lines(
         self, batch_id: str, read: Callable[[], Iterable[BatchLine]]
@@ -232,7 +168,7 @@ class Batches:
             )
             return [line for line in read() if not db.execute(insert, (batch_id, *line)).rowcount]
 
-        return await self._database.do(write)
+        return await self._database.write(write)
 
     async def unanswered(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
         """Lines with a number above `after` that have no answer, in order."""
@@ -245,11 +181,11 @@ class Batches:
             )
             return [BatchLine(number, custom_id, bytes(body)) for number, custom_id, body in rows]
 
-        return await self._database.do(read)
+        return await self._database.read(read)
 
     async def answer(self, batch_id: str, answer: LineAnswer) -> None:
         """Store a line's answer, unless the line has one or its batch has ended."""
-        await self._database.do(partial(_answer, batch_id=batch_id, answer=answer))
+        await self._database.write(partial(_answer, batch_id=batch_id, answer=answer))
 
     async def finish(
         self,
@@ -274,9 +210,20 @@ class Batches:
             )
             _save(db, ended)
             _drop_lines(db, batch_id)
+            db.execute("UPDATE batch SET num_bytes = 0 WHERE id = ?", (batch_id,))
             return ended
 
-        return await self._database.do(write)
+        return await self._database.write(write)
+
+
+def _forget_old(db: sqlite3.Connection, tenant: str, before: int) -> None:
+    """Delete ended batches that were created earlier, and the tenant's oldest above `MAX_ENDED`."""
+    db.execute("DELETE FROM batch WHERE is_live = 0 AND created_at < ?", (before,))
+    db.execute(
+        "DELETE FROM batch WHERE seq IN (SELECT seq FROM batch WHERE tenant = ? AND is_live = 0"
+        " ORDER BY seq DESC LIMIT -1 OFFSET ?)",
+        (tenant, MAX_ENDED),
+    )
 
 
 def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
@@ -290,12 +237,17 @@ def _end_of(record: BatchRecord, now: int) -> dict[str, object]:
 
 def _answer(db: sqlite3.Connection, batch_id: str, answer: LineAnswer) -> None:
     """Store an answer and count it; a second answer changes nothing."""
-    updated = db.execute(
-        "UPDATE batch_line SET answer = ?, is_error = ?, body = ''"
-        " WHERE batch_id = ? AND number = ? AND answer IS NULL",
-        (answer.text, answer.is_error, batch_id, answer.number),
+    query = (
+        "SELECT length(body) FROM batch_line WHERE batch_id = ? AND number = ? AND answer IS NULL"
     )
-    if updated.rowcount:
+    if (row := db.execute(query, (batch_id, answer.number)).fetchone()) is not None:
+        db.execute(
+            "UPDATE batch_line SET answer = ?, is_error = ?, body = ''"
+            " WHERE batch_id = ? AND number = ?",
+            (answer.text, answer.is_error, batch_id, answer.number),
+        )
+        added = len(answer.text) - row[0]
+        db.execute("UPDATE batch SET num_bytes = num_bytes + ? WHERE id = ?", (added, batch_id))
         record = _load(db, batch_id)
         _change(
             db,

@@ -3,23 +3,32 @@
 The event loop never waits for the disk: each piece of work is a plain function over the connection
 and runs as one transaction in the database's thread, in order. The file is locked while it is
 open; a second process cannot open it.
+
+If the disk is full, or the file is on a read-only file system, reads go on and writes raise
+`StoreOutOfSpace`. `check_writable` raises it before any work is done for a result that could not
+be stored; it lets a write through from time to time, which finds out whether there is space again.
 """
 
 import asyncio
 import logging
+import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from gateway.errors import StoreFailed
+from gateway.errors import StoreFailed, StoreOutOfSpace
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
+MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
+_OUT_OF_SPACE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR})
 _TABLES = """
 CREATE TABLE file (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -42,7 +51,8 @@ CREATE TABLE batch (
     tenant TEXT NOT NULL,
     created_at INTEGER NOT NULL,
     is_live INTEGER NOT NULL,
-    record BLOB NOT NULL
+    record BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE batch_line (
     batch_id TEXT NOT NULL,
@@ -63,8 +73,17 @@ CREATE TABLE response (
     used_at INTEGER NOT NULL,
     record BLOB NOT NULL
 );
-CREATE INDEX response_by_use ON response (used_at);
+CREATE INDEX response_by_tenant ON response (tenant, used_at);
+CREATE INDEX file_by_tenant ON file (tenant);
 """
+_MIGRATIONS = {
+    1: """
+ALTER TABLE batch ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
+DROP INDEX response_by_use;
+CREATE INDEX response_by_tenant ON response (tenant, used_at);
+CREATE INDEX file_by_tenant ON file (tenant);
+""",
+}  # to the next version, by version
 
 # Pieces of uploads that a former process did not finish.
 _CLEAN_UP = "DELETE FROM file_piece WHERE file_id NOT IN (SELECT id FROM file)"
@@ -96,59 +115,115 @@ class StoreThread:
 class Database:
     """The open database. Errors of SQLite are raised as `StoreFailed`."""
 
-    def __init__(self, path: Path | None, executor: StoreExecutor | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        executor: StoreExecutor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open or create the file. Without `path`, the database is in memory."""
         self.path = path
         self._executor = executor or StoreThread()
+        self._clock = clock
+        self._full_since: float | None = None  # the time of the last write that failed
         try:
             self._connection = _opened(path)
         except (OSError, sqlite3.Error) as error:
             self._executor.close()
             raise StoreFailed(f"cannot open the store {path}: {_reason(error)}") from error
 
-    async def do(self, work: Work[T]) -> T:
-        """The result of `work`, run as one transaction, which is rolled back if it raises."""
-        return await self._executor(lambda: self._transact(work))
+    @property
+    def is_writable(self) -> bool:
+        """Whether the last write, or the last `check_writable`, found space."""
+        return self._full_since is None
+
+    async def read(self, work: Work[T]) -> T:
+        """The result of `work`, which changes nothing."""
+        return await self._executor(lambda: self._transact(work, "BEGIN"))
+
+    async def write(self, work: Work[T]) -> T:
+        """The result of `work`, run as one transaction, which is rolled back if it raises.
+
+        Raises `StoreOutOfSpace` if the disk is full.
+        """
+        return await self._executor(lambda: self._transact(work, "BEGIN IMMEDIATE"))
+
+    async def check_writable(self) -> None:
+        """Raises `StoreOutOfSpace` if a write now would probably fail."""
+        await self._executor(self._check_space)
 
     def close(self) -> None:
         """Wait for the work that was begun and close the file."""
         self._executor.close()
         self._connection.close()
 
-    def _transact(self, work: Work[T]) -> T:
+    def _check_space(self) -> None:
+        if self._full_since is not None and self._clock() < self._full_since + RETRY_SECONDS:
+            raise StoreOutOfSpace
+        if self.path is not None and shutil.disk_usage(self.path.parent).free < MIN_FREE_BYTES:
+            self._note_full(f"less than {MIN_FREE_BYTES >> 20} MiB free beside {self.path}")
+            raise StoreOutOfSpace
+
+    def _transact(self, work: Work[T], begin: str) -> T:
+        is_write = begin != "BEGIN"
         try:
             with self._connection as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                return work(connection)
+                connection.execute(begin)
+                result = work(connection)
         except sqlite3.Error as error:
+            if is_write and getattr(error, "sqlite_errorcode", 0) & 0xFF in _OUT_OF_SPACE:
+                self._note_full(str(error))
+                raise StoreOutOfSpace from error
             logger.error("store: %s", error)
             raise StoreFailed(f"the store failed: {error}") from error
+        if is_write and self._full_since is not None:
+            self._full_since = None
+            logger.warning("store: writing works again")
+        return result
+
+    def _note_full(self, reason: str) -> None:
+        if self._full_since is None:
+            logger.error("store: cannot write, only reading from now on: %s", reason)
+        self._full_since = self._clock()
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # it contains prompts
+        if not path.exists():
+            path.touch(mode=0o600)  # it contains prompts
     connection = sqlite3.connect(
         path or ":memory:", timeout=0.0, isolation_level=None, check_same_thread=False
     )
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
+        if not 0 <= version <= VERSION:
             raise sqlite3.DatabaseError(
                 f"its format is version {version}, this server supports {VERSION}"
             )
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if version == VERSION:
-            connection.execute(_CLEAN_UP)
-        else:
-            connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
+        _prepare(connection, version)
     except sqlite3.Error:
         connection.close()
         raise
     return connection
+
+
+def _prepare(connection: sqlite3.Connection, version: int) -> None:
+    """Create or update the tables, and clean up. A database of this version stays readable if the
+    disk is full."""
+    if version == 0:
+        connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
+    for old in range(version or VERSION, VERSION):
+        connection.executescript(f"BEGIN;{_MIGRATIONS[old]}PRAGMA user_version = {old + 1};COMMIT;")
+    try:
+        connection.execute(_CLEAN_UP)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in _OUT_OF_SPACE:
+            raise
+        logger.warning("store: opened for reading only: %s", error)
 
 
 def _reason(error: Exception) -> str:

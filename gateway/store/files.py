@@ -1,15 +1,17 @@
 """Files, stored in pieces so that no whole file needs to be in memory."""
 
 import sqlite3
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
-from gateway.errors import FileNotFound, StoreFull
+from engine.errors import InvalidRequest
+from gateway.errors import FileNotFound
 from gateway.store.database import Database
+from gateway.store.usage import StoreLimits, check_bytes, check_file_count
 
 PIECE_BYTES = 256 << 10
 
@@ -26,44 +28,64 @@ class FileRecord(msgspec.Struct, frozen=True):
     expires_at: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileLimits:
-    """Maximum bytes of one file, and of all files of all tenants."""
-
-    file_bytes: int = 200 << 20
-    total_bytes: int = 4 << 30
-
-
 class Files:
     """The files of all tenants. Every lookup is limited to one tenant."""
 
-    def __init__(self, database: Database, limits: FileLimits) -> None:
+    def __init__(self, database: Database, limits: StoreLimits) -> None:
         self.limits = limits
         self._database = database
+        self._uploading: Counter[str] = Counter()  # bytes of unfinished uploads, by tenant
+
+    async def check_room(self, tenant: str, now: int) -> None:
+        """Raises `StoreFull` or `StoreOutOfSpace` if this tenant can store no further file."""
+        await self._database.check_writable()
+
+        def check(db: sqlite3.Connection) -> None:
+            _purge(db, now)
+            check_file_count(db, tenant, self.limits)
+            check_bytes(db, tenant, 1, self.limits)
+
+        await self._database.write(check)
 
     async def put(self, record: FileRecord, read: Callable[[int], Awaitable[bytes]]) -> FileRecord:
         """Store a new file. `read(n)` returns up to n bytes, b"" at the end. Returns the record
-        with its size. Raises `StoreFull`; nothing is stored then."""
+        with its size.
+
+        Raises `StoreFull`, `StoreOutOfSpace`, or `InvalidRequest` for an empty file; nothing is
+        stored then.
+        """
         number = num_bytes = 0
         is_kept = False
         try:
             while piece := await read(PIECE_BYTES):
-                await self._database.do(
-                    partial(_write, file_id=record.id, number=number, piece=piece)
-                )
-                number, num_bytes = number + 1, num_bytes + len(piece)
+                self._uploading[record.tenant] += len(piece)
+                num_bytes += len(piece)
+                await self._put_piece(record, number, piece)
+                number += 1
+            if not num_bytes:
+                raise InvalidRequest("Invalid 'file': it is empty.", "file")
             record = replace(record, num_bytes=num_bytes)
-            total_bytes = self.limits.total_bytes
-            await self._database.do(partial(_add, record=record, total_bytes=total_bytes))
+            await self._database.write(partial(_add, record=record, limits=self.limits))
             is_kept = True
         finally:
-            if not is_kept:
-                await self._database.do(partial(_delete, file_ids=[record.id]))
+            self._uploading[record.tenant] -= num_bytes
+            if not is_kept and number:
+                await self._database.write(partial(_delete, file_ids=[record.id]))
         return record
+
+    async def _put_piece(self, record: FileRecord, number: int, piece: bytes) -> None:
+        own = self._uploading[record.tenant]
+        others = self._uploading.total() - own
+
+        def write(db: sqlite3.Connection) -> None:
+            check_bytes(db, record.tenant, own, self.limits, others)
+            _write(db, record.id, number, piece)
+
+        await self._database.write(write)
 
     async def find(self, file_id: str, tenant: str, now: int) -> FileRecord:
         """Raises `FileNotFound` if this tenant has no such file, or it has expired."""
-        return await self._database.do(lambda db: find_file(db, file_id, tenant, now))
+        return await self._database.read(lambda db: find_file(db, file_id, tenant, now))
 
     async def listed(
         self, tenant: str, purpose: str | None, now: int, *, ascending: bool
@@ -71,19 +93,19 @@ class Files:
         """All files of a tenant, by age. `purpose`: only these."""
 
         def read(db: sqlite3.Connection) -> list[FileRecord]:
-            _purge(db, now)
             rows = db.execute(
                 "SELECT record FROM file WHERE tenant = ? AND coalesce(?, purpose) = purpose"
+                " AND coalesce(expires_at, ?) > ?"
                 f" ORDER BY seq {'ASC' if ascending else 'DESC'}",
-                (tenant, purpose),
+                (tenant, purpose, now + 1, now),
             )
             return [_DECODER.decode(record) for (record,) in rows]
 
-        return await self._database.do(read)
+        return await self._database.read(read)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         """Piece `number` of the content, from 0; None after the last one."""
-        return await self._database.do(lambda db: read_piece(db, file_id, number))
+        return await self._database.read(lambda db: read_piece(db, file_id, number))
 
     async def delete(self, file_id: str, tenant: str, now: int) -> None:
         """Raises `FileNotFound`."""
@@ -92,14 +114,13 @@ class Files:
             find_file(db, file_id, tenant, now)
             _delete(db, [file_id])
 
-        await self._database.do(remove)
+        await self._database.write(remove)
 
 
 def find_file(db: sqlite3.Connection, file_id: str, tenant: str, now: int) -> FileRecord:
     """Raises `FileNotFound` if this tenant has no such file, or it has expired."""
-    _purge(db, now)
-    query = "SELECT record FROM file WHERE id = ? AND tenant = ?"
-    row = db.execute(query, (file_id, tenant)).fetchone()
+    query = "SELECT record FROM file WHERE id = ? AND tenant = ? AND coalesce(expires_at, ?) > ?"
+    row = db.execute(query, (file_id, tenant, now + 1, now)).fetchone()
     if row is None:
         raise FileNotFound(file_id)
     return _DECODER.decode(row[0])
@@ -127,18 +148,16 @@ def write_file(db: sqlite3.Connection, record: FileRecord, lines: Iterable[bytes
             pending.clear()
     _write(db, record.id, number, b"".join(pending))
     num_bytes += size
-    _add(db, replace(record, num_bytes=num_bytes), None)
+    _add(db, replace(record, num_bytes=num_bytes), limits=None)
     return num_bytes
 
 
-def _add(db: sqlite3.Connection, record: FileRecord, total_bytes: int | None) -> None:
-    """Add the record of a file whose pieces are stored. Raises `StoreFull` if all files together
-    exceed `total_bytes`."""
+def _add(db: sqlite3.Connection, record: FileRecord, limits: StoreLimits | None) -> None:
+    """Add the record of a file whose pieces are stored. Raises `StoreFull`, unless `limits` is
+    None."""
     _purge(db, record.created_at)
-    if total_bytes is not None:
-        (used,) = db.execute("SELECT coalesce(sum(num_bytes), 0) FROM file").fetchone()
-        if used + record.num_bytes > total_bytes:
-            raise StoreFull(total_bytes)
+    if limits is not None:
+        check_file_count(db, record.tenant, limits)
     db.execute(
         "INSERT INTO file (id, tenant, purpose, num_bytes, expires_at, record)"
         " VALUES (?, ?, ?, ?, ?, ?)",

@@ -1,14 +1,16 @@
-"""Stored responses with their input items, bounded; the least recently used are deleted first."""
+"""Stored responses with their input items, bounded per tenant: its least recently used are deleted
+first."""
 
 import sqlite3
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from gateway.errors import ResponseNotFound
-from gateway.store.database import Database
+from gateway.errors import ResponseNotFound, StoreOutOfSpace
+from gateway.store.database import Database, Work
 
 Item = dict[str, Any]
 
@@ -29,7 +31,7 @@ class ResponseRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """Maximum number of stored responses, their bytes in total, and their lifetime."""
+    """Per tenant: maximum number of stored responses and their bytes. And their lifetime."""
 
     count: int = 10_000
     num_bytes: int = 256 << 20
@@ -57,14 +59,21 @@ class Responses:
                     *(now + self._limits.seconds, _next_use(db), data),
                 ),
             )
-            _trim(db, self._limits, now)
+            _trim(db, record.tenant, self._limits, now)
 
-        await self._database.do(write)
+        await self._database.write(write)
 
     async def find(self, response_id: str, tenant: str, now: int) -> ResponseRecord:
         """Raises `ResponseNotFound` if this tenant has no such response, or it has expired."""
-        look_up = partial(_find, response_id=response_id, tenant=tenant, now=now)
-        return await self._database.do(look_up)
+        find = partial(_find, response_id=response_id, tenant=tenant, now=now)
+        if self._database.is_writable:
+            with suppress(StoreOutOfSpace):
+                return await self._database.write(partial(_use, find=find))
+        return await self._database.read(find)
+
+    async def check_room(self) -> None:
+        """Raises `StoreOutOfSpace` if no response can be stored now."""
+        await self._database.check_writable()
 
     async def delete(self, response_id: str, tenant: str, now: int) -> None:
         """Raises `ResponseNotFound`."""
@@ -73,7 +82,7 @@ class Responses:
             _find(db, response_id, tenant, now)
             db.execute("DELETE FROM response WHERE id = ?", (response_id,))
 
-        await self._database.do(remove)
+        await self._database.write(remove)
 
 
 def _find(db: sqlite3.Connection, response_id: str, tenant: str, now: int) -> ResponseRecord:
@@ -81,8 +90,14 @@ def _find(db: sqlite3.Connection, response_id: str, tenant: str, now: int) -> Re
     row = db.execute(query, (response_id, tenant, now)).fetchone()
     if row is None:
         raise ResponseNotFound(response_id)
-    db.execute("UPDATE response SET used_at = ? WHERE id = ?", (_next_use(db), response_id))
     return _DECODER.decode(row[0])
+
+
+def _use(db: sqlite3.Connection, find: Work[ResponseRecord]) -> ResponseRecord:
+    """What `find` finds, which is now the most recently used."""
+    record = find(db)
+    db.execute("UPDATE response SET used_at = ? WHERE id = ?", (_next_use(db), record.id))
+    return record
 
 
 def _next_use(db: sqlite3.Connection) -> int:
@@ -91,14 +106,15 @@ def _next_use(db: sqlite3.Connection) -> int:
     return int(last) + 1
 
 
-def _trim(db: sqlite3.Connection, limits: ResponseLimits, now: int) -> None:
+def _trim(db: sqlite3.Connection, tenant: str, limits: ResponseLimits, now: int) -> None:
+    """Delete expired responses, and this tenant's least recently used ones above its limits."""
     db.execute("DELETE FROM response WHERE expires_at <= ?", (now,))
     count, size = db.execute(
-        "SELECT count(*), coalesce(sum(num_bytes), 0) FROM response"
+        "SELECT count(*), coalesce(sum(num_bytes), 0) FROM response WHERE tenant = ?", (tenant,)
     ).fetchone()
+    oldest = "SELECT seq, num_bytes FROM response WHERE tenant = ? ORDER BY used_at LIMIT 1"
     while count > limits.count or size > limits.num_bytes:
-        oldest = "SELECT seq, num_bytes FROM response ORDER BY used_at LIMIT 1"
-        seq, num_bytes = db.execute(oldest).fetchone()
+        seq, num_bytes = db.execute(oldest, (tenant,)).fetchone()
         db.execute("DELETE FROM response WHERE seq = ?", (seq,))
         count, size = count - 1, size - num_bytes
 

@@ -1,6 +1,8 @@
 """Store: files, batches and responses, in one database."""
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +11,9 @@ from gateway.errors import StoreFailed
 from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
 from gateway.store.database import Database, StoreExecutor
-from gateway.store.files import FileLimits, Files
+from gateway.store.files import Files
 from gateway.store.responses import ResponseLimits, Responses
+from gateway.store.usage import StoreLimits
 
 DEFAULT_LIMITS = ResponseLimits()
 logger = logging.getLogger(__name__)
@@ -31,21 +34,22 @@ class Store:
 
 def open_store(
     path: Path | None,
-    limits: FileLimits,
+    limits: StoreLimits,
     executor: StoreExecutor | None = None,
     responses: ResponseLimits = DEFAULT_LIMITS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Store:
     """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
-    database = Database(path, executor)
+    database = Database(path, executor, clock)
     return Store(
         database,
         Files(database, limits),
-        BatchQueue(Batches(database)),
+        BatchQueue(Batches(database, limits)),
         Responses(database, responses),
     )
 
 
-def open_named(path: Path, limits: FileLimits) -> Store:
+def open_named(path: Path, limits: StoreLimits) -> Store:
     """The store in the file that `--store` names. Raises `StartupError`."""
     try:
         return open_store(path, limits)
@@ -53,7 +57,7 @@ def open_named(path: Path, limits: FileLimits) -> Store:
         raise StartupError(str(error)) from error
 
 
-def open_default(path: Path, limits: FileLimits) -> Store:
+def open_default(path: Path, limits: StoreLimits) -> Store:
     """The store in that file; in memory, with a warning, if the file cannot be opened."""
     try:
         return open_store(path, limits)

@@ -45,9 +45,9 @@ from gateway.ports import ChatTemplate, Dialect
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import StoreExecutor
-from gateway.store.files import FileLimits
 from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
+from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 from gateway.web.routes.batches import ENDPOINTS
 from tests.asgi import Client
@@ -211,7 +211,7 @@ class Setting:
     seed: int = 1
     store: Path | None = None
     store_executor: Callable[[], StoreExecutor] = Inline
-    files: FileLimits = field(default_factory=FileLimits)
+    files: StoreLimits = field(default_factory=StoreLimits)
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
 
@@ -294,6 +294,9 @@ def build_rig(setting: Setting) -> Rig:
         live,
     )
     timelines.attach(scheduler)
+    store = open_store(
+        setting.store, setting.files, setting.store_executor(), setting.responses, clock
+    )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     service = Service(
         engine=Engine(scheduler, executor, clock),
@@ -307,7 +310,7 @@ def build_rig(setting: Setting) -> Rig:
             dialect=setting.dialect,
         ),
         grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
-        exposition=Exposition(metrics, scheduler, MODEL),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
@@ -327,7 +330,7 @@ def build_rig(setting: Setting) -> Rig:
         timelines=timelines,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
-        store=open_store(setting.store, setting.files, setting.store_executor(), setting.responses),
+        store=store,
     )
     runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)

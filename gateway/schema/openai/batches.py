@@ -7,7 +7,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_range, decode
 from gateway.schema.openai.files import EXPIRY_SECONDS
-from gateway.store.batches import BatchRecord
+from gateway.store.batch_records import BatchRecord
 
 WINDOWS = {"24h": 86_400}  # seconds
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512  # OpenAI's limits

@@ -13,7 +13,7 @@ from gateway.generation.reply import json_response
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
-from gateway.store.batches import BatchRecord
+from gateway.store.batch_records import BatchRecord
 from gateway.web.routes.chat import plan_chat_completion
 from gateway.web.routes.completions import plan_completion
 from gateway.web.routes.responses import plan_response

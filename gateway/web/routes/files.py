@@ -26,10 +26,12 @@ MAX_LISTED = 10_000
 
 
 async def create_file(http: "HttpRequest") -> "Response":
-    """Store the file of a form; raises `InvalidRequest` for an invalid form."""
+    """Store the file of a form. Raises `InvalidRequest` for an invalid form, and before it is
+    received `StoreFull` or `StoreOutOfSpace`."""
     service, caller = service_of(http), caller_of(http)
     files = service.store.files
     max_bytes = files.limits.file_bytes
+    await files.check_room(caller.tenant, service.unix_now())
     async with read_upload(http, max_bytes, service.limits.seconds) as upload:
         check_fields(upload.fields)
         seconds, now = expiry_of(upload.fields), service.unix_now()

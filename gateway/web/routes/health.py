@@ -1,10 +1,13 @@
 """`/health` (liveness), `/ready` (a request would be served now) and `/metrics`."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import orjson
 from starlette.responses import Response
 
 from engine.errors import Unavailable
+from gateway.errors import StoreOutOfSpace
 from gateway.generation.reply import json_response
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.service import caller_of, service_of
@@ -26,7 +29,11 @@ async def ready(http: "HttpRequest") -> Response:
         raise error
     if not service.engine.is_ready:
         raise Unavailable("The server is not ready: no iteration has finished for too long.")
-    return json_response(b'{"status":"ready"}', caller_of(http), service.clock)
+    with suppress(StoreOutOfSpace):
+        await service.store.database.check_writable()
+    store = "writable" if service.store.database.is_writable else "read-only"
+    body = orjson.dumps({"status": "ready", "store": store})
+    return json_response(body, caller_of(http), service.clock)
 
 
 async def metrics(http: "HttpRequest") -> Response:

@@ -64,6 +64,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     if request.truncation == "auto":
         plan = replace(plan, tokenize=partial(_tokenize_truncated, request, items, plan, service))
     if request.is_stored:
+        await service.store.responses.check_room()
         plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
     return plan
 

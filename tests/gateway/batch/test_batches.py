@@ -233,7 +233,7 @@ def test_an_invalid_line_fails_the_batch_with_its_line_number(code: str, line: b
     assert not rig.ended
 
 
-@pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n\n", "empty_file")])
+@pytest.mark.parametrize(("content", "code"), [(b" ", "empty_file"), (b"\n \n\n", "empty_file")])
 def test_a_file_without_lines_fails_the_batch(content: bytes, code: str) -> None:
     async def scene(rig: Rig) -> None:
         batch = await ended(rig, await started(rig, content))

@@ -10,10 +10,10 @@ import pytest
 from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.database import Database
-from gateway.store.files import FileLimits
 from gateway.store.store import open_default, open_named
+from gateway.store.usage import StoreLimits
 
-LIMITS = FileLimits()
+LIMITS = StoreLimits()
 
 
 def test_a_store_file_can_be_open_in_one_server_only(tmp_path: Path) -> None:
@@ -58,12 +58,12 @@ def test_the_store_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
 
 async def test_pieces_of_an_unfinished_upload_are_removed(tmp_path: Path) -> None:
     path, count = tmp_path / "store.sqlite", "SELECT count(*) FROM file_piece"
+    insert = "INSERT INTO file_piece VALUES ('f', 0, 'x')"
     for expected in (1, 0):
         database = Database(path)
         if expected:
-            insert = "INSERT INTO file_piece VALUES ('f', 0, 'x')"
-            await database.do(lambda db, insert=insert: db.execute(insert))  # type: ignore[misc]
-        assert await database.do(lambda db: db.execute(count).fetchone()) == (expected,)
+            await database.write(lambda db: db.execute(insert))
+        assert await database.read(lambda db: db.execute(count).fetchone()) == (expected,)
         database.close()
 
 
@@ -73,7 +73,7 @@ async def test_the_loop_never_touches_the_file() -> None:
     def work(db: sqlite3.Connection) -> None:
         threads.add(threading.current_thread())
 
-    await asyncio.gather(*(database.do(work) for _ in range(20)))
+    await asyncio.gather(*(database.write(work) for _ in range(20)))
     database.close()
     assert len(threads) == 1
     assert threading.current_thread() not in threads
@@ -87,7 +87,7 @@ async def test_work_that_raises_is_rolled_back() -> None:
         db.execute("INSERT INTO file_piece VALUES ('f', 0, 'x')")
 
     with pytest.raises(StoreFailed, match="UNIQUE"):
-        await database.do(half)
+        await database.write(half)
     count = "SELECT count(*) FROM file_piece"
-    assert await database.do(lambda db: db.execute(count).fetchone()) == (0,)
+    assert await database.read(lambda db: db.execute(count).fetchone()) == (0,)
     database.close()

@@ -121,6 +121,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_body_bytes": "2MiB",
         "store": "memory",
         "max_file_bytes": "3MiB",
+        "max_key_bytes": "4MiB",
+        "max_store_bytes": "5MiB",
         "drain_seconds": "1.5",
         "unknown_fields": "reject",
         "log_level": "debug",
