@@ -68,7 +68,8 @@ class Engine:
         self._is_draining = False
         self._lost_at: float | None = None  # while the worker restarts
         self._restart_seconds = RESTART_SECONDS
-        self._lost_for_good: str | None = None  # why no worker can be restarted
+        self.failure: str | None = None  # why no worker can be restarted
+        self.failed = asyncio.Event()  # set once `failure` is
         executor.watch(self._wakeup.set)
 
     def __repr__(self) -> str:
@@ -90,8 +91,8 @@ class Engine:
         """The error with which a new request is rejected now; None if it is accepted."""
         if self._is_draining:
             return Unavailable("The server is shutting down.")
-        if self._lost_for_good is not None:
-            return Unavailable(self._lost_for_good)
+        if self.failure is not None:
+            return Unavailable(self.failure)
         if self._lost_at is None and self._executor.is_alive:
             return None
         now = self._clock()
@@ -180,7 +181,7 @@ class Engine:
     @property
     def _has_died_idle(self) -> bool:
         """Whether a worker was lost while no step was in flight, whose future would report it."""
-        return not self._in_flight and not self._executor.is_alive and self._lost_for_good is None
+        return not self._in_flight and not self._executor.is_alive and self.failure is None
 
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))
@@ -233,8 +234,9 @@ class Engine:
             await self._executor.restart()
         except EngineError as error:
             logger.error("no worker can be restarted: %s", error)
-            self._lost_for_good = f"The server has no worker: {error}"
-            self._wake(self.scheduler.fail_all(Unavailable(self._lost_for_good), self._clock()))
+            self.failure = f"The server has no worker: {error}"
+            self.failed.set()
+            self._wake(self.scheduler.fail_all(Unavailable(self.failure), self._clock()))
         else:
             self._restart_seconds = self._clock() - self._lost_at
         self._lost_at = None

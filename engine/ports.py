@@ -47,7 +47,10 @@ class StepExecutor(Protocol):
     def submit(self, step: "Step") -> StepFuture: ...
 
     async def restart(self) -> None:
-        """Restart the workers after `WorkerLost`. Raises `Unavailable` after too many restarts."""
+        """Restart the workers after `WorkerLost`.
+
+        Raises `Unavailable` if they crashed too often in a row without completing a step.
+        """
         ...
 
 

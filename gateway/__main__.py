@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-from engine.errors import StartupError
+from engine.errors import EngineError
 from gateway.commands.table import COMMANDS
 from gateway.serve.flags import Parser
 
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     """Run one command to its end; returns the exit code."""
     try:
         return _dispatch(argv)
-    except StartupError as error:
+    except EngineError as error:
         sys.stderr.write(f"podway: {error}\n")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -23,6 +23,7 @@ class ScriptedExecutor:
     def __init__(self, depth: int = 1, max_restarts: int = 3) -> None:
         self.submitted: list[Step] = []
         self.num_restarts = 0
+        self._num_crashes = 0  # in a row without a result
         self._depth = depth
         self._max_restarts = max_restarts
         self._in_flight: deque[_InFlight] = deque()
@@ -58,8 +59,8 @@ class ScriptedExecutor:
         return answer
 
     async def restart(self) -> None:
-        if self.num_restarts == self._max_restarts:
-            raise Unavailable(f"the worker was restarted {self.num_restarts} times")
+        if self._num_crashes > self._max_restarts:
+            raise Unavailable(f"the worker was restarted {self._max_restarts} times")
         self.num_restarts += 1
         self.lose("the worker is being restarted")
         self._lost = None
@@ -74,6 +75,7 @@ class ScriptedExecutor:
     def answer(self, tokens: Sequence[int] | None = None, seconds: float = 0.01) -> Step:
         """Resolve the oldest step; without `tokens` each entry samples token 1."""
         step, answer = self._in_flight.popleft()
+        self._num_crashes = 0
         if tokens is None:
             tokens = [1] * sum(entry.sample is not None for entry in step.entries)
         if not answer.done():
@@ -90,6 +92,7 @@ class ScriptedExecutor:
     def lose(self, reason: str = "as scripted") -> None:
         """Lose the worker: every step in flight fails, and all to come until `restart`."""
         self._lost = reason
+        self._num_crashes += bool(self._in_flight)
         while self._in_flight:
             answer = self._in_flight.popleft().answer
             if not answer.done():

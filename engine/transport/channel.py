@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
 from engine.step import Placement, Step, StepId, StepResult
-from engine.transport.connection import WorkerConnection
+from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
 from engine.transport.wire import (
     FromWorker,
@@ -59,6 +59,9 @@ class StepChannel:
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
         self._ended: str | None = None
+        self.num_results = 0  # results received; failed steps are not counted
+        self.num_lost = 0  # steps that were in flight when the channel ended
+        self.closed_by: Placement | None = None  # the worker that closed its connection
         self._connections = [
             WorkerConnection(
                 connection,
@@ -110,8 +113,10 @@ class StepChannel:
                 connection.send_goodbye()
         self._end(reason)
 
-    def _lose_connection(self, placement: Placement, reason: str) -> None:
-        self._lose(f"{_name(placement)} {reason}")
+    def _lose_connection(self, placement: Placement, reason: ConnectionLost) -> None:
+        if self._ended is None and reason.is_closed:
+            self.closed_by = placement
+        self._lose(f"{_name(placement)} {reason.message}")
 
     def _lose(self, reason: str) -> None:
         if self._ended is None:
@@ -122,6 +127,7 @@ class StepChannel:
         if self._ended is not None:
             return
         self._ended = reason
+        self.num_lost = len(self._in_flight)
         for connection in self._connections:
             connection.close()
         if self._watchdog is not None:
@@ -146,6 +152,7 @@ class StepChannel:
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise WireError(f"a result of step {step_id}, which is not the oldest step in flight")
         future = self._in_flight.popleft().result
+        self.num_results += isinstance(result, StepResult)
         if self._trace is not None:
             self._trace.finished(step_id)
         self._oldest_since = self._loop.time()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.transport.wire import (
     FrameReader,
@@ -17,6 +18,13 @@ from engine.transport.wire import (
 RECEIVE_BYTES = 1 << 16
 
 
+class ConnectionLost(NamedTuple):
+    """Why a connection was lost; `is_closed` if the worker closed it, as it does when it ends."""
+
+    message: str
+    is_closed: bool
+
+
 class WorkerConnection:
     """Reads and writes a non-blocking socket, which the caller owns, until `close`.
 
@@ -28,7 +36,7 @@ class WorkerConnection:
         self,
         connection: socket.socket,
         on_message: Callable[[FromWorker], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[ConnectionLost], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
@@ -60,14 +68,14 @@ class WorkerConnection:
         except OSError:  # the worker exited with unread steps, or is unreachable
             piece = b""
         if not piece:
-            self._on_lost("closed the connection")
+            self._on_lost(ConnectionLost("closed the connection", is_closed=True))
             return
         try:
             for payload in self._frames.feed(piece):
                 if self._is_open:
                     self._on_message(read_from_worker(payload))
         except WireError as error:
-            self._on_lost(f"sent invalid data: {error}")
+            self._on_lost(ConnectionLost(f"sent invalid data: {error}", is_closed=False))
 
     def send_goodbye(self) -> None:
         """Ask the worker to exit, unless earlier frames are still unsent."""

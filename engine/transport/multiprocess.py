@@ -2,14 +2,14 @@
 
 The launcher starts all workers together; once all have loaded, a `StepChannel` over their sockets
 carries the steps. When one worker is lost, the futures in flight fail at once and the other
-workers are killed; `restart` and `close` release what is left of them. The number of restarts is
-limited.
+workers are killed; `restart` and `close` release what is left of them. `RestartBackoff` decides
+whether they are restarted.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,13 @@ from engine.step import Step, WorkerReport, WorkerSettings
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher
 from engine.transport.process import LocalLauncher
+from engine.transport.restart_backoff import RestartBackoff
 from engine.transport.trace import TraceFile
 from engine.transport.worker_startup import OnProgress, load_all
 
 logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 1.0  # for a worker that closed its connection, before it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,9 @@ class MultiprocessSettings:
 
     `worker` is the class that each process runs, as "module:Class"; `env` is added to this
     process's environment. `depth` is the largest number of steps in flight, at least one for each
-    stage. A step longer than `step_seconds` counts as a hang. At most `max_restarts` restarts
-    happen within any `restart_seconds`.
+    stage. A step longer than `step_seconds` counts as a hang. `max_restarts` limits restarts in a
+    row without a completed step; `restart_pause` is the first pause between them. Workers that
+    live for `stable_seconds` are not in a crash loop.
     """
 
     num_stages: int = 1
@@ -43,8 +47,9 @@ class MultiprocessSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     step_seconds: float = 120.0
     close_seconds: float = 5.0
-    max_restarts: int = 3
-    restart_seconds: float = 600.0
+    max_restarts: int = 5
+    restart_pause: float = 1.0
+    stable_seconds: float = 60.0
 
 
 class MultiprocessExecutor:
@@ -69,9 +74,10 @@ class MultiprocessExecutor:
         self._trace = trace
         self._workers: Sequence[LaunchedWorker] = ()
         self._channel: StepChannel | None = None
-        self._restarts: deque[float] = deque(maxlen=settings.max_restarts)
+        self._backoff = RestartBackoff(settings.max_restarts, settings.restart_pause)
+        self._loaded_at = 0.0  # valid while there is a channel
         self._num_restarts = 0
-        self._is_closed = False
+        self._closed = asyncio.Event()
         self._on_lost: Callable[[], object] = _ignore_loss
 
     def __repr__(self) -> str:
@@ -124,17 +130,21 @@ class MultiprocessExecutor:
     async def restart(self) -> None:
         """End the present workers and start new ones with the same settings and KV slots.
 
-        Retries a failed start. Raises `Unavailable` beyond the limit and after `close`.
+        Retries a failed start, with growing pauses. Raises `Unavailable` in a crash loop and after
+        `close`.
         """
+        self._note_progress()
         await self._end("the workers are being restarted", grace=0.0)
         failure: StartupError | None = None
         while True:
-            self._count_restart(failure)
+            await self._pause(failure)
+            self._num_restarts += 1
             try:
                 await self._open(self._worker, _no_progress)
             except StartupError as error:
                 logger.warning("the new workers could not start: %s", error)
                 failure = error
+                self._backoff.crashed()
             else:
                 return
 
@@ -143,7 +153,7 @@ class MultiprocessExecutor:
 
         `restart` raises `Unavailable` afterwards.
         """
-        self._is_closed = True
+        self._closed.set()
         grace = self._settings.close_seconds if self.is_alive else 0.0
         await self._end("the executor was closed", grace)
         await self._launcher.close()
@@ -161,9 +171,10 @@ class MultiprocessExecutor:
                     f"the worker has {report.num_blocks} KV blocks of {report.block_size} slots, "
                     f"but {settings.kv_slots} slots are required"
                 )
-            if self._is_closed:
+            if self._closed.is_set():
                 raise Unavailable("the executor was closed")
             stack.pop_all()
+        self._loaded_at = self._clock()
         self._channel = StepChannel(
             {worker.placement: worker.connection for worker in self._workers},
             self._settings.step_seconds,
@@ -175,31 +186,47 @@ class MultiprocessExecutor:
     def _lost(self, reason: str) -> None:
         logger.error("workers %s are lost: %s", self.pids, reason)
         for worker in self._workers:
-            worker.kill()
+            if not self._has_exited(worker):  # so that its own exit status is seen
+                worker.kill()
         self._on_lost()
+
+    def _has_exited(self, worker: LaunchedWorker) -> bool:
+        """Whether the worker has closed its connection, as a process does when it ends."""
+        return self._channel is not None and self._channel.closed_by == worker.placement
 
     async def _end(self, reason: str, grace: float) -> None:
         if self._channel is not None:
             self._channel.close(reason)
         workers, self._workers = self._workers, ()
-        endings = await asyncio.gather(*(worker.end(grace) for worker in workers))
+        endings = await asyncio.gather(
+            *(worker.end(EXIT_SECONDS if self._has_exited(worker) else grace) for worker in workers)
+        )
         for worker, how in zip(workers, endings, strict=True):
-            logger.info("worker %d %s", worker.pid, how)
+            level = logging.ERROR if self._has_exited(worker) else logging.INFO
+            logger.log(level, "worker %d %s", worker.pid, how)
 
-    def _count_restart(self, failure: StartupError | None) -> None:
-        if self._is_closed:
+    def _note_progress(self) -> None:
+        """Tell the backoff what the lost workers did after they were loaded."""
+        channel = self._channel
+        assert channel is not None, "restart before start"
+        lived = self._clock() - self._loaded_at
+        if channel.num_results or lived >= self._settings.stable_seconds:
+            self._backoff.progressed()
+        if channel.num_lost and not channel.num_results:
+            self._backoff.crashed()
+
+    async def _pause(self, failure: StartupError | None) -> None:
+        """Wait until the next restart is due. Raises `Unavailable` if there will be none."""
+        try:
+            seconds = self._backoff.next_pause()
+        except Unavailable as error:
+            raise error from failure
+        if seconds:
+            logger.warning("the workers restart in %g s", seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), seconds)
+        if self._closed.is_set():
             raise Unavailable("the executor was closed")
-        now = self._clock()
-        starts = self._restarts
-        while starts and starts[0] <= now - self._settings.restart_seconds:
-            starts.popleft()
-        if len(starts) == self._settings.max_restarts:
-            raise Unavailable(
-                f"the worker was restarted {len(starts)} times "
-                f"within {self._settings.restart_seconds:g} s"
-            ) from failure
-        starts.append(now)
-        self._num_restarts += 1
 
 
 def _ignore_loss() -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -32,6 +32,7 @@ class WorkerProcess:
     ) -> None:
         self.placement = placement
         self._process = process
+        self._signals_sent: set[int] = set()
         self.connection = connection  # non-blocking
 
     @classmethod
@@ -71,7 +72,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Send SIGKILL; `end` must still reap the process."""
-        self._process.kill()
+        self._send(signal.SIGKILL)
 
     async def end(self, grace: float) -> str:
         """Close the connection, wait, terminate, wait, kill; each wait is at most `grace` seconds.
@@ -82,15 +83,21 @@ class WorkerProcess:
             self.connection.shutdown(socket.SHUT_RDWR)  # also wakes a pending read
         exited = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
-            for push in (self._process.terminate, self._process.kill):
+            for number in (signal.SIGTERM, signal.SIGKILL):
                 done, _ = await asyncio.wait({exited}, timeout=grace)
                 if done:
                     break
-                push()
-            return describe_exit(await exited)
+                self._send(number)
+            return describe_exit(await exited, self._signals_sent)
         finally:
             self._process.kill()  # if this coroutine is cancelled; no effect once reaped
             self.connection.close()
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has already been reaped."""
+        if self._process.poll() is None:
+            self._signals_sent.add(number)
+            self._process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +139,17 @@ class LocalLauncher:
         """The processes share nothing that must be released."""
 
 
-def describe_exit(returncode: int) -> str:
-    """A return code as a predicate: "ended with exit code 3", "was killed by signal 15, …"."""
+def describe_exit(returncode: int, signals_sent: Collection[int] = ()) -> str:
+    """A return code as a predicate: "ended with exit code 3", "was killed by signal 15, …".
+
+    `signals_sent` are the signals that this process has sent. SIGKILL from elsewhere may be the
+    kernel's out-of-memory killer, which cannot be known here.
+    """
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     number = -returncode
-    hint = " (a machine out of memory does that)" if number == signal.SIGKILL else ""
-    return f"was killed by signal {number}, {signal.strsignal(number)}{hint}"
+    name = f"signal {number}, {signal.strsignal(number)}"
+    if number in signals_sent:
+        return f"was killed by the server ({name})"
+    hint = " (not by the server; possibly out of memory)" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -1,6 +1,7 @@
 """The command `podway serve`: its flags, made from the settings, and its output.
 
-Exit codes: 0 drained, 1 could not start (`gateway.__main__` prints the line), 130 interrupted.
+Exit codes: 0 drained, 1 could not start or lost its workers (`gateway.__main__` prints the line),
+130 interrupted.
 """
 
 import argparse
@@ -48,7 +49,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
+    """Serve until a signal. Raises `StartupError`, `Unavailable` if no worker can be restarted,
+    and `KeyboardInterrupt` after Ctrl-C."""
     flags = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
     logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)

@@ -254,7 +254,11 @@ class EngineSettings(BaseSettings):
         "auto: on a GPU, and on CPUs with short steps and an idle core",
     )
     max_restarts: int = _option(
-        3, "workers", "maximum worker restarts within ten minutes", "N", ge=0
+        5,
+        "workers",
+        "maximum worker restarts in a row without a completed iteration; then the server ends",
+        "N",
+        ge=0,
     )
     step_seconds: float = _option(
         120.0,

@@ -4,6 +4,9 @@ SIGTERM drains: new requests get a 503, running ones may finish within `drain_se
 a second signal of either kind, ends the running requests at once, each with an error. The listening
 socket closes after that, so that clients get a 503 meanwhile and not a refused connection. One
 more SIGINT ends the process immediately.
+
+If the engine fails because its workers cannot be restarted, `/health` and all requests get a 503
+for `FAILED_SECONDS`, and then the server ends with an error.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import uvicorn
 
-from engine.errors import StartupError
+from engine.errors import StartupError, Unavailable
 from gateway.serve.connection import Connection, ConnectionBounds
 from gateway.serve.tls import TlsListener
 
@@ -43,6 +46,7 @@ INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
 RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store
 FLUSH_SECONDS = 5  # for the last bytes, after the last request has ended
+FAILED_SECONDS = 5.0  # in which `/health` reports that the engine has failed
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -152,7 +156,10 @@ class Server:
     async def serve(
         self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
     ) -> None:
-        """Serve on the bound socket until a signal, then drain. Closes the socket."""
+        """Serve on the bound socket until a signal, then drain. Closes the socket.
+
+        Raises `Unavailable` if the engine has failed.
+        """
         server = _Uvicorn(_config(self))
         listener.listen(BACKLOG)
         async with asyncio.TaskGroup() as group:
@@ -164,7 +171,7 @@ class Server:
             accepting = group.create_task(self._accept_tls(server, listener))
             tune_collector()
             on_ready()
-            await signals.stop.wait()
+            await self._until_stopped(signals)
             batching.cancel()  # unfinished lines run after the next start
             await asyncio.wait((batching,))
             await self._drain(signals)
@@ -173,6 +180,17 @@ class Server:
             await serving
             running.cancel()
             watching.cancel()
+        if self.engine.failure is not None:
+            raise Unavailable(self.engine.failure)
+
+    async def _until_stopped(self, signals: Signals) -> None:
+        """Wait for a signal, or until the engine has failed and `/health` has reported it."""
+        failing = asyncio.create_task(self.engine.failed.wait())
+        await unless_stopped(failing, signals)
+        if self.engine.failed.is_set() and not signals.stop.is_set():
+            logger.error("%s The server ends in %g s.", self.engine.failure, FAILED_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
     async def _accept_tls(self, server: _Uvicorn, listener: socket.socket) -> None:
         """Accept TLS connections; plain ones are accepted by uvicorn."""

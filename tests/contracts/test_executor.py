@@ -17,6 +17,7 @@ from tests.engine.transport.workers import REPORT, Command, EchoWorker
 from tests.fakes import ScriptedExecutor, a_step
 
 DEPTH = 3
+MAX_RESTARTS = 2
 
 
 @dataclass
@@ -49,14 +50,19 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
         case "inline":
             yield Bench(InlineExecutor(EchoWorker(REPORT), depth=DEPTH), can_restart=False)
         case "scripted":
-            scripted = ScriptedExecutor(depth=DEPTH)
+            scripted = ScriptedExecutor(depth=DEPTH, max_restarts=MAX_RESTARTS)
             yield Bench(scripted, lambda: play_echo(scripted), kill=scripted.lose)
         case processes:
             stages, ranks = map(int, processes.split("x"))
             executor = MultiprocessExecutor(
                 WorkerSettings(model="echo"),
                 MultiprocessSettings(
-                    stages, ranks, DEPTH, worker="tests.engine.transport.workers:EchoWorker"
+                    stages,
+                    ranks,
+                    DEPTH,
+                    worker="tests.engine.transport.workers:EchoWorker",
+                    max_restarts=MAX_RESTARTS,
+                    restart_pause=0.0,
                 ),
             )
             await executor.start(lambda what, done, total: None)
@@ -192,13 +198,23 @@ async def test_after_a_restart_steps_run_again(bench: Bench) -> None:
     assert result.tokens == (21,)
 
 
-async def test_restarts_are_bounded(bench: Bench) -> None:
-    async def restart_often() -> None:
-        for _ in range(4):
+async def test_restarts_without_a_completed_step_are_limited(bench: Bench) -> None:
+    async def crash_often() -> None:
+        for step_id in range(MAX_RESTARTS + 1):
+            await run_all(bench, a_step(step_id, Command.LOSE))
             await bench.executor.restart()
 
     with pytest.raises(Unavailable):
-        await restart_often()
+        await crash_often()
+
+
+async def test_restarts_after_completed_steps_are_not_limited(bench: Bench) -> None:
+    if not bench.can_restart:
+        pytest.skip("this executor cannot restart its worker")
+    for step_id in range(0, 4 * MAX_RESTARTS, 2):
+        await run_all(bench, a_step(step_id, 10), a_step(step_id + 1, Command.LOSE))
+        await bench.executor.restart()
+    assert bench.executor.is_alive
 
 
 async def test_a_cancelled_future_does_not_affect_the_next_step(bench: Bench) -> None:

@@ -1,5 +1,6 @@
 """A real server whose workers are killed: it reports unavailable, and then serves again."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Mapping
@@ -28,7 +29,12 @@ async def until_ready(session: aiohttp.ClientSession, url: str, status: int) -> 
                 return response.headers
 
 
-async def test_a_worker_that_dies_while_idle_is_replaced_before_the_next_request(
+async def status_of(session: aiohttp.ClientSession, url: str) -> int:
+    async with session.get(url) as response:
+        return response.status
+
+
+async def test_a_worker_that_is_killed_while_idle_is_restarted_any_number_of_times(
     tmp_path: Path,
 ) -> None:
     with start_server(tmp_path, "--max-restarts", "1") as server:
@@ -39,13 +45,31 @@ async def test_a_worker_that_dies_while_idle_is_replaced_before_the_next_request
             headers = await until_ready(session, url, 503)
             assert int(headers["retry-after"]) >= 1
             await until_ready(session, url, 200)
+            for _ in range(3):
+                os.kill(worker_of(server), signal.SIGKILL)
+                await until_ready(session, url, 503)
+                await until_ready(session, url, 200)
             assert await streamed_text(session, url, SHORT) == before
+            assert await status_of(session, f"{url}/health") == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+
+
+async def test_a_server_without_workers_reports_it_and_then_ends_with_an_error(
+    tmp_path: Path,
+) -> None:
+    with start_server(tmp_path, "--max-restarts", "0") as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
             os.kill(worker_of(server), signal.SIGKILL)
             while "retry-after" in await until_ready(session, url, 503):
                 pass  # its end has not been reaped yet
+            assert await status_of(session, f"{url}/health") == 503
             body = with_stream(SHORT, stream=False)
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 503
-                assert "restarted 1 times" in (await response.json())["error"]["message"]
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+                assert "restarts are disabled" in (await response.json())["error"]["message"]
+        assert await asyncio.to_thread(server.wait, 60) == 1
+        log = server.log.read_text()
+        assert "was killed by signal 9, Killed (not by the server" in log
+        assert log.splitlines()[-1].startswith("podway: The server has no worker: ")

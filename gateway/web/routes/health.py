@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 async def health(http: "HttpRequest") -> Response:
-    """Liveness: the process answers."""
+    """Liveness: raises `Unavailable` if the workers are lost for good, so the server must end."""
+    failure = service_of(http).engine.failure
+    if failure is not None:
+        raise Unavailable(failure)
     return json_response(b'{"status":"ok"}', caller_of(http), service_of(http).clock)
 
 

@@ -279,6 +279,7 @@ def test_after_too_many_restarts_an_idle_engine_reports_why_it_is_unavailable() 
         executor.on_lost()
         await asyncio.sleep(11)
         assert not engine.is_ready
+        assert engine.failed.is_set()
         with pytest.raises(Unavailable, match="no worker: restarted too often") as rejection:
             engine.stream(RequestSpec((1,), 5, GREEDY)).__enter__()
         assert rejection.value.retry_after is None

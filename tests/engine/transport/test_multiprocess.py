@@ -21,7 +21,9 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from tests.engine.transport.workers import REPORT, Command
 from tests.fakes import a_step
 
-ECHO = MultiprocessSettings(depth=2, worker="tests.engine.transport.workers:EchoWorker")
+ECHO = MultiprocessSettings(
+    depth=2, worker="tests.engine.transport.workers:EchoWorker", restart_pause=0.0
+)
 PARENT = """
 import asyncio, signal
 from engine.step import WorkerSettings
@@ -261,28 +263,106 @@ async def test_the_worker_gets_its_environment_and_its_name() -> None:
         assert psutil.Process(executor.pids[0]).name() == "podway-worker"
 
 
-async def test_restarts_are_counted_within_a_window() -> None:
+async def crash(executor: MultiprocessExecutor) -> None:
+    """Let the worker die in its next step."""
+    with pytest.raises(WorkerLost):
+        await executor.submit(a_step(1, Command.DIE))
+
+
+async def test_workers_that_die_in_their_first_step_are_restarted_a_limited_number_of_times() -> (
+    None
+):
+    async with started(replace(ECHO, max_restarts=2)) as executor:
+        for _ in range(2):
+            await crash(executor)
+            await executor.restart()
+        await crash(executor)
+        with pytest.raises(Unavailable, match="restarted 2 times in a row without completing a st"):
+            await executor.restart()
+
+
+async def test_workers_that_complete_steps_are_restarted_any_number_of_times() -> None:
+    async with started(replace(ECHO, max_restarts=1)) as executor:
+        for step_id in range(6):
+            assert (await executor.submit(a_step(step_id, 20))).tokens == (21,)
+            await crash(executor)
+            await executor.restart()
+        assert executor.num_restarts == 6
+
+
+async def test_workers_killed_while_idle_are_restarted_any_number_of_times() -> None:
+    async with started(replace(ECHO, max_restarts=1)) as executor:
+        for _ in range(4):
+            lost = asyncio.Event()
+            executor.watch(lost.set)
+            os.kill(executor.pids[0], signal.SIGKILL)
+            await lost.wait()
+            await executor.restart()
+        assert executor.is_alive
+
+
+async def test_workers_that_live_long_before_they_crash_are_not_in_a_crash_loop() -> None:
     now = 0.0
-    settings = replace(ECHO, max_restarts=2, restart_seconds=10.0)
+    settings = replace(ECHO, max_restarts=1, stable_seconds=60.0)
     executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings, clock=lambda: now)
     await executor.start(no_progress)
-    await executor.restart()
-    now = 5.0
-    await executor.restart()
-    with pytest.raises(Unavailable, match="2 times within 10 s"):
+    for _ in range(4):
+        now += 60.0
+        await crash(executor)
         await executor.restart()
-    now = 10.0
-    await executor.restart()
-    assert executor.num_restarts == 3
     await executor.close()
 
 
+async def test_close_ends_the_pause_before_a_restart() -> None:
+    async with started(replace(ECHO, restart_pause=3600.0)) as executor:
+        await crash(executor)
+        await executor.restart()
+        await crash(executor)
+        restart = asyncio.create_task(executor.restart())
+        await asyncio.sleep(0)
+        await executor.close()
+        with pytest.raises(Unavailable, match="the executor was closed"):
+            await restart
+
+
+async def test_the_log_says_which_worker_died_of_which_signal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "engine.transport")
+    async with started(replace(ECHO, num_ranks=2)) as executor:
+        victim, other = executor.pids
+        lost = asyncio.Event()
+        executor.watch(lost.set)
+        os.kill(victim, signal.SIGKILL)
+        await lost.wait()
+        await executor.restart()
+    lines = [record.getMessage() for record in caplog.records]
+    cause = "signal 9, Killed (not by the server; possibly out of memory)"
+    assert f"worker {victim} was killed by {cause}" in lines
+    assert f"worker {other} was killed by the server (signal 9, Killed)" in lines
+
+
+async def test_the_log_does_not_blame_memory_for_a_worker_that_the_server_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "engine.transport")
+    async with started(replace(ECHO, step_seconds=0.1)) as executor:
+        (pid,) = executor.pids
+        with pytest.raises(WorkerLost, match="hangs"):
+            await executor.submit(a_step(1, Command.HANG))
+        await executor.restart()
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"worker {pid} was killed by the server (signal 9, Killed)" in lines
+    assert not any("out of memory" in line for line in lines)
+
+
 async def test_a_restart_requires_the_slots_of_the_first_start() -> None:
-    async with started(replace(ECHO, max_restarts=2), model="shrink") as executor:
+    settings = replace(ECHO, max_restarts=2, restart_pause=0.0)
+    async with started(settings, model="shrink") as executor:
         with pytest.raises(Unavailable) as caught:
             await executor.restart()
         assert "3 KV blocks of 16 slots, but 64 slots" in str(caught.value.__cause__)
-        assert executor.num_restarts == 2
+        assert executor.num_restarts == 3
 
 
 async def test_close_during_a_step_fails_it_and_ends_the_worker() -> None:
