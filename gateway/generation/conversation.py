@@ -154,22 +154,23 @@ def _with_parsed_arguments(messages: Iterable[TemplateMessage]) -> list[Template
     """Arguments of tool calls become objects: requests have JSON in a string, templates dump
     objects."""
     return [
-        {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{i}].tool_calls")}
+        {**message, "tool_calls": [_with_parsed_call(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
-        for i, message in enumerate(messages)
+        for message in messages
     ]
 
 
-def _calls(calls: Sequence[TemplateMessage], path: str) -> list[TemplateMessage]:
-    return [
-        {**call, "function": _function(call["function"], f"{path}[{i}].function.arguments")}
-        for i, call in enumerate(calls)
-    ]
+def _with_parsed_call(call: TemplateMessage) -> TemplateMessage:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _parsed(function["arguments"])}}
 
 
-def _function(function: TemplateMessage, param: str) -> TemplateMessage:
+def _parsed(arguments: str) -> Mapping[str, Any]:
+    """The arguments as an object. Text that is none, such as arguments cut off by `max_tokens`,
+    is kept under `unparsed`, so that every message that was generated can be sent back."""
     try:
-        return {**function, "arguments": orjson.loads(function["arguments"] or "{}")}
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"Invalid '{param}': not valid JSON ({error}).", param) from error
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed": arguments}
