@@ -152,11 +152,22 @@ class ChatTemplate(Protocol):
     """Renders messages to the prompt text of one model."""
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt. Raises `InvalidRequest` with the message of the template's error."""
         ...
 
-    def variant(self, source: str) -> "ChatTemplate":
-        """This template with another Jinja source; raises `InvalidRequest` if it is invalid."""
+    async def render_source(
+        self,
+        source: str,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt by another Jinja template, which came with a request and is not trusted.
+
+        Rendering it must not block the caller's threads and must end within limits of time and
+        memory. Raises `InvalidRequest`.
+        """
         ...

@@ -49,6 +49,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     dialect: Dialect | None = None
+    trusts_request_templates: bool = False  # requests may have a `chat_template`
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.utils import Namespace
 
 from adapters.dialects.bounds import BUDGET, BoundedEnvironment, RenderBudget
+from adapters.dialects.template_process import TemplateJob, TemplateProcesses
 from engine.errors import InvalidRequest, StartupError
 
 Message = Mapping[str, Any]
@@ -44,18 +45,26 @@ class JinjaTemplate:
         self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
         self._special_tokens = dict(special_tokens)
-        self._now = now
+        self._processes = TemplateProcesses()
         self.source = "\n".join(sources.values())
 
-    def variant(self, source: str) -> "JinjaTemplate":
-        """This template with another source. Raises `InvalidRequest` if it does not compile."""
-        try:
-            return JinjaTemplate({"default": source}, self._special_tokens, self._now)
-        except (StartupError, RecursionError, SyntaxError, ValueError) as error:
-            raise InvalidRequest(f"Invalid 'chat_template': {error}", "chat_template") from error
+    async def render_source(
+        self,
+        source: str,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt by a template that came with a request, rendered in a process of its own.
+
+        Raises `InvalidRequest` for an invalid template, the template's error or a limit.
+        """
+        job = TemplateJob(source, self._special_tokens, messages, variables, add_generation_prompt)
+        return await self._processes.render(job)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt. `kwargs` are template variables such as `tools`.
 
@@ -84,6 +93,14 @@ class JinjaTemplate:
             return "default"
         names = ", ".join(sorted(self._templates))
         raise InvalidRequest(f"The model has no default chat template, only {names}.", "messages")
+
+
+def compile_request_template(source: str, special_tokens: Mapping[str, Any]) -> JinjaTemplate:
+    """A template that came with a request. Raises `InvalidRequest` if it does not compile."""
+    try:
+        return JinjaTemplate({"default": source}, special_tokens)
+    except (StartupError, RecursionError, SyntaxError, ValueError) as error:
+        raise InvalidRequest(f"Invalid 'chat_template': {error}", "chat_template") from error
 
 
 def _rendered(template: Template, variables: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ Short conversations are rendered and tokenized on the event loop, long ones in a
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,6 +35,11 @@ class ChatCapableModel(Protocol):
 
     @property
     def dialect(self) -> "Dialect | None": ...
+
+    @property
+    def trusts_request_templates(self) -> bool:
+        """Whether requests may have a `chat_template`."""
+        ...
 
 
 class RenderedPrompt(NamedTuple):
@@ -84,43 +89,65 @@ async def render_prompt(model: ChatCapableModel, request: "ChatRequest") -> Rend
 async def _rendered(
     model: ChatCapableModel, request: "ChatRequest", tools: "ToolPlan", *, skips_reasoning: bool
 ) -> RenderedPrompt:
-    if model.template is None:
+    template = model.template
+    if template is None:
         raise InvalidRequest(
             "This model has no chat template. Use /v1/completions with a prompt instead.",
             "messages",
         )
     functions = [function.as_tool() for function in tools.offered]
-    render = partial(
-        _render, model, request=request, functions=functions, skips_reasoning=skips_reasoning
-    )
-    if fits_on_loop([], len(request.messages)) and request.chat_template is None:
-        messages = [message.as_mapping() for message in request.messages]
+    variables = {**request.template_variables, **({"tools": functions} if functions else {})}
+    finish = partial(_finish, model, request, skips_reasoning=skips_reasoning)
+    if request.chat_template is not None:
+        messages = await asyncio.to_thread(_template_messages, request)
+        text = await _render_request_template(model, template, request, messages, variables)
+        return await asyncio.to_thread(finish, messages, text)
+
+    def render(messages: list[TemplateMessage]) -> RenderedPrompt:
+        adds_prompt = request.adds_generation_prompt
+        return finish(
+            messages, template.render(messages, add_generation_prompt=adds_prompt, **variables)
+        )
+
+    if fits_on_loop([], len(request.messages)):
+        messages = _template_messages(request)
         texts = [orjson.dumps(function) for function in functions]
         texts += [message["content"] for message in messages]
         if fits_on_loop(texts, len(messages)):
             return render(messages)
-    return await asyncio.to_thread(
-        lambda: render(message.as_mapping() for message in request.messages)
+    return await asyncio.to_thread(lambda: render(_template_messages(request)))
+
+
+async def _render_request_template(
+    model: ChatCapableModel,
+    template: "ChatTemplate",
+    request: "ChatRequest",
+    messages: Sequence[TemplateMessage],
+    variables: Mapping[str, Any],
+) -> str:
+    assert request.chat_template is not None, "checked by _rendered"
+    if not model.trusts_request_templates:
+        raise InvalidRequest(
+            "'chat_template' is not accepted: this server uses the model's own template. "
+            "(--trust-request-chat-template allows templates in requests.)",
+            "chat_template",
+        )
+    return await template.render_source(
+        request.chat_template,
+        messages,
+        variables,
+        add_generation_prompt=request.adds_generation_prompt,
     )
 
 
-def _render(
+def _finish(
     model: ChatCapableModel,
-    messages: Iterable[TemplateMessage],
-    *,
     request: "ChatRequest",
-    functions: Sequence[Mapping[str, Any]],
+    messages: Sequence[TemplateMessage],
+    text: str,
+    *,
     skips_reasoning: bool,
 ) -> RenderedPrompt:
-    template = model.template
-    assert template is not None, "checked by _rendered"
-    if request.chat_template is not None:
-        template = template.variant(request.chat_template)
-    messages = _with_parsed_arguments(messages)
-    variables = {**request.template_variables, **({"tools": functions} if functions else {})}
-    text = template.render(
-        messages, add_generation_prompt=request.adds_generation_prompt, **variables
-    )
     if request.continue_final_message:
         text = _cut_after(text, messages[-1]["content"])
     if skips_reasoning and model.dialect is not None:
@@ -150,9 +177,12 @@ def _cut_after(text: str, content: str) -> str:
     )
 
 
-def _with_parsed_arguments(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
-    """Arguments of tool calls become objects: requests have JSON in a string, templates dump
-    objects."""
+def _template_messages(request: "ChatRequest") -> list[TemplateMessage]:
+    """The messages as templates see them.
+
+    Arguments of tool calls are objects: requests have JSON in a string, templates dump objects.
+    """
+    messages = (message.as_mapping() for message in request.messages)
     return [
         {**message, "tool_calls": [_with_parsed_call(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")

@@ -132,7 +132,7 @@ def build_server(
     watch = LoopWatch(time.perf_counter, metrics.loop_lag)
     service = Service(
         engine=engine,
-        model=_served_model(loaded),
+        model=_served_model(settings, loaded),
         grammars=GrammarCheck(loaded.texts.grammars),
         exposition=Exposition(metrics, scheduler, loaded.name, store.database),
         watch=watch,
@@ -218,7 +218,7 @@ def _policy_settings(settings: Settings) -> PolicySettings:
     )
 
 
-def _served_model(loaded: LoadedModel) -> ServedModel:
+def _served_model(settings: Settings, loaded: LoadedModel) -> ServedModel:
     report = loaded.report
     numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
@@ -230,4 +230,5 @@ def _served_model(loaded: LoadedModel) -> ServedModel:
         tokenizer=loaded.texts.tokenizer,
         template=loaded.texts.template,
         dialect=loaded.texts.dialect,
+        trusts_request_templates=settings.trust_request_chat_template,
     )

@@ -87,6 +87,12 @@ class EngineSettings(BaseSettings):
     chat_template: Path | None = _option(
         None, "model", "a Jinja file to use instead of the checkpoint's chat template", "FILE"
     )
+    trust_request_chat_template: bool = _option(
+        False,
+        "model",
+        "accept the field chat_template in requests; such templates are rendered in a process of "
+        "their own, with limits on time and memory",
+    )
     tool_dialect: str = _option(
         "auto",
         "model",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from adapters.dialects.jinja_template import JinjaTemplate
+from adapters.dialects.jinja_template import compile_request_template
 from adapters.grammar import open_compiler
 from engine.control.admission import Admission
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
@@ -41,7 +41,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.timelines import Timelines
-from gateway.ports import ChatTemplate, Dialect
+from gateway.ports import Dialect
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import StoreExecutor
@@ -105,6 +105,7 @@ class PlainTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -113,8 +114,16 @@ class PlainTemplate:
         lines = [f"tools:{','.join(names)}\n"] if names else []
         return "".join((*lines, *(f"{m['role']}:{m['content']}\n" for m in messages)))
 
-    def variant(self, source: str) -> ChatTemplate:
-        return JinjaTemplate({"default": ""}, {}).variant(source)
+    async def render_source(
+        self,
+        source: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        template = compile_request_template(source, {})
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 class ScriptedTexts:
@@ -208,6 +217,7 @@ class Setting:
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
+    trusts_request_templates: bool = True
     seed: int = 1
     store: Path | None = None
     store_executor: Callable[[], StoreExecutor] = Inline
@@ -308,6 +318,7 @@ def build_rig(setting: Setting) -> Rig:
             tokenizer=ByteTokenizer(),
             template=PlainTemplate(),
             dialect=setting.dialect,
+            trusts_request_templates=setting.trusts_request_templates,
         ),
         grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
         exposition=Exposition(metrics, scheduler, MODEL, store.database),

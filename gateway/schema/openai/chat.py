@@ -29,7 +29,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "moderation": (),
 }
-_NOT_VARIABLES = ("messages", "tools", "add_generation_prompt")
+_RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,10 +108,11 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequest(
                 f"Invalid 'chat_template': at most {MAX_TEMPLATE} characters.", "chat_template"
             )
-        for name in _NOT_VARIABLES:
+        for name in _RESERVED_VARIABLES:
             if name in (self.chat_template_kwargs or ()):
                 param = f"chat_template_kwargs.{name}"
-                raise InvalidRequest(f"'{param}' is not allowed; use the field '{name}'.", param)
+                hint = "the name is reserved" if name == "self" else f"use the field '{name}'"
+                raise InvalidRequest(f"'{param}' is not allowed; {hint}.", param)
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:

@@ -66,6 +66,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "threads": "2",
         "max_model_len": "100",
         "chat_template": "t.jinja",
+        "trust_request_chat_template": "true",
         "tool_dialect": "mistral",
         "reasoning_dialect": "none",
         "kv_cache_dtype": "int8",

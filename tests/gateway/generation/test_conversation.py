@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
-from adapters.dialects.jinja_template import JinjaTemplate
+from adapters.dialects.jinja_template import compile_request_template
 from engine.errors import InvalidRequest
 from gateway.generation.conversation import render_prompt, tokenize_chat
 from gateway.generation.prompt import TokenizedPrompts
@@ -31,6 +31,7 @@ class Lines:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -42,8 +43,16 @@ class Lines:
             add_generation_prompt
         )
 
-    def variant(self, source: str) -> ChatTemplate:
-        return JinjaTemplate({"default": ""}, {"bos_token": "^"}).variant(source)
+    async def render_source(
+        self,
+        source: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        template = compile_request_template(source, {"bos_token": "^"})
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 class Model(NamedTuple):
@@ -52,6 +61,7 @@ class Model(NamedTuple):
     tokenizer: Letters
     template: ChatTemplate | None
     dialect: Dialect | None = None
+    trusts_request_templates: bool = True
 
 
 def message(content: str | None, role: str = "user", **more: Any) -> Json:
@@ -171,6 +181,13 @@ async def test_the_error_names_an_invalid_template(source: str) -> None:
     source = source if source[0] != "(" else "{{" + source
     with pytest.raises(InvalidRequest) as caught:
         await rendered(request_of(HI, chat_template=source))
+    assert caught.value.param == "chat_template"
+
+
+async def test_a_template_in_a_request_is_rejected_unless_it_is_trusted() -> None:
+    model = Model(Letters(), Lines(), trusts_request_templates=False)
+    with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as caught:
+        await render_prompt(model, request_of(HI, chat_template="x"))
     assert caught.value.param == "chat_template"
 
 

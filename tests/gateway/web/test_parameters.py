@@ -111,6 +111,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"chat_template": "x" * 70_000}, "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
