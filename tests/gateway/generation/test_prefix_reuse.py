@@ -77,17 +77,6 @@ def test_only_requests_with_the_same_salt_share_prefixes() -> None:
     play(scene)
 
 
-def test_api_keys_alone_do_not_separate_the_prefix_cache() -> None:
-    async def scene(rig: Rig) -> None:
-        for key, num_cached in (("k1", 0), ("k2", 7)):
-            bearer = {"authorization": f"Bearer {key}"}
-            async with rig.client.post(CHAT, chat(), bearer) as exchange:
-                details = (await exchange.json())["usage"]["prompt_tokens_details"]
-            assert details["cached_tokens"] == num_cached
-
-    play(scene, Setting(keys=("k1", "k2")))
-
-
 def test_hits_and_misses_are_counted_in_tokens() -> None:
     async def scene(rig: Rig) -> None:
         for _ in range(3):
