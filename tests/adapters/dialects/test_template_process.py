@@ -54,8 +54,9 @@ async def test_a_template_that_takes_too_long_is_killed() -> None:
 async def test_a_template_that_takes_too_much_memory_fails_alone() -> None:
     lists = "{% for i in range(330) %}{% set ns.x = ns.x + [range(99999) | list] %}{% endfor %}"
     source = "{% set ns = namespace(x=[]) %}" + lists
+    job = TemplateJob(source, {}, HI, {}, add_generation_prompt=True)
     with pytest.raises(InvalidRequest, match="1024 MiB") as caught:
-        await rendered(source)
+        await TemplateProcesses(wall_seconds=60).render(job)
     assert caught.value.param == "chat_template"
 
 
