@@ -1,37 +1,24 @@
-"""What this machine can do at best, measured: bytes read a second, multiplications of matrices.
+"""The measured limits of this machine: bytes read per second, and operations per second.
 
-Run as a process of its own, `python -m engine.worker.roofline DEVICE THREADS`, since what is
-measured should meet neither a model nor another measurement; one line of JSON comes out. A limit
-is the best that any library at hand reaches, and says which one that was.
+Run in a process of its own, `python -m engine.worker.roofline DEVICE THREADS`, so that neither a
+model nor another measurement disturbs it; prints one line of JSON. On a CPU the limits are those of
+the hardware (`engine.worker.cpu.limits`), on a GPU the rates of PyTorch's copies and products.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.linears.int8 import FASTEST
-from engine.worker.cpu.pages import WeightPages
-from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.cpu.limits import Peak, measure_peaks, measure_read
 
 REPEATS = 3
-CPU_SQUARE = 1536  # rows and columns of the matrices
-CPU_READ_BYTES = 512 << 20
-GPU_SQUARE = 8192
+GPU_SQUARE = 8192  # rows and columns of the matrices
 GPU_COPY_BYTES = 4 << 30
-
-
-class MeasuredLimit(NamedTuple):
-    """The best rate, bytes or floating point (or whole number) operations a second, and whose."""
-
-    rate: float
-    by: str
 
 
 def main() -> None:
@@ -44,19 +31,16 @@ def main() -> None:
     sys.stdout.write(json.dumps(measure(arguments.device, arguments.threads)) + "\n")
 
 
-def on_cpu(device: str, threads: int) -> dict[str, MeasuredLimit]:
-    """`read` in bytes/s, `float32` and `int8` in operations/s."""
-    torch.set_num_threads(threads)
-    return {
-        "read": _best(CPU_READ_BYTES, _cpu_reads(CPU_READ_BYTES)),
-        "float32": _best(2 * CPU_SQUARE**3, _float_products(CPU_SQUARE)),
-        "int8": _best(2 * CPU_SQUARE**3, _int8_products(CPU_SQUARE, threads)),
-    }
+def on_cpu(device: str, threads: int) -> dict[str, Peak]:
+    """`read` in bytes/s, and operations/s by the format of linear weights."""
+    return {"read": measure_read(threads), **measure_peaks(threads)}
 
 
-def on_gpu(device: str, threads: int) -> dict[str, MeasuredLimit]:
-    """`read` (of a copy, bytes in and out), `bfloat16`, `float16`, `float32`, and `int8` and `fp8`
-    where the GPU has them."""
+def on_gpu(device: str, threads: int) -> dict[str, Peak]:
+    """`read` in bytes/s (in and out of a copy), and operations/s by the format of weights.
+
+    `fp8` is there only if the GPU supports it.
+    """
     place = torch.device("cuda" if device == "auto" else device)
     torch.cuda.set_device(place)
     limits = {"read": _gpu_copy(place)}
@@ -65,68 +49,25 @@ def on_gpu(device: str, threads: int) -> dict[str, MeasuredLimit]:
     return limits | _eight_bits_on_gpu(place)
 
 
-def _gpu_copy(place: torch.device) -> MeasuredLimit:
+def _gpu_copy(place: torch.device) -> Peak:
     source = torch.empty(GPU_COPY_BYTES, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     rate = _rate(2 * GPU_COPY_BYTES, lambda: target.copy_(source), _gpu_seconds)
-    return MeasuredLimit(rate, "a device copy")
+    return Peak(rate, "a device copy")
 
 
-def _gpu_product(dtype: torch.dtype, place: torch.device) -> MeasuredLimit:
+def _gpu_product(dtype: torch.dtype, place: torch.device) -> Peak:
     a, b = (torch.randn(GPU_SQUARE, GPU_SQUARE, device=place).to(dtype) for _ in range(2))
-    return MeasuredLimit(_rate(2 * GPU_SQUARE**3, lambda: torch.mm(a, b), _gpu_seconds), "torch.mm")
+    return Peak(_rate(2 * GPU_SQUARE**3, lambda: torch.mm(a, b), _gpu_seconds), "torch.mm")
 
 
-def _cpu_reads(num_bytes: int) -> Mapping[str, Callable[[], object]]:
-    rows = 8192
-    matrix = torch.ones(rows, num_bytes // 4 // rows)
-    vector = torch.ones(matrix.shape[1])
-    return {"torch.mv": lambda: torch.mv(matrix, vector), "torch.sum": matrix.sum}
-
-
-def _float_products(size: int) -> Mapping[str, Callable[[], object]]:
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    out = torch.empty(size, size)
-    return {"torch.mm": lambda: torch.mm(a, b, out=out)}
-
-
-def _int8_products(size: int, threads: int) -> Mapping[str, Callable[[], object]]:
-    """oneDNN's through torch, where torch has it, and the one that workers use."""
-    pool = NativeThreadPool(threads)
-    x, weight = torch.randn(size, size), torch.randn(size, size)
-    linear = FASTEST.linear(pool, WeightPages(), [weight], None)
-
-    def ours() -> Tensor:
-        with pool.awake():
-            return linear(x)
-
-    found: dict[str, Callable[[], object]] = {"Podway's linear": ours}
-    if hasattr(torch.ops.onednn, "qlinear_prepack"):
-        found["oneDNN"] = _onednn_product(size)
-    return found
-
-
-def _onednn_product(size: int) -> Callable[[], object]:
-    """8-bit inputs and weights with a scale for each output, a result in float32."""
-    weight = torch.randint(-127, 128, (size, size), dtype=torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(weight, [size, size])
-    x = torch.randint(0, 256, (size, size), dtype=torch.uint8)
-    scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int32)
-    result: tuple[object, ...] = 1.0, 0, torch.float32, "none", [], ""
-
-    def product() -> object:
-        return torch.ops.onednn.qlinear_pointwise(x, 0.1, 128, packed, scales, zeros, None, *result)
-
-    return product
-
-
-def _eight_bits_on_gpu(place: torch.device) -> dict[str, MeasuredLimit]:
+def _eight_bits_on_gpu(place: torch.device) -> dict[str, Peak]:
     size, operations = GPU_SQUARE, 2 * GPU_SQUARE**3
     a, b = (
         torch.randint(-127, 128, (size, size), dtype=torch.int8, device=place) for _ in range(2)
     )
     rate = _rate(operations, lambda: torch._int_mm(a, b.t()), _gpu_seconds)  # as linears
-    limits = {"int8": MeasuredLimit(rate, "torch._int_mm")}
+    limits = {"int8": Peak(rate, "torch._int_mm")}
     if torch.cuda.get_device_capability(place) >= (8, 9):
         x, weight = (torch.randn(size, size, device=place).to(torch.float8_e4m3fn) for _ in "ab")
         one = torch.ones((), device=place)
@@ -134,14 +75,8 @@ def _eight_bits_on_gpu(place: torch.device) -> dict[str, MeasuredLimit]:
         def product() -> Tensor:
             return torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16)
 
-        limits["fp8"] = MeasuredLimit(_rate(operations, product, _gpu_seconds), "torch._scaled_mm")
+        limits["fp8"] = Peak(_rate(operations, product, _gpu_seconds), "torch._scaled_mm")
     return limits
-
-
-def _best(amount: int, ways: Mapping[str, Callable[[], object]]) -> MeasuredLimit:
-    """The fastest of several ways to do the same amount of work."""
-    found = [MeasuredLimit(_rate(amount, way, _cpu_seconds), name) for name, way in ways.items()]
-    return max(found, key=lambda limit: limit.rate)
 
 
 def _rate(
@@ -151,12 +86,6 @@ def _rate(
 ) -> float:
     way()
     return amount / min(seconds(way) for _ in range(REPEATS))
-
-
-def _cpu_seconds(way: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    way()
-    return time.perf_counter() - began
 
 
 def _gpu_seconds(way: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from engine.step import WorkerSettings
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
+from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import linears_of
@@ -36,12 +37,11 @@ from engine.worker.ports import (
     PreferredFormat,
     StageModel,
     WeightSource,
-    name_of,
 )
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.formats import FORMATS
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32}
+DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_ATTENTION = "cpu"
 PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
 DEFAULT_MAX_BYTES = 4 << 30
@@ -60,15 +60,19 @@ class CpuDevice:
 
     name = "cpu"
     place = torch.device("cpu")
+    dtype = torch.float32  # bfloat16 is a format of linears; everything else is float32
 
     def __init__(self, settings: WorkerSettings, preferred: PreferredFormat | None = None) -> None:
-        self.dtype = choose_dtype("dtype", settings.dtype, DTYPES, "cpu")
+        if settings.dtype not in DTYPES:
+            raise StartupError(
+                f"dtype {settings.dtype!r} is not supported on cpu; known: {', '.join(DTYPES[1:])}"
+            )
         self.kv_dtype = choose_dtype("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
             raise StartupError("kv_dtype 'float16' needs a CPU with F16C")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
-        preferred = self._preferred(settings.weights, preferred or PreferredFormat())
-        name = preferred.format or name_of(self.dtype)
+        preferred = self._preferred(settings, preferred or PreferredFormat())
+        name = preferred.format or "float32"
         self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
         self._linears = linears_of(int8_linears(settings.activation_bits), name)
         self.weights = self._linears[name].description
@@ -91,18 +95,33 @@ class CpuDevice:
     def _is_plain(self) -> bool:
         return self.attentions == (PLAIN_ATTENTION,)
 
-    def _preferred(self, weights: str, of_checkpoint: PreferredFormat) -> PreferredFormat:
-        """The format for the setting `weights`; raises `StartupError` for an unknown one."""
-        if weights == "auto":
-            return PreferredFormat() if self._is_plain else of_checkpoint
-        if weights not in CPU_FORMATS:
+    def _preferred(
+        self, settings: WorkerSettings, of_checkpoint: PreferredFormat
+    ) -> PreferredFormat:
+        """The format of the linears; raises `StartupError` if the settings name an unknown one."""
+        weights = settings.weights
+        if weights not in ("auto", *CPU_FORMATS):
             known = ", ".join(("auto", *CPU_FORMATS))
             raise StartupError(f"weights {weights!r} is not supported on cpu; known: {known}")
-        if self._is_plain and weights != name_of(self.dtype):
+        if weights == "auto" and of_checkpoint.format is not None and not self._is_plain:
+            return of_checkpoint
+        if weights == "auto":
+            weights = self._float_format(settings.dtype, of_checkpoint)
+        if self._is_plain and weights != "float32":
             raise StartupError(
-                f"weights={weights!r} needs another attention than {PLAIN_ATTENTION!r}"
+                f"weights in {weights} need another attention than {PLAIN_ATTENTION!r}"
             )
         return PreferredFormat(weights)
+
+    def _float_format(self, dtype: str, of_checkpoint: PreferredFormat) -> str:
+        """The format of linears whose weights are floats.
+
+        "auto" keeps bfloat16 weights in bfloat16 if the CPU has instructions for it.
+        """
+        if dtype != "auto":
+            return dtype
+        keeps_bfloat16 = HAS_BFLOAT16 and not self._is_plain
+        return "bfloat16" if keeps_bfloat16 and of_checkpoint.floats == "bfloat16" else "float32"
 
     @property
     def kernels(self) -> str:

@@ -99,11 +99,13 @@ class PreferredFormat(NamedTuple):
     """What a checkpoint's linears are computed in when the setting `weights` is "auto".
 
     `format` is a quantized format, None for floats. With `converts` all weights are converted to
-    it; without, each weight stays as it is stored, quantized in this format or float.
+    it; without, each weight stays as it is stored, quantized in this format or float. `floats` is
+    the dtype in which the checkpoint stores its floats, None if it is not one dtype.
     """
 
     format: str | None = None
     converts: bool = True
+    floats: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

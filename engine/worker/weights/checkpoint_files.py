@@ -104,8 +104,6 @@ class SafetensorsHeader(Protocol):
 class SafetensorsFiles:
     """A directory of safetensors. A tensor that is a view of a file keeps the file mapped."""
 
-    preferred_format = PreferredFormat()
-
     def __init__(self, directory: Path) -> None:
         self._shards = shards_of(directory)
         self._files = {
@@ -116,6 +114,11 @@ class SafetensorsFiles:
     @property
     def names(self) -> Set[str]:
         return self._shards.keys()
+
+    @property
+    def preferred_format(self) -> PreferredFormat:
+        dtypes = {self.header(name).get_dtype() for name in self.names}
+        return PreferredFormat(floats="bfloat16" if dtypes == {"BF16"} else None)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -141,7 +144,9 @@ class SafetensorsFiles:
 class QuantizedFiles(SafetensorsFiles):
     """A directory of safetensors in which matrices may be int8, each with its row scales."""
 
-    preferred_format = PreferredFormat(INT8.name, converts=False)
+    @property
+    def preferred_format(self) -> PreferredFormat:
+        return PreferredFormat(INT8.name, converts=False)
 
     @property
     def names(self) -> Set[str]:

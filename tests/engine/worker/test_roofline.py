@@ -1,40 +1,44 @@
-"""The machine's limits, on sizes that take no time: all are measured, and said as JSON."""
+"""The machine's limits are measured in little time on small sizes, and printed as JSON."""
 
+# mypy: disable-error-code="no-untyped-call"
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from engine.worker import roofline as limits
+from engine.worker.cpu import limits as cpu_limits
+from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
+from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(limits, "CPU_SQUARE", 64)
-    monkeypatch.setattr(limits, "CPU_READ_BYTES", 1 << 20)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_the_best_of_all_ways_is_said(
+def test_all_limits_of_a_cpu_are_measured_and_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(cpu_limits, "READ_BYTES", 4 << 20)
+    monkeypatch.setattr(cpu_limits, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(cpu_limits, "PEAK_ITERATIONS", 100)
     monkeypatch.setattr("sys.argv", ["limits", "cpu", "1"])
     limits.main()
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"read", "float32", "int8"}
+    assert found.keys() == {"read", "float32", "bfloat16", "int8"}
     assert all(rate > 0 for rate, _ in found.values())
-    assert found["read"][1] in ("torch.mv", "torch.sum")
-    assert found["float32"][1] == "torch.mm"
+    assert found["read"][1].endswith("1 threads")
 
 
-def test_eight_bits_are_tried_with_the_workers_own_linear_too() -> None:
-    ways = limits._int8_products(64, 1)
-    assert "Podway's linear" in ways
-    results = [way() for way in ways.values()]
-    assert all(isinstance(one, torch.Tensor) and one.shape == (64, 64) for one in results)
+@pytest.mark.parametrize("streams_and_prefetch", cpu_limits.STREAMS_AND_PREFETCH)
+def test_a_read_kernel_loads_every_byte(streams_and_prefetch: tuple[int, int]) -> None:
+    memory = torch.zeros(4 << 10, dtype=torch.int32)
+    kernel = cpu_limits._compile(make_read_kernel(*streams_and_prefetch))
+    for place in (0, 1023, 4095):
+        memory.zero_()
+        memory[place] = 5
+        total = torch.zeros(1, dtype=torch.int64)
+        operands = ReadOperands(
+            address=memory.data_ptr(), chunk_bytes=memory.nbytes, total=total.data_ptr()
+        )
+        cpu_limits._seconds(NativeThreadPool(1), kernel.address, operands, 1)
+        assert total.item() == 5
 
 
 @pytest.mark.gpu
@@ -58,7 +62,7 @@ def test_the_int8_limit_of_a_gpu_multiplies_in_the_layout_of_linears(
 
     monkeypatch.setattr(torch, "_int_mm", product)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 0))
-    monkeypatch.setattr(limits, "_gpu_seconds", limits._cpu_seconds)
+    monkeypatch.setattr(limits, "_gpu_seconds", lambda way: float(way() is not None))
     monkeypatch.setattr(limits, "GPU_SQUARE", 32)
     assert set(limits._eight_bits_on_gpu(torch.device("cpu"))) == {"int8"}
     assert set(strides) == {(1, 32)}

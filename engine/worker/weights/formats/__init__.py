@@ -12,5 +12,6 @@ from engine.worker.weights.formats.int8 import INT8
 
 FORMATS: dict[str, LinearFormat] = {
     "float32": FloatFormat(torch.float32),
+    "bfloat16": FloatFormat(torch.bfloat16),
     "int8": INT8,
 }

@@ -24,15 +24,17 @@ CPUS = {  # Numba's CPU name and features
     "avx_vnni": ("alderlake", f"{AVX2},+avxvnni"),
     "avx512": ("skylake-avx512", AVX512),
     "avx512_vnni": ("cascadelake", f"{AVX512},+avx512vnni"),
+    "avx512_bf16": ("cooperlake", f"{AVX512},+avx512vnni,+avx512bf16"),
 }
-KERNEL_TESTS = ("operators", "int8", "attention", "kernel_graph")
+KERNEL_TESTS = ("operators", "bfloat16", "int8", "attention", "kernel_graph")
 INSTRUCTIONS = """
 from numba import cfunc
 from engine.worker.cpu.build import KERNEL
+from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.linears.int8 import FASTEST, WITH_14_BITS
-best_first = ("vpdpbusd", "vpdpwssd", "vpmaddwd")
-for linears in (FASTEST, WITH_14_BITS):
-    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(linears.kernel)
+best_first = ("vdpbf16ps", "vpdpbusd", "vpdpwssd", "vpmaddwd", "vfmadd")
+for linears in (FASTEST, WITH_14_BITS, BFLOAT16):
+    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(linears.kernels[-1])
     text = kernel._library.get_asm_str()
     used = next(name for name in best_first if name in text)
     print(kernel.__name__, used, *(["%zmm"] if "%zmm" in text else []))
@@ -55,20 +57,24 @@ def can_execute(cpu: str) -> bool:
 
 def is_own(cpu: str) -> bool:
     """Whether the other tests, in this process, use the same instructions already."""
-    return all(has(name) == (f"+{name}" in CPUS[cpu][1]) for name in ("avx512f", "avx512vnni"))
+    return all(
+        has(name) == (f"+{name}" in CPUS[cpu][1])
+        for name in ("avx512f", "avx512vnni", "avx512bf16")
+    )
 
 
 @pytest.mark.parametrize(
-    ("cpu", "fastest", "of_14_bits"),
+    ("cpu", "int8", "with_14_bits", "bfloat16"),
     [
-        ("avx2", "linear_14_bits vpmaddwd", "linear_14_bits vpmaddwd"),
-        ("avx_vnni", "linear_8_bits vpdpbusd", "linear_14_bits vpdpwssd"),
-        ("avx512", "linear_14_bits vpmaddwd %zmm", "linear_14_bits vpmaddwd %zmm"),
-        ("avx512_vnni", "linear_8_bits vpdpbusd %zmm", "linear_14_bits vpdpwssd %zmm"),
+        ("avx2", "linear_14_bits vpmaddwd", "vpmaddwd", "vfmadd"),
+        ("avx_vnni", "linear_8_bits vpdpbusd", "vpdpwssd", "vfmadd"),
+        ("avx512", "linear_14_bits vpmaddwd %zmm", "vpmaddwd %zmm", "vfmadd %zmm"),
+        ("avx512_vnni", "linear_8_bits vpdpbusd %zmm", "vpdpwssd %zmm", "vfmadd %zmm"),
+        ("avx512_bf16", "linear_8_bits vpdpbusd %zmm", "vpdpwssd %zmm", "vdpbf16ps %zmm"),
     ],
 )
-def test_int8_linears_use_the_widest_dot_products_of_a_cpu(
-    cpu: str, fastest: str, of_14_bits: str
+def test_linears_use_the_widest_dot_products_of_a_cpu(
+    cpu: str, int8: str, with_14_bits: str, bfloat16: str
 ) -> None:
     found = subprocess.run(
         [sys.executable, "-c", INSTRUCTIONS],
@@ -77,10 +83,11 @@ def test_int8_linears_use_the_widest_dot_products_of_a_cpu(
         text=True,
         check=True,
     )
-    assert found.stdout.splitlines() == [fastest, of_14_bits]
+    expected = [int8, f"linear_14_bits {with_14_bits}", f"linear_bfloat16 {bfloat16}"]
+    assert found.stdout.splitlines() == expected
 
 
-@pytest.mark.parametrize("cpu", ["avx2", "avx_vnni", "avx512", "avx512_vnni"])
+@pytest.mark.parametrize("cpu", CPUS)
 def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
     if not can_execute(cpu) or is_own(cpu):
         pytest.skip("not executable here, or what the other tests run")

@@ -39,6 +39,7 @@ def settings_for(
     model: object,
     attention: str = "reference",
     *,
+    dtype: str = "auto",
     weights: str = "auto",
     activation_bits: str = "auto",
     kv_dtype: str = "auto",
@@ -49,6 +50,7 @@ def settings_for(
     return WorkerSettings(
         model=str(model),
         attention=attention,
+        dtype=dtype,
         weights=weights,
         activation_bits=activation_bits,
         kv_dtype=kv_dtype,
@@ -62,6 +64,7 @@ def load_worker(
     model: object,
     *,
     attention: str = "reference",
+    dtype: str = "auto",
     weights: str = "auto",
     activation_bits: str = "auto",
     kv_dtype: str = "auto",
@@ -72,6 +75,7 @@ def load_worker(
     settings = settings_for(
         model,
         attention,
+        dtype=dtype,
         weights=weights,
         activation_bits=activation_bits,
         kv_dtype=kv_dtype,

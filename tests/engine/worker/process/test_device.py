@@ -139,14 +139,17 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"dtype": "bfloat16"}, "dtype 'bfloat16' is not supported on cpu; known: float32"),
-        ({"weights": "fp8"}, "weights 'fp8' is not supported on cpu; known: auto, float32, int8"),
+        ({"dtype": "float16"}, "dtype 'float16' is not supported on cpu; known: float32, bfloat16"),
+        (
+            {"weights": "fp8"},
+            "weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8",
+        ),
         ({"attention": "flashinfer"}, "attention 'flashinfer' does not run on cpu"),
         (
             {"activation_bits": "16"},
             "activation_bits '16' is not supported on cpu; known: auto, 8, 14",
         ),
-        ({"attention": "reference", "weights": "int8"}, "weights='int8' needs another attention"),
+        ({"attention": "reference", "weights": "int8"}, "weights in int8 need another attention"),
     ],
 )
 def test_what_the_cpu_does_not_do_is_refused(settings: dict[str, str], says: str) -> None:

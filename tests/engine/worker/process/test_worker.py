@@ -159,7 +159,7 @@ def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> Non
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(StartupError, match="weights 'int4' is not supported on cpu; known: auto, "):
         load_worker(tmp_path, weights="int4")
-    with pytest.raises(StartupError, match="weights='int8' needs another attention"):
+    with pytest.raises(StartupError, match="weights in int8 need another attention"):
         load_worker(tmp_path, attention="reference", weights="int8")
 
 

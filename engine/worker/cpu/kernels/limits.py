@@ -1,0 +1,134 @@
+"""Kernels that measure a core's limits: loads from memory, and products of registers alone.
+
+Their results are of no use. No kernel with the same instructions can be faster.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
+import ctypes
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.worker.cpu.intrinsics import INT32, int64, int64s
+from engine.worker.cpu.kernels import tile_formats
+from engine.worker.cpu.kernels.packed_tiles import pinned
+from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, pointer, prefetch
+from engine.worker.cpu.operands import make_reader, operands
+
+VECTOR_BYTES = 4 * LANES
+VECTORS_PER_TURN = 4  # of each stream
+CHAINS = 16 if LANES == 16 else 12  # independent sums, which hide the latency of an instruction
+
+
+@operands
+class ReadOperands(ctypes.Structure):
+    """Chunk i reads `chunk_bytes` at `address + i * chunk_bytes`; `total` is 64 bits of output."""
+
+    address: int
+    chunk_bytes: int
+    total: int
+
+
+@operands
+class PeakOperands(ctypes.Structure):
+    """`iterations` of `CHAINS` instructions in each chunk; `total` is 64 bits of output."""
+
+    iterations: int
+    total: int
+
+
+_read_operands, _peak_operands = make_reader(ReadOperands), make_reader(PeakOperands)
+
+
+def _first_lane_of_xor(builder, sums):
+    total = builder.load(sums[0])
+    for one in sums[1:]:
+        total = builder.xor(total, builder.load(one))
+    lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(LANES)]
+    found = lanes[0]
+    for lane in lanes[1:]:
+        found = builder.xor(found, lane)
+    return builder.zext(found, ir.IntType(64))
+
+
+def _make_read(streams, ahead):
+    """`read(address, bytes)`: load `streams` equal runs of memory in parallel, xor all of it.
+
+    Each load is prefetched `ahead` bytes before; 0: only by the hardware.
+    """
+
+    def build(context, builder, signature, args):
+        address, size = args
+        run, step = builder.udiv(size, int64(streams)), VECTORS_PER_TURN * VECTOR_BYTES
+        zero = ir.Constant(INT32S, [0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(VECTORS_PER_TURN)]
+        starts = [builder.add(address, builder.mul(run, int64(i))) for i in range(streams)]
+        with cgutils.for_range_slice(builder, int64(0), run, int64(step)) as (at, _):
+            for start in starts:
+                here = builder.add(start, at)
+                for line in range(0, step if ahead else 0, LINE):
+                    prefetch(builder, builder.add(here, int64(ahead + line)))
+                for i, one in enumerate(sums):
+                    place = builder.add(here, int64(i * VECTOR_BYTES))
+                    found = builder.load(pointer(builder, place, INT32S), align=4)
+                    builder.store(builder.xor(found, builder.load(one)), one)
+        return _first_lane_of_xor(builder, sums)
+
+    def read(typing, address, size):
+        return types.int64(types.int64, types.int64), build
+
+    return intrinsic(read)
+
+
+def make_read_kernel(streams, ahead):
+    """A kernel of `ReadOperands`."""
+    read = _make_read(streams, ahead)
+
+    def read_memory(operands, chunk, thread):
+        a = _read_operands(operands)
+        int64s(a.total, 1)[0] ^= read(a.address + chunk * a.chunk_bytes, a.chunk_bytes)
+
+    return read_memory
+
+
+def _make_peak(add):
+    """`peak(iterations)`: `CHAINS` sums in registers, each with one product per iteration."""
+
+    def build(context, builder, signature, args):
+        zero = ir.Constant(INT32S, [0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(CHAINS)]
+        x, weights = pinned(builder, zero), pinned(builder, zero)
+        with cgutils.for_range_slice(builder, int64(0), args[0], int64(1)):
+            for one in sums:
+                builder.store(pinned(builder, add(builder, builder.load(one), weights, x)), one)
+        return _first_lane_of_xor(builder, sums)
+
+    def peak(typing, iterations):
+        return types.int64(types.int64), build
+
+    return intrinsic(peak)
+
+
+def make_peak_kernel(add):
+    """A kernel of `PeakOperands`; `add` as in `TileFormat`."""
+    peak = _make_peak(add)
+
+    def products(operands, chunk, thread):
+        a = _peak_operands(operands)
+        int64s(a.total, 1)[0] ^= peak(a.iterations)
+
+    return products
+
+
+# By the format of weights: the fastest instruction, and products of one lane that it adds up.
+PEAKS = {
+    "float32": (tile_formats.FLOAT32.add, 1),
+    "bfloat16": (tile_formats.BFLOAT16.add, 2),
+    "int8": (
+        (tile_formats.UINT8_INPUTS.add, 4)
+        if tile_formats.HAS_VNNI
+        else (tile_formats.add_int16_pairs, 2)
+    ),
+}
