@@ -16,6 +16,7 @@ TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of 
     "serving": "process",
     "examples": "examples",
     "clients": "clients",
+    "page": "clients",
     "gateway/web/test_fuzz.py": "fuzz",
     "gateway/web/test_schemathesis.py": "fuzz",
 }

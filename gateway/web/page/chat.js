@@ -165,7 +165,7 @@ export function Chat({ models }) {
     <div class="bar">
       <label class="row">Model
         <select value=${model} onChange=${(event) => setModel(event.target.value)}>
-          ${models.map((name) => html`<option selected=${name === model}>${name}</option>`)}
+          ${models.map((name) => html`<option value=${name} selected=${name === model}>${name}</option>`)}
         </select></label>
       <button aria-expanded=${showsSettings} onClick=${() => setShowsSettings(!showsSettings)}>Settings</button>
       <button onClick=${() => { Object.assign(chat, empty(), { settings: chat.settings, system: chat.system }); changed(); }}

@@ -105,7 +105,7 @@ function Policy({ snapshot, onError }) {
     call("/admin/policy", { method: "POST", body: { policy: event.target.value } }).catch(onError);
   return html`<label class="row">Policy
     <select value=${snapshot.policy} onChange=${choose}>
-      ${snapshot.policies.map((name) => html`<option selected=${name === snapshot.policy}>${name}</option>`)}</select></label>`;
+      ${snapshot.policies.map((name) => html`<option value=${name} selected=${name === snapshot.policy}>${name}</option>`)}</select></label>`;
 }
 
 const tokens = (request) => `${request.computed} / ${request.prompt} + ${request.output}`;

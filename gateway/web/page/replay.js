@@ -125,7 +125,7 @@ export function Replay() {
     <div class="bar"><label>Recording<input type="file" accept=".jsonl" onChange=${open} /></label>
       ${recording && html`<label>Other policy
           <select value=${policy} onChange=${(event) => setPolicy(event.target.value)}>
-            ${policies.map((name) => html`<option selected=${name === policy}>${name}</option>`)}</select></label>
+            ${policies.map((name) => html`<option value=${name} selected=${name === policy}>${name}</option>`)}</select></label>
         <button class="primary" disabled=${busy} onClick=${simulate}>${busy ? "Simulating …" : "Simulate"}</button>`}
     </div>
     ${error && html`<p class="error" role="alert">${error}</p>`}

@@ -1,0 +1,168 @@
+"""The web page in Chromium: chat, stop, branches, keys, the engine view, timelines, replays."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.page.conftest import AXE
+
+RECORDING = Path(__file__).parents[1] / "replays" / "fcfs_grow.jsonl"
+VIEWS = ("chat", "engine", "request", "replay")
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.locator("#send").click()
+
+
+def answers(page: Page) -> int:
+    return page.locator(".message.assistant .figures", has_text="tokens/s").count()
+
+
+def seed_chat(page: Page, url: str, **settings: int) -> None:
+    """Open the chat with these settings, as if they had been stored before."""
+    chat = {"nodes": {}, "root": {"children": [], "chosen": 0}, "system": "", "next": 1}
+    stored = json.dumps(chat | {"settings": settings})
+    page.goto(f"{url}/")
+    page.evaluate("chat => localStorage.setItem('podway-chat', chat)", stored)
+    page.reload()
+
+
+def test_a_chat_streams_and_shows_its_figures(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    ask(page, "Hello!")
+    figures = page.locator(".message.assistant .figures")
+    expect(figures).to_contain_text("tokens/s")
+    expect(figures).to_contain_text("first token")
+    assert page.locator(".message.assistant .body").inner_text().strip()
+    page.reload()
+    expect(page.locator(".message.user")).to_contain_text("Hello!")  # history is in the browser
+
+
+def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    ask(page, "What is 2 + 3?")
+    expect(page.locator(".figures")).to_contain_text("tokens/s")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".branch")).to_have_text("2 / 2")
+    page.get_by_role("button", name="Previous branch").click()
+    expect(page.locator(".branch")).to_have_text("1 / 2")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit message").fill("What is 4 + 4?")
+    page.get_by_role("button", name="Send edit").click()
+    expect(page.locator(".message.user .body")).to_have_text("What is 4 + 4?")
+    expect(page.locator(".message.user .branch")).to_have_text("2 / 2")
+
+
+def test_the_stop_button_frees_the_slots(page: Page, page_url: str) -> None:
+    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    ask(page, "Tell me a story.")
+    expect(page.locator(".message.assistant .body")).not_to_be_empty()
+    page.locator("#stop").click()
+    expect(page.locator(".figures")).to_contain_text("stopped")
+    page.get_by_role("link", name="Engine").click()
+    expect(page.locator(".kv-held").first).to_have_text("0")
+    expect(page.locator("[data-figure=running]")).to_have_text("0")
+
+
+def test_model_output_never_becomes_markup(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    nodes = page.evaluate(
+        """async () => {
+            const { markdown } = await import("/page/markdown.js");
+            const { render, html } = await import("/page/vendor/htm-preact.js");
+            const box = document.createElement("div");
+            const text = "<img src=x onerror=alert(1)> **bold** [x](javascript:alert(1)) `<b>`";
+            render(html`${markdown(text)}`, box);
+            return [...box.querySelectorAll("*")].map((each) => each.tagName);
+        }"""
+    )
+    assert nodes == ["P", "STRONG", "CODE"]
+
+
+def test_a_wrong_key_is_reported_and_a_right_one_opens_the_page(
+    browser: Browser, guarded_url: str
+) -> None:
+    page = browser.new_page()  # the browser itself logs the 401s
+    page.goto(f"{guarded_url}/")
+    page.get_by_role("textbox", name="API key").fill("wrong")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.get_by_role("alert")).to_contain_text("API key")
+    page.get_by_role("textbox", name="API key").fill("secret")
+    page.get_by_role("button", name="Continue").click()
+    ask(page, "Hello!")
+    expect(page.locator(".figures")).to_contain_text("tokens/s")
+    assert page.evaluate("localStorage.getItem('podway-key')") is None
+    page.close()
+
+
+def test_two_hundred_requests_are_seen_in_the_engine_view(page: Page, page_url: str) -> None:
+    def generate(number: int) -> int:
+        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 60, "ignore_eos": True}
+        return httpx.post(f"{page_url}/v1/completions", json=body, timeout=120).status_code
+
+    page.goto(f"{page_url}/#engine")
+    expect(page.locator(".tiles")).to_be_visible()
+    with ThreadPoolExecutor(200) as threads:
+        statuses = threads.map(generate, range(200))
+        expect(page.locator("td", has_text="a seat").first).to_be_visible()
+        expect(page.locator("[data-figure=running]")).to_have_text("16")
+        assert page.locator("tbody tr").count() > 16
+        assert set(statuses) == {200}
+    expect(page.locator("[data-figure=running]")).to_have_text("0")
+
+
+def test_an_answer_links_to_its_timeline(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    ask(page, "Hello!")
+    page.get_by_role("link", name="timeline").click()
+    expect(page.locator(".explanation")).to_contain_text("It did not wait")
+    expect(page.locator("tbody")).to_contain_text("decode")
+
+
+def test_a_recording_is_shown_and_simulated_under_another_policy(
+    page: Page, page_url: str
+) -> None:
+    page.goto(f"{page_url}/#replay")
+    page.get_by_label("Recording").set_input_files(RECORDING)
+    expect(page.get_by_role("heading", name="Recorded")).to_be_visible()
+    page.get_by_label("Position").fill("0.5")
+    page.get_by_label("Other policy").select_option("mlfq")
+    page.get_by_role("button", name="Simulate").click()
+    expect(page.get_by_role("heading", name="Under mlfq")).to_be_visible()
+    expect(page.locator("table")).to_contain_text("mean JCT s")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_serious_accessibility_problem(
+    browser: Browser, page_url: str, view: str, scheme: str
+) -> None:
+    if not AXE.exists():
+        pytest.skip("needs axe-core (npm install --prefix examples)")
+    context = browser.new_context(color_scheme=scheme, bypass_csp=True)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(f"{page_url}/#{view}")
+    if view == "chat":
+        ask(page, "Hello!")
+        expect(page.locator(".figures")).to_contain_text("tokens/s")
+    expect(page.locator("main")).not_to_be_empty()
+    page.add_script_tag(path=AXE)
+    found = page.evaluate("axe.run().then((result) => result.violations)")
+    serious = [each["id"] for each in found if each["impact"] in ("serious", "critical")]
+    assert serious == []
+    context.close()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_phone_needs_no_sideways_scrolling(browser: Browser, page_url: str, view: str) -> None:
+    page = browser.new_page(viewport={"width": 360, "height": 740})
+    page.goto(f"{page_url}/#{view}")
+    expect(page.locator("main")).not_to_be_empty()
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 360
+    page.close()
