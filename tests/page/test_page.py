@@ -124,9 +124,7 @@ def test_an_answer_links_to_its_timeline(page: Page, page_url: str) -> None:
     expect(page.locator("tbody")).to_contain_text("decode")
 
 
-def test_a_recording_is_shown_and_simulated_under_another_policy(
-    page: Page, page_url: str
-) -> None:
+def test_a_recording_is_shown_and_simulated_under_another_policy(page: Page, page_url: str) -> None:
     page.goto(f"{page_url}/#replay")
     page.get_by_label("Recording").set_input_files(RECORDING)
     expect(page.get_by_role("heading", name="Recorded")).to_be_visible()
