@@ -39,11 +39,13 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """The buckets of a key. `allowance` is that of its latest request."""
+    """The buckets of a key; `line_tokens` is that of its batch lines. `allowance` is that of its
+    latest request."""
 
     allowance: Allowance
     requests: _Bucket
     tokens: _Bucket
+    line_tokens: _Bucket
     num_running: int = 0
 
 
@@ -79,14 +81,18 @@ class Quotas(NullObserver):
         """Charge the output."""
         self._charge(request, request.produced, now)
 
+    def line_delay(self, key: Key, now: float) -> float:
+        """Seconds until a batch line of this key may run."""
+        limit = key.allowance.tokens_per_minute
+        return self._account(key, now).line_tokens.seconds_to(1, limit) if limit else 0.0
+
     def _charge(self, request: "Request", num_tokens: int, now: float) -> None:
-        """Lines of batches are not charged."""
+        """Lines of batches have a bucket of their own, so that they do not stop other requests."""
         account = self._accounts.get(request.spec.tenant)
-        if account is None or request.spec.is_background:
-            return
-        if account.allowance.tokens_per_minute:
-            account.tokens.refill(account.allowance.tokens_per_minute, now)
-            account.tokens.level -= num_tokens
+        if account is not None and (limit := account.allowance.tokens_per_minute):
+            bucket = account.line_tokens if request.spec.is_background else account.tokens
+            bucket.refill(limit, now)
+            bucket.level -= num_tokens
 
     def _account(self, key: Key, now: float) -> _Account:
         allowance = key.allowance
@@ -96,10 +102,12 @@ class Quotas(NullObserver):
                 allowance,
                 _Bucket(allowance.requests_per_minute, now),
                 _Bucket(allowance.tokens_per_minute, now),
+                _Bucket(allowance.tokens_per_minute, now),
             )
         account.allowance = allowance
         account.requests.refill(allowance.requests_per_minute, now)
         account.tokens.refill(allowance.tokens_per_minute, now)
+        account.line_tokens.refill(allowance.tokens_per_minute, now)
         return account
 
     def _check(self, account: _Account, key: Key) -> None:

@@ -172,12 +172,18 @@ class _Run:
     async def _answer_next(self) -> None:
         """Answer one line after the other, taking a slot for each, until there are no more."""
         while True:
+            await self._wait_for_quota()
             async with self._slots:
                 line = await self._next_line()
                 if line is None:
                     return
                 await self._batches.wait_for_room()
                 await self._store_answer(line)
+
+    async def _wait_for_quota(self) -> None:
+        quotas, clock = self._service.quotas, self._service.clock
+        while (delay := quotas.line_delay(self._key, clock())) > 0:  # noqa: ASYNC110 # a duration
+            await asyncio.sleep(delay)
 
     async def _next_line(self) -> BatchLine | None:
         async with self._reading:
@@ -223,14 +229,18 @@ class _Run:
 
     async def _generate(self, line: BatchLine) -> bytes:
         service = self._service
-        tenant = self._record.tenant
-        key = service.keys.named(tenant) or Key(tenant, (), Allowance(), cache_domain=tenant)
-        caller = Caller(request_id(self._record, line), service.clock()).authenticated(key)
+        caller = Caller(request_id(self._record, line), service.clock()).authenticated(self._key)
         plan = await self._plan(line.body, caller, service)
         if plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
         plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
         return await generate_body(plan, ChoiceGroup(plan, service))
+
+    @property
+    def _key(self) -> Key:
+        """The batch's API key, or one without limits if it no longer exists."""
+        tenant = self._record.tenant
+        return self._service.keys.named(tenant) or Key(tenant, (), Allowance(), cache_domain=tenant)
 
     async def _finish(self) -> None:
         """Write the output files and end the batch."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 UNGUARDED = frozenset({"/health", "/"})
 UNGUARDED_FILES = "/page/"  # the web page asks for the key itself
 PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
-METERED = "/v1/"  # POSTs below this path count against their key's limits,
+METERED = ("/v1/", "/tokenize", "/detokenize")  # POSTs to these count against limits of the key,
 ADMIN = "/admin/"
 UNMETERED = "/cancel"  # except these: a cancellation frees capacity
 EXPOSED = (

@@ -171,3 +171,22 @@ def test_without_limits_there_are_no_rate_limit_headers() -> None:
     quotas = Quotas()
     assert quotas.enter(key(), 0.0) == {}
     assert issubclass(TooManyAtOnce, RateLimited)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [104]}),
+        ("/v1/chat/completions/render", chat()),
+    ],
+)
+def test_tokenizing_counts_against_the_limit_on_requests(path: str, body: object) -> None:
+    async def scene(rig: Rig) -> None:
+        statuses = []
+        for _ in range(3):
+            async with rig.client.post(path, body) as exchange:
+                statuses.append(await exchange.start())
+        assert statuses == [200, 200, 429]
+
+    play(scene, Setting(allowance=Allowance(requests_per_minute=2)))

@@ -43,9 +43,9 @@ def test_a_batch_is_visible_to_its_own_key_only() -> None:
     play(scene, Setting(keys=("a", "b")))
 
 
-def test_lines_do_not_count_against_the_limits_of_their_key() -> None:
+def test_lines_do_not_count_against_the_other_requests_of_their_key() -> None:
     async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(30), key("a"))
+        batch_id = await started(rig, chat_lines(3), key("a"))
         await asyncio.sleep(20)
         async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
             assert (await exchange.json())["status"] == "completed"
@@ -54,6 +54,27 @@ def test_lines_do_not_count_against_the_limits_of_their_key() -> None:
         assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
 
     play(scene, Setting(keys=("a",), allowance=Allowance(tokens_per_minute=40)))
+
+
+def test_lines_wait_until_their_key_has_tokens(tmp_path: Path) -> None:
+    """The bucket of `a` holds 60 tokens and gets one per second; `b` has no limit."""
+
+    async def scene(rig: Rig) -> None:
+        batch_ids = [await started(rig, chat_lines(40), key(name)) for name in ("a", "b")]
+        counts: dict[str, int] = {}
+        for name, batch_id, seconds in (("b", batch_ids[1], 60), ("a", batch_ids[0], 900)):
+            await asyncio.sleep(seconds)
+            async with rig.client.get(f"/v1/batches/{batch_id}", key(name)) as exchange:
+                counts[name] = (await exchange.json())["request_counts"]["completed"]
+        assert counts == {"b": 40, "a": 40}
+        lines = [request for request in rig.ended if request.spec.tenant == "a"]
+        tokens = sum(request.prompt_len + request.produced for request in lines)
+        last = max(request.arrived_at for request in lines) - lines[0].arrived_at
+        assert last > (tokens - 60 - 8 * 20) / 1.0, "one token per second"
+
+    path = tmp_path / "keys.toml"
+    path.write_text('[a]\nkey = "a"\ntokens_per_minute = 60\n[b]\nkey = "b"')
+    play(scene, Setting(key_file=path))
 
 
 def test_a_line_can_be_cancelled_by_its_request_id() -> None:
