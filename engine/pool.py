@@ -1,7 +1,7 @@
 """RequestPool: every live request, the policy that orders them, and counts for planning."""
 
 from collections import Counter
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from engine.request import TERMINAL, Move, Request, State
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 # Bound once: Python 3.11 takes a quarter of a microsecond to look a member up.
-WAITING, SWAPPED, SWAPPING_OUT = State.WAITING, State.SWAPPED, State.SWAPPING_OUT
+WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED
+SWAPPING_OUT, PLAN, COMMIT = State.SWAPPING_OUT, Move.PLAN, Move.COMMIT
+LEAST_DEADLINES = 64  # entries of ended requests that are kept in any case
 
 
 class RequestPool:
@@ -29,8 +31,14 @@ class RequestPool:
         self.policy = policy
         self._live: dict[RequestId, Request] = {}
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; may name ended requests
+        self._num_deadlines = 0  # live requests with a deadline
         self._counts = dict.fromkeys(State, 0)  # live requests by state; for terminal states all
+        self.started: dict[Request, None] = {}  # hold KV on the device: not waiting, not swapped
+        self.swapped: dict[Request, None] = {}
         self.background: set[Request] = set()  # live requests with `spec.is_background`
+        self.num_background_ready = 0
+        self.num_background_waiting = 0
+        self.background_waiting_tokens = 0
         self.waiting_tokens = 0  # prompt and output tokens of waiting requests
 
     def __repr__(self) -> str:
@@ -53,8 +61,7 @@ class RequestPool:
     @property
     def num_admitted(self) -> int:
         """Requests that hold KV on the device, except those being swapped out."""
-        counts = self._counts
-        return len(self._live) - counts[WAITING] - counts[SWAPPED] - counts[SWAPPING_OUT]
+        return len(self.started) - self._counts[SWAPPING_OUT]
 
     def add(self, request: Request) -> None:
         """Add a new request, which is waiting."""
@@ -64,10 +71,17 @@ class RequestPool:
         self.waiting_tokens += request.num_tokens
         if request.spec.is_background:
             self.background.add(request)
+            self._count_background(request, None, WAITING)
         if request.spec.deadline is not None:
+            self._num_deadlines += 1
             heappush(
                 self._deadlines, (request.arrived_at + request.spec.deadline, request.request_id)
             )
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `overdue` will next report a request, or earlier; None if no deadline is left."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     def overdue(self, now: float) -> list[Request]:
         """Live requests whose deadline has passed since the last call."""
@@ -84,13 +98,40 @@ class RequestPool:
         after = request.move(move)
         self._counts[before] -= 1
         self._counts[after] += 1
+        if self.background and request.spec.is_background:
+            self._count_background(request, before, after)
+        if move is PLAN or move is COMMIT:
+            return  # the hot path: nothing below changes
         if before is WAITING:
             self.waiting_tokens -= request.num_tokens
+            self.started[request] = None
         elif after is WAITING:
             self.waiting_tokens += request.num_tokens
+        if before is SWAPPED:
+            del self.swapped[request]
+            self.started[request] = None
+        elif after is SWAPPED:
+            self.swapped[request] = None
+        if after is WAITING or after is SWAPPED or after in TERMINAL:
+            self.started.pop(request, None)
         if after in TERMINAL:
-            del self._live[request.request_id]
-            self.background.discard(request)
+            self._remove(request)
+
+    def _count_background(self, request: Request, before: State | None, after: State) -> None:
+        self.num_background_ready += (after is READY) - (before is READY)
+        change = (after is WAITING) - (before is WAITING)
+        self.num_background_waiting += change
+        self.background_waiting_tokens += change * request.num_tokens
+
+    def _remove(self, request: Request) -> None:
+        """Forget a request that has ended, and its deadline when half of those kept are stale."""
+        del self._live[request.request_id]
+        self.background.discard(request)
+        if request.spec.deadline is not None:
+            self._num_deadlines -= 1
+            if len(self._deadlines) > 2 * self._num_deadlines + LEAST_DEADLINES:
+                self._deadlines = [item for item in self._deadlines if item[1] in self._live]
+                heapify(self._deadlines)
 
     def check(self) -> None:
         """Assert that the counts agree with the requests."""
@@ -102,3 +143,12 @@ class RequestPool:
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
         background = {request for request in self if request.spec.is_background}
         assert background == self.background, "background requests drifted"
+        idle = [r for r in background if r.state is WAITING]
+        assert len(idle) == self.num_background_waiting, "waiting background requests drifted"
+        tokens = sum(r.num_tokens for r in idle)
+        assert tokens == self.background_waiting_tokens, "waiting background tokens drifted"
+        ready = sum(r.state is READY for r in background)
+        assert ready == self.num_background_ready, "ready background requests drifted"
+        started = {r for r in self if r.state not in (WAITING, SWAPPED)}
+        assert started == self.started.keys(), "started requests drifted"
+        assert {r for r in self if r.state is SWAPPED} == self.swapped.keys(), "swapped drifted"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from engine.events import Observer
     from engine.kv.manager import KVManager
+    from engine.policy.port import SortKey
     from engine.pool import RequestPool
 
 READY, SWAPPING_IN = State.READY, State.SWAPPING_IN  # bound once (see engine.pool)
@@ -86,14 +87,14 @@ class AdmissionControl:
         self._pool = pool
         self._observer = observer
         # Of the plan being made:
-        self._rank: dict[Request, int] = {}  # position in the policy's order; filled when needed
-        self._started: list[Request] = []  # ready requests, the least urgent first
+        self._ready: list[Request] | None = None  # the least urgent first; made when needed
+        self._keys: dict[Request, SortKey] = {}  # in the policy's order
         self._reclaimable = inf  # most blocks that preemption can gain, as far as is known
 
     def begin_plan(self) -> None:
         """Discard what was computed for the last plan."""
-        self._rank.clear()
-        self._started.clear()
+        self._ready = None
+        self._keys.clear()
         self._reclaimable = inf
 
     def admit(self, request: Request, now: float) -> bool:
@@ -179,19 +180,26 @@ class AdmissionControl:
     def _slots_to_start(self, request: Request) -> int:
         return request.num_tokens if self._grows else request.max_slots
 
-    def _ready(self, now: float) -> list[Request]:
-        """Ready requests when this was first called in the plan, the least urgent first."""
-        if not self._rank:
-            order = self._pool.policy.order(now)
-            self._rank.update((other, position) for position, other in enumerate(order))
-            self._started += [r for r in self._rank if r.state is READY]
-            self._started.reverse()
-        return self._started
+    def _ready_requests(self, now: float) -> list[Request]:
+        """Requests that were ready when this was first called in the plan, least urgent first."""
+        if self._ready is None:
+            self._ready = ready = [r for r in self._pool.started if r.state is READY]
+            keys = self._pool.policy.sort_keys(ready, now)
+            self._keys.update(zip(ready, keys, strict=True))
+            ready.sort(key=self._keys.__getitem__, reverse=True)
+        return self._ready
+
+    def _key(self, request: Request, now: float) -> "SortKey":
+        """The request's position in the policy's order."""
+        if request not in self._keys:
+            (self._keys[request],) = self._pool.policy.sort_keys([request], now)
+        return self._keys[request]
 
     def _victims(self, request: Request, now: float) -> "Iterator[Request]":
         """Less urgent requests that may be preempted for `request`, the least urgent first."""
-        for other in self._ready(now):
-            if self._rank[other] <= self._rank[request]:
+        ready, key = self._ready_requests(now), self._key(request, now)
+        for other in ready:
+            if self._keys[other] <= key:
                 return
             is_safe = self.is_protected(other) and not _is_background_for(other, request)
             if other.state is READY and not is_safe:
@@ -201,7 +209,7 @@ class AdmissionControl:
         """Requests that may be preempted so that a protected one can grow: unprotected requests,
         the least urgent first, then protected requests, the last arrived first."""
         later: list[Request] = []
-        for other in self._ready(now):
+        for other in self._ready_requests(now):
             if other is request or other.state is not READY or _is_background_for(request, other):
                 continue
             if not self.is_protected(other) or _is_background_for(other, request):

@@ -152,9 +152,8 @@ class IterationScheduler:
         return request
 
     def _check_queue(self, prompt_len: int) -> None:
-        background = [request for request in self.pool.background if request.state is WAITING]
-        waiting = self.pool.count(WAITING) - len(background)
-        tokens = self.pool.waiting_tokens - sum(request.num_tokens for request in background)
+        waiting = self.pool.count(WAITING) - self.pool.num_background_waiting
+        tokens = self.pool.waiting_tokens - self.pool.background_waiting_tokens
         too_many = waiting >= self.settings.max_queue_requests
         if too_many or (waiting and tokens + prompt_len > self.settings.max_queue_tokens):
             raise Overloaded(
@@ -206,6 +205,7 @@ class IterationScheduler:
         order = self.policy.order(now)
         whole_batch = self.settings.admission is Admission.REQUEST
         admits = not (whole_batch and self.pool.num_admitted)
+        request: Request | None = None
         while admits and not batch.is_full:
             request = next(order, None)
             if request is None:
@@ -214,11 +214,24 @@ class IterationScheduler:
                 self._take(batch, request, now)
             elif request.state is WAITING or request.state is SWAPPED:
                 admits = self._admit(batch, request, now)
-        while not batch.is_full and self._ready_left(batch):
-            request = next((r for r in order if r.state is READY or r in batch.ahead), None)
-            if request is None:
-                return
-            self._take(batch, request, now)
+        if not batch.is_full and self._ready_left(batch):
+            for other in self._started_behind(request, now):
+                if batch.is_full:
+                    return
+                if other.state is READY or other in batch.ahead:
+                    self._take(batch, other, now)
+
+    def _started_behind(self, request: Request | None, now: float) -> list[Request]:
+        """Started requests behind `request` in the policy's order (all if it is None), sorted.
+
+        The order itself may have any number of waiting requests between them.
+        """
+        started = [*self.pool.started]
+        keys = dict(zip(started, self.policy.sort_keys(started, now), strict=True))
+        if request is not None:
+            (key,) = self.policy.sort_keys([request], now)
+            started = [other for other in started if keys[other] > key]
+        return sorted(started, key=keys.__getitem__)
 
     def _take(self, batch: BatchBuilder, request: Request, now: float) -> None:
         """Add a started request to the batch, unless tokens or KV blocks lack.
@@ -276,8 +289,8 @@ class IterationScheduler:
         """For how many of `num_ready` ready requests a prefill of `request` leaves a token: at most
         one per seat, and none for background requests unless it is one itself."""
         if self.pool.background and not request.spec.is_background:
-            left = batch.ahead
-            num_ready -= sum(r.state is READY or r in left for r in self.pool.background)
+            num_ready -= self.pool.num_background_ready
+            num_ready -= sum(r.spec.is_background for r in batch.ahead)
         return min(num_ready, batch.seats - 1)
 
     def _admit(self, batch: BatchBuilder, request: Request, now: float) -> bool:

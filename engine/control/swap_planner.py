@@ -75,7 +75,10 @@ class SwapPlanner:
         if self._num_short(spare) <= 0 and not self._pool.count(SWAPPED):
             return
         policy = self._pool.policy
-        idle = [r for r in policy.order(now) if r.state is READY or r.state is SWAPPED]
+        idle = [r for r in self._pool.started if r.state is READY]
+        idle += self._pool.swapped
+        keys = dict(zip(idle, policy.sort_keys(idle, now), strict=True))
+        idle.sort(key=keys.__getitem__)
         times = dict(zip(idle, policy.next_scheduled_times(idle, now), strict=True))
         idle.sort(key=times.__getitem__)
         movable = [r for r in idle if r.state is READY and self._may_swap_out(r)]  # soonest first

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.policy.port import Policy
+    from engine.policy.port import Policy, SortKey
     from engine.request import Request, RequestSpec
 
 
@@ -22,7 +22,8 @@ class BackgroundLast:
 
     def __init__(self, inner: "Policy") -> None:
         self.inner = inner
-        self._background: dict[Request, None] = {}
+        self._background: dict[Request, SortKey] = {}
+        self._num_arrived = 0
 
     @property
     def preempts(self) -> bool:
@@ -35,7 +36,8 @@ class BackgroundLast:
 
     def arrive(self, request: "Request", now: float) -> None:
         if request.spec.is_background:
-            self._background[request] = None
+            self._background[request] = (1, self._num_arrived)
+            self._num_arrived += 1
         else:
             self.inner.arrive(request, now)
 
@@ -52,6 +54,12 @@ class BackgroundLast:
     def order(self, now: float) -> "Iterator[Request]":
         order = self.inner.order(now)
         return chain(order, self._background) if self._background else order
+
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        foreground = [request for request in requests if not request.spec.is_background]
+        keys = iter(self.inner.sort_keys(foreground, now))
+        behind = self._background
+        return [behind[r] if r.spec.is_background else (0, *next(keys)) for r in requests]
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         foreground = [request for request in requests if not request.spec.is_background]

@@ -4,23 +4,24 @@ A request that can no longer meet its deadline is moved behind those that can. I
 as due `starvation_seconds` later, like a request without a deadline, so that it does not starve.
 """
 
-from bisect import bisect_left, insort
-from heapq import heappop, heappush
+from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
-from engine.policy.forecast import Forecast
+from engine.policy.forecast import Forecast, spread
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
     from engine.step import RequestId
 
 STARVATION_SECONDS = 60.0
+MOST_LATE = 64  # requests found late per walk: a whole queue at once would delay the plan
 
 
 class _DeadlineKey(NamedTuple):
@@ -52,14 +53,20 @@ class EarliestFeasibleFirst:
         limits = [limit for limit in (spec.ttft_deadline, spec.deadline) if limit is not None]
         if not limits:
             return
-        end = bisect_left(self._queue, now + min(limits), key=lambda key: key.due)
-        wait = self._forecast.wait(key.request for key in self._queue[:end])
+        wait = self._forecast.wait(*self._ahead_of(now + min(limits), now))
         first = self._cost.compute(num_tokens, len(spec.prompt) - num_tokens)
         others = self._forecast.decodes_left(spec, produced=1)
         alone = first + others * self._forecast.pace_alone(spec)
         shared = wait + first + others * self._forecast.pace(spec)
         _check("ttft_deadline", spec.ttft_deadline, first, wait + first)
         _check("deadline", spec.deadline, alone, shared)
+
+    def _ahead_of(self, due: float, now: float) -> "tuple[list[Request], int]":
+        """A sample of the requests due before `due` that can be in time, and their number."""
+        end = bisect_left(self._queue, due, key=lambda key: key.due)
+        sample = [self._queue[i].request for i in spread(end)]
+        ahead = [request for request in sample if self._can_be_in_time(request, now)]
+        return ahead, round(end * len(ahead) / max(1, len(sample)))
 
     def arrive(self, request: "Request", now: float) -> None:
         due = self._due(request, has_started=bool(request.output))
@@ -81,24 +88,28 @@ class EarliestFeasibleFirst:
             self._forecast.rest()
 
     def order(self, now: float) -> "Iterator[Request]":
-        """By due time. A request that is found to be late on the way moves further back."""
-        late: list[_DeadlineKey] = []
-        for key in tuple(self._queue):
-            request = key.request
-            while late and late[0] < key:
-                yield heappop(late).request
-            if not self._can_be_in_time(request, now):
-                self._remove(request)
-                self._insert(request, now + self._starvation_seconds, is_in_time=False)
-            if self._keys[request] is key:
-                yield request
+        """By due time. A request that is found to be late on the way moves further back, at most
+        `MOST_LATE` of them per walk.
+
+        The walk continues from the last key, so that others may change the queue meanwhile.
+        """
+        num_late, at = 0, 0
+        while at < len(self._queue):
+            key = self._queue[at]
+            if num_late < MOST_LATE and self._postpone_if_late(key.request, now):
+                num_late += 1
             else:
-                heappush(late, self._keys[request])
-        while late:
-            yield heappop(late).request
+                yield key.request
+            at = bisect_right(self._queue, key)
+
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        """By due time; requests that are found to be late move further back first."""
+        for request in requests:
+            self._postpone_if_late(request, now)
+        return [self._keys[request][:2] for request in requests]
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.order(now), requests)
+        return positions(self.sort_keys(requests, now))
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
         """The earliest time that the request has to meet; None if it has no deadline."""
@@ -120,6 +131,14 @@ class EarliestFeasibleFirst:
             return True
         others = self._forecast.decodes_left(spec, request.produced + 1)
         return age + others * self._forecast.pace(spec) <= spec.deadline
+
+    def _postpone_if_late(self, request: "Request", now: float) -> bool:
+        if self._can_be_in_time(request, now):
+            return False
+        due = max(now + self._starvation_seconds, self._keys[request].due)
+        self._remove(request)
+        self._insert(request, due, is_in_time=False)
+        return True
 
     def _insert(self, request: "Request", due: float | None, is_in_time: bool) -> None:
         if due is None:

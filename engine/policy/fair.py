@@ -15,6 +15,7 @@ from engine.policy.settings import PolicySettings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
@@ -85,18 +86,38 @@ class VirtualTokenCounter:
                 heappop(heap)
                 continue
             yield request
-            is_decode = request.remaining == 1 and bool(request.output)
-            charge = self._charge(request, request.remaining, is_decode)
-            heapreplace(heap, (counter + charge, index, queue))
+            heapreplace(heap, (counter + self._charge_of_remaining(request), index, queue))
         if heap:
             yield from heap[0][2]
 
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        """By the tenant's counter when the request is next, as `order` counts it."""
+        wanted: dict[str, set[Request]] = {}
+        for request in requests:
+            wanted.setdefault(request.spec.tenant, set()).add(request)
+        keys: dict[Request, SortKey] = {}
+        for name, others in wanted.items():
+            tenant = self._active[name]
+            counter = tenant.counter
+            for place, request in enumerate(tenant.requests):
+                if request in others:
+                    keys[request] = (counter, tenant.index, place)
+                    others.discard(request)
+                    if not others:
+                        break
+                counter += self._charge_of_remaining(request)
+        return [keys[request] for request in requests]
+
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.order(now), requests)
+        return positions(self.sort_keys(requests, now))
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens counted for a tenant with live requests."""
         return self._active[tenant].counter
+
+    def _charge_of_remaining(self, request: "Request") -> float:
+        is_decode = request.remaining == 1 and bool(request.output)
+        return self._charge(request, request.remaining, is_decode)
 
     def _charge(self, request: "Request", num_tokens: int, is_decode: bool) -> float:
         settings = self._settings

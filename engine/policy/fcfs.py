@@ -7,6 +7,7 @@ from engine.policy.positions import positions
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.policy.settings import PolicySettings
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
@@ -20,13 +21,15 @@ class FirstComeFirstServed:
     def __init__(
         self, cost: "Cost | None" = None, settings: "PolicySettings | None" = None
     ) -> None:
-        self._live: dict[Request, None] = {}
+        self._live: dict[Request, SortKey] = {}
+        self._num_arrived = 0
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
     def arrive(self, request: "Request", now: float) -> None:
-        self._live[request] = None
+        self._live[request] = (self._num_arrived,)
+        self._num_arrived += 1
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         return None
@@ -37,5 +40,8 @@ class FirstComeFirstServed:
     def order(self, now: float) -> "Iterator[Request]":
         return iter(self._live)
 
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        return [self._live[request] for request in requests]
+
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.order(now), requests)
+        return positions(self.sort_keys(requests, now))

@@ -8,11 +8,12 @@ requests share iterations without loss, and that outputs are as long as recent o
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
+MOST_SAMPLED = 64  # requests whose work is predicted one by one
 WEIGHT = 0.1  # of the latest iteration or output in the moving averages
 
 
@@ -61,17 +62,25 @@ class Forecast:
         """Seconds between two tokens in batches like recent ones."""
         return self.pace_alone(spec) if self._pace is None else self._pace
 
-    def wait(self, ahead: "Iterable[Request]") -> float:
-        """Seconds until a request behind all of `ahead` is in a batch."""
-        seconds, count, decodes = 0.0, 0, 0.0
+    def wait(self, ahead: "Sequence[Request]", count: int) -> float:
+        """Seconds until a request behind `count` others is in a batch, of which `ahead` are a
+        sample (`spread`) that stands for all."""
+        if not ahead:
+            return 0.0
+        seconds, decodes = 0.0, 0.0
         for request in ahead:
-            count += 1
             spec = request.spec
             decodes += self.decodes_left(spec, request.produced) * self.pace(spec)
             if request.remaining > 1:
                 start = request.num_computed
                 alone = self._cost.compute(request.remaining, start)
                 seconds += alone - self._cost.compute(1, start)
+        seconds *= count / len(ahead)
         if count < self._seats:
             return seconds
-        return seconds + decodes / count * (count - self._seats + 1) / self._seats
+        return seconds + decodes / len(ahead) * (count - self._seats + 1) / self._seats
+
+
+def spread(count: int) -> range:
+    """At most `MOST_SAMPLED` indices below `count`, evenly spaced."""
+    return range(0, count, -(-count // MOST_SAMPLED) or 1)

@@ -7,25 +7,28 @@ queues from which it would be demoted at once.
 """
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
 STARVATION_SECONDS = 3.0  # of the paper's released code
+MOST_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     level: int
     quantum: float  # seconds granted in this level
+    number: int = 0  # counts up with each request that joins a queue
     used: float = 0.0
 
 
@@ -42,6 +45,7 @@ class SkipJoinMLFQ:
         self._settings = settings or PolicySettings()
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
         self._jobs: dict[Request, _Job] = {}
+        self._num_joined = 0
         self._waiting = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
@@ -49,7 +53,7 @@ class SkipJoinMLFQ:
 
     def arrive(self, request: "Request", now: float) -> None:
         level = self._covering(self._next_iteration(request)) if self._settings.skips else 0
-        self._jobs[request] = _Job(level, self._quantum(level))
+        self._jobs[request] = _Job(level, self._quantum(level), self._next_number())
         self._levels[level][request] = None
         self._waiting.restart(request, now)
 
@@ -73,21 +77,28 @@ class SkipJoinMLFQ:
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
 
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        jobs = [self._jobs[request] for request in requests]
+        return [(job.level, job.number) for job in jobs]
+
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """Seconds until each request is promoted for starving, or until all requests in higher
         queues are demoted to its queue, whichever is sooner (FastServe, section 4.3). In its queue
         the requests before it use up their quanta first.
         """
-        times: dict[Request, float] = dict.fromkeys(requests, 0.0)
+        levels = [self._jobs[request].level for request in requests]
+        wanted: list[set[Request]] = [set() for _ in self._levels]
+        for request, level in zip(requests, levels, strict=True):
+            wanted[level].add(request)
+        seconds: dict[Request, float] = {}
         num_above, above = 0, 0.0  # requests in higher queues, and seconds until they are demoted
         for level, queue in enumerate(self._levels):
             share = self._quantum(level) / self._settings.seats
-            for place, request in enumerate(queue):
-                if request in times:
-                    times[request] = above + place * share
+            if wanted[level]:
+                seconds |= _walk(queue, wanted[level], above, share)
             num_above += len(queue)
             above += num_above * share
-        return [min(self._waiting.seconds_left(r, now), seconds) for r, seconds in times.items()]
+        return [min(self._waiting.seconds_left(r, now), seconds[r]) for r in requests]
 
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""
@@ -98,8 +109,13 @@ class SkipJoinMLFQ:
         job = self._jobs[request]
         del self._levels[job.level][request]
         job.level, job.quantum, job.used = level, self._quantum(level), 0.0
+        job.number = self._next_number()
         self._levels[level][request] = None
         return job
+
+    def _next_number(self) -> int:
+        self._num_joined += 1
+        return self._num_joined
 
     def _next_iteration(self, request: "Request") -> float:
         """Seconds to compute all tokens of the request up to its next output token."""
@@ -117,3 +133,17 @@ class SkipJoinMLFQ:
                 return level
             quantum *= self._settings.ratio
         return len(self._levels) - 1
+
+
+def _walk(
+    queue: "Iterable[Request]", wanted: "set[Request]", above: float, share: float
+) -> "dict[Request, float]":
+    """Seconds until these requests of a queue run, if each one before them takes `share`. Requests
+    beyond `MOST_PLACES` are not looked for: they count as next after those."""
+    found: dict[Request, float] = {}
+    for place, request in enumerate(islice(queue, MOST_PLACES)):
+        if request in wanted:
+            found[request] = above + place * share
+            if len(found) == len(wanted):
+                return found
+    return dict.fromkeys(wanted, above + MOST_PLACES * share) | found

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
 
 
+SortKey = tuple[float, ...]
+
+
 class Policy(Protocol):
     """Orders the live requests. It holds no KV, reads no clock and drops no request.
 
@@ -35,7 +38,15 @@ class Policy(Protocol):
     def leave(self, request: "Request", now: float) -> None: ...
 
     def order(self, now: float) -> "Iterator[Request]":
-        """All live requests, most urgent first; the last one is the first to be preempted."""
+        """All live requests, most urgent first; the last one is the first to be preempted.
+
+        The scheduler takes a batch from the front, so the cost must depend on how many requests
+        are taken, not on how many are live. Requests are taken before any other method is called.
+        """
+        ...
+
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> list[SortKey]:
+        """One key for each of these live requests; `order` is ascending in them."""
         ...
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:

@@ -1,15 +1,16 @@
 """Positions in a policy's order: `next_scheduled_times` of policies that know nothing better."""
 
-from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from engine.request import Request
+    from engine.policy.port import SortKey
 
 
-def positions(order: "Iterable[Request]", requests: "Sequence[Request]") -> list[float]:
-    """The position of each request in the order, from 0; infinity if it is not in it."""
-    found = {request: float(position) for position, request in enumerate(order)}
-    return [found.get(request, inf) for request in requests]
+def positions(keys: "Sequence[SortKey]") -> list[float]:
+    """The position of each key among all of them when sorted, from 0."""
+    found = [0.0] * len(keys)
+    for position, index in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
+        found[index] = float(position)
+    return found

@@ -11,6 +11,7 @@ from engine.policy.waiting import WaitingTimes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
@@ -26,8 +27,9 @@ class LowestPriorityFirst:
     def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
         limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS
         self._waiting = WaitingTimes(limit)
-        self._promoted: dict[Request, None] = {}
-        self._classes: dict[int, dict[Request, None]] = {}
+        self._promoted: dict[Request, SortKey] = {}
+        self._classes: dict[int, dict[Request, SortKey]] = {}
+        self._num_queued = 0  # arrivals and promotions so far
         self._priorities: list[int] = []  # of the classes, ascending
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
@@ -38,7 +40,7 @@ class LowestPriorityFirst:
         if priority not in self._classes:
             self._classes[priority] = {}
             insort(self._priorities, priority)
-        self._classes[priority][request] = None
+        self._classes[priority][request] = (1, priority, self._next_number())
         self._waiting.restart(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
@@ -56,12 +58,20 @@ class LowestPriorityFirst:
         for request in self._waiting.starving(now):
             self._waiting.remove(request)
             self._remove(request)
-            self._promoted[request] = None
+            self._promoted[request] = (0, self._next_number())
         classes = [self._classes[priority] for priority in self._priorities]
         return chain(self._promoted, chain.from_iterable(classes))
 
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        promoted, classes = self._promoted, self._classes
+        return [promoted.get(r) or classes[r.spec.priority][r] for r in requests]
+
+    def _next_number(self) -> int:
+        self._num_queued += 1
+        return self._num_queued
+
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.order(now), requests)
+        return positions(self.sort_keys(requests, now))
 
     def _remove(self, request: "Request") -> None:
         priority = request.spec.priority

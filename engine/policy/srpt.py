@@ -15,6 +15,7 @@ from engine.policy.waiting import WaitingTimes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
     from engine.step import RequestId
@@ -64,8 +65,11 @@ class ShortestRemainingFirst:
             self._insert(request, -inf)
         return (key.request for key in self._queue)
 
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        return [self._keys[request][:2] for request in requests]
+
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.order(now), requests)
+        return positions(self.sort_keys(requests, now))
 
     def _left(self, request: "Request") -> float:
         """Seconds until the request's last token if it ran alone."""

@@ -7,6 +7,7 @@ from engine.request import State
 if TYPE_CHECKING:
     from engine.request import Request
 
+MOST_AT_ONCE = 64  # so that one plan does not promote a whole queue
 IN_FLIGHT = frozenset({State.RUNNING, State.LEAVING})
 
 
@@ -33,14 +34,16 @@ class WaitingTimes:
         return self._since[request] + self._limit - now
 
     def starving(self, now: float) -> "list[Request]":
-        """Requests that have waited for the limit or longer. Their wait restarts, so that each is
-        reported once per limit."""
+        """Requests that have waited for the limit or longer, at most `MOST_AT_ONCE`, the longest
+        wait first. Their wait restarts, so that each is reported once per limit."""
         found: list[Request] = []
         for request, since in self._since.items():
             if now - since < self._limit:
                 break
             if request.state not in IN_FLIGHT:
                 found.append(request)
+                if len(found) == MOST_AT_ONCE:
+                    break
         for request in found:
             self.restart(request, now)
         return found

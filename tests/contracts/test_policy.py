@@ -1,15 +1,27 @@
 """The contract of `Policy`: no request is lost, doubled, or starved beyond the bound."""
 
+from collections.abc import Iterator
 from itertools import permutations
 from random import Random
+from typing import cast
 
 import pytest
 
 from engine.control.admission import Admission, SwapMode
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy.mlfq import SkipJoinMLFQ
+from engine.policy.waiting import MOST_AT_ONCE
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import RequestId
-from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play, run_iteration
+from tests.scheduling import (
+    HAND_COST,
+    a_request,
+    a_scheduler,
+    a_spec,
+    commit_iteration,
+    play,
+    run_iteration,
+)
 
 NAMES = [*POLICIES, *ORACLES]
 STARVATION_SECONDS = 20.0
@@ -24,7 +36,7 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return make(request.param)
 
 
-def any_ask(random: Random) -> RequestSpec:
+def any_spec(random: Random) -> RequestSpec:
     """Lengths, tenants, priorities and first-token deadlines of all kinds."""
     return a_spec(
         random.randint(1, 20),
@@ -43,7 +55,7 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
     now = 0.0
     for number in range(300):
         now += random.random()
-        request = Request(RequestId(number), any_ask(random), arrived_at=now)
+        request = Request(RequestId(number), any_spec(random), arrived_at=now)
         live[number] = request
         policy.arrive(request, now)
         for other in random.sample(list(live.values()), min(len(live), 4)):
@@ -58,6 +70,9 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
         order = list(policy.order(now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live.keys()
+        keys = policy.sort_keys(order, now)
+        assert keys == sorted(keys)
+        assert len(set(keys)) == len(keys)
         some = random.sample(order, len(order) // 2)
         assert len(policy.next_scheduled_times(some, now)) == len(some)
     for request in list(live.values()):
@@ -68,11 +83,11 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
 def test_the_order_is_the_same_when_computed_again_at_the_same_time(policy: Policy) -> None:
     random = Random(2)
     for number in range(40):
-        policy.arrive(Request(RequestId(number), any_ask(random), arrived_at=0.0), 0.0)
+        policy.arrive(Request(RequestId(number), any_spec(random), arrived_at=0.0), 0.0)
     for now in (0.0, 10.0, STARVATION_SECONDS, 3 * STARVATION_SECONDS):
         outer = policy.order(now)
         first = [next(outer), next(outer)]
-        inner = list(policy.order(now))  # as the memory does when it looks for victims
+        inner = list(policy.order(now))  # a second walk during the first
         assert first + list(outer) == inner
 
 
@@ -84,7 +99,7 @@ def test_every_request_is_served_in_full_and_the_schedule_is_deterministic(
     def run() -> list[tuple[float | None, int]]:
         random = Random(3)
         moments = sorted(random.uniform(0.0, 150.0) for _ in range(60))
-        arrivals = [(at, any_ask(random)) for at in moments]
+        arrivals = [(at, any_spec(random)) for at in moments]
         scheduler = a_scheduler(make(name), num_slots=64, max_batch_size=3, admission=admission)
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
@@ -117,7 +132,7 @@ def test_no_request_starves_under_endless_favoured_arrivals(policy: Policy, swap
 def test_switching_policies_loses_no_request(before: str, after: str) -> None:
     random = Random(4)
     scheduler = a_scheduler(make(before), num_slots=60, max_batch_size=3)
-    requests = [scheduler.add(any_ask(random), 0.0) for _ in range(12)]
+    requests = [scheduler.add(any_spec(random), 0.0) for _ in range(12)]
     now = 0.0
     for _ in range(6):
         now = run_iteration(scheduler, now)
@@ -132,3 +147,56 @@ def test_switching_policies_loses_no_request(before: str, after: str) -> None:
     while scheduler.pool:
         now = run_iteration(scheduler, now)
     assert all(request.state is State.FINISHED for request in requests if request is not gone)
+
+
+class CountingPolicy:
+    """Counts how many requests `order` has yielded, whichever policy makes the order."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+        self.num_yielded = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def order(self, now: float) -> Iterator[Request]:
+        for request in self.inner.order(now):
+            self.num_yielded += 1
+            yield request
+
+
+@pytest.mark.parametrize("num_host_slots", [0, 400])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_walks_a_bounded_part_of_the_order(name: str, num_host_slots: int) -> None:
+    """Blocks are short, some started requests are at the end of the order, and 3,000 wait."""
+    policy = CountingPolicy(build(name, HAND_COST, serves=False))
+    scheduler = a_scheduler(
+        cast("Policy", policy),
+        num_slots=150,
+        num_host_slots=num_host_slots,
+        max_batch_size=8,
+        max_batch_tokens=64,
+        max_queue_requests=9999,
+    )
+    for number in range(12):
+        scheduler.add(a_spec(8, 60, tenant="ab"[number % 2]), 0.0)
+    now = 0.0
+    for _ in range(20):
+        now = run_iteration(scheduler, now)
+    for number in range(3000):
+        scheduler.add(a_spec(8, 60, tenant="ab"[number % 2], priority=-1), now)
+    for _ in range(10):
+        policy.num_yielded = 0
+        now = run_iteration(scheduler, now)
+        assert policy.num_yielded <= 100
+
+
+def test_one_order_promotes_a_bounded_number_of_starving_requests() -> None:
+    """The others are promoted by the next ones, so that no plan waits for a whole queue."""
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=5.0))
+    for number in range(1000):
+        policy.arrive(a_request(number, 7, 9), 0.0)
+    for num_promoted in (MOST_AT_ONCE, 2 * MOST_AT_ONCE):
+        order = list(policy.order(6.0))
+        assert sum(policy.level(request) == 0 for request in order) == num_promoted
+        assert [request.request_id for request in order] == list(range(1000))

@@ -4,8 +4,9 @@ import pytest
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy import PolicySettings
-from engine.policy.deadline import EarliestFeasibleFirst
+from engine.policy.deadline import MOST_LATE, EarliestFeasibleFirst
 from engine.request import FinishReason, Request, State
+from engine.step import Step
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
 
 
@@ -110,9 +111,9 @@ def test_the_pace_under_load_is_forgotten_when_no_request_is_left() -> None:
 
 def test_a_rejected_request_leaves_no_trace() -> None:
     scheduler = a_scheduler(EarliestFeasibleFirst(HAND_COST))
-    scheduler.add(a_spec(9, 9, deadline=30.0), 0.0)
+    scheduler.add(a_spec(30, 9, deadline=30.0), 0.0)
     with pytest.raises(DeadlineUnmeetable):
-        scheduler.add(a_spec(3, 9, ttft_deadline=3.0, deadline=40.0), 28.0)
+        scheduler.add(a_spec(4, 9, ttft_deadline=16.5), 14.0)
     assert len(scheduler.pool) == 1
     assert len(list(scheduler.policy.order(0.0))) == 1
 
@@ -131,3 +132,45 @@ def test_a_deadline_that_passes_ends_the_request_and_frees_its_blocks() -> None:
         now = run_iteration(scheduler, now)
     assert (request.state, request.produced, now) == (State.EXPIRED, 4, 4.0)
     assert scheduler.ledger.num_held == 0
+
+
+class CountingCost:
+    """`HAND_COST`, and how often a duration was predicted."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def compute(self, num_tokens: int, start: int) -> float:
+        self.num_calls += 1
+        return HAND_COST.compute(num_tokens, start)
+
+    def step(self, step: Step) -> float:
+        return HAND_COST.step(step)
+
+
+def test_validating_a_deadline_predicts_a_bounded_number_of_costs() -> None:
+    cost = CountingCost()
+    policy = EarliestFeasibleFirst(cost, PolicySettings(seats=64))
+    for number in range(5000):
+        arrive(policy, a_request(number, 9, 9, deadline=1e6))
+    cost.num_calls = 0
+    policy.validate(a_spec(9, 9, deadline=2e6), 9, 0.0)
+    assert 64 < cost.num_calls < 64 * 8
+
+
+def test_a_sampled_queue_has_the_same_forecast_as_a_whole_one() -> None:
+    """All requests are alike, so a part of them stands for all exactly."""
+    policy = EarliestFeasibleFirst(HAND_COST, PolicySettings(seats=4))
+    for number in range(500):
+        arrive(policy, a_request(number, 9, 9, deadline=1000.0))
+    with pytest.raises(DeadlineUnmeetable, match=r"about 2\.13e\+03 s"):
+        policy.validate(a_spec(9, 9, ttft_deadline=2000.0, deadline=2e6), 9, 0.0)
+
+
+def test_one_walk_postpones_a_bounded_number_of_late_requests() -> None:
+    policy = EarliestFeasibleFirst(HAND_COST)
+    for number in range(1000):
+        arrive(policy, a_request(number, 9, 9, deadline=5.0))
+    next(policy.order(100.0))
+    late = [r for r in policy.order(0.0) if policy.sort_keys([r], 0.0)[0][0] > 100.0]
+    assert 0 < len(late) <= MOST_LATE
