@@ -46,11 +46,13 @@ class RememberingDevice:
         entries = [
             entry if entry.tokens != (LAST_TOKEN,) else entry._replace(tokens=_last(entry, request))
             for entry, request in zip(iteration.step.entries, iteration.requests, strict=True)
+            if request.state is State.RUNNING
         ]
+        running = [request for request in iteration.requests if request.state is State.RUNNING]
         step = self._outputs.complete(replace(iteration.step, entries=tuple(entries)))
-        for entry, request in zip(step.entries, iteration.requests, strict=True):
+        for entry, request in zip(step.entries, running, strict=True):
             sample = entry.sample
-            if sample is None or not sample.reads_output or request.state is not State.RUNNING:
+            if sample is None or not sample.reads_output:
                 continue
             is_repetition = request.spec.sampling.repetition_penalty != 1.0
             assert sample.output == tuple(request.output)
