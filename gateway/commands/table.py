@@ -14,6 +14,8 @@ COMMANDS = {
         "gateway.commands.simulate.command:main",
         "run a workload through the scheduler in virtual time",
     ),
+    "explain": ("gateway.commands.explain:main", "say why a request was slow"),
+    "top": ("gateway.commands.top:main", "show the engine of a server live"),
     "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),
     "completion": (
         "gateway.commands.completion:main",

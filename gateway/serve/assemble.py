@@ -93,8 +93,9 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             if loaded is not None:
                 port = listener.getsockname()[1]
                 cost = LiveCost(loaded.calibration.model)
-                plane = _control_plane(settings, loaded, cost, stack)
-                server = build_server(settings, loaded, plane, credentials, store)
+                plane = build_control_plane(settings, loaded, cost, stack)
+                service = build_service(settings, loaded, plane, credentials, store)
+                server = build_server(settings, service, credentials)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if loaded.calibration.file is not None:
                     loaded.calibration.file.save(cost.model)
@@ -117,25 +118,24 @@ def _store(settings: Settings, model: str) -> Store:
     return open_default(folder / f"{quote(model, safe='')}.sqlite", limits)
 
 
-def build_server(
+def build_service(
     settings: Settings,
     loaded: LoadedModel,
     plane: ControlPlane,
     credentials: Credentials,
     store: Store,
-) -> Server:
-    """The gateway over a loaded model and its scheduler."""
+) -> Service:
+    """The engine over a loaded model and its scheduler, and what routes use besides."""
     scheduler, metrics = plane.scheduler, plane.metrics
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
-    watch = LoopWatch(time.perf_counter, metrics.loop_lag)
-    service = Service(
+    return Service(
         engine=engine,
         model=_served_model(settings, loaded),
         grammars=GrammarCheck(loaded.texts.grammars),
         exposition=Exposition(metrics, scheduler, loaded.name, store.database),
-        watch=watch,
+        watch=LoopWatch(time.perf_counter, metrics.loop_lag),
         clock=time.perf_counter,
         unix_now=unix_now,
         random=random.SystemRandom(),
@@ -153,6 +153,10 @@ def build_server(
         timelines=plane.timelines,
         has_page=settings.page,
     )
+
+
+def build_server(settings: Settings, service: Service, credentials: Credentials) -> Server:
+    """The HTTP server over a service."""
     bounds = ConnectionBounds(
         settings.max_connections or raise_file_limit(),
         settings.body_seconds,
@@ -161,10 +165,18 @@ def build_server(
     limits = LineLimits(line_bytes=int(settings.max_body_bytes))
     runner = BatchRunner(service, ENDPOINTS, settings.max_batch_size, limits)
     app = build_app(service)
-    return Server(app, engine, watch, runner, settings.drain_seconds, bounds, credentials.tls)
+    return Server(
+        app,
+        service.engine,
+        service.watch,
+        runner,
+        settings.drain_seconds,
+        bounds,
+        credentials.tls,
+    )
 
 
-def _control_plane(
+def build_control_plane(
     settings: Settings, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack
 ) -> ControlPlane:
     """The scheduler and its observers. `stack` closes the recording, if there is one."""

@@ -1,0 +1,98 @@
+"""`podway explain ID`: the timeline of a request, and what cost it the most time."""
+
+import asyncio
+import sys
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from gateway.commands.http_client import (
+    DEFAULT_URL,
+    ServerError,
+    base_url,
+    connection_error,
+    http_error,
+    open_session,
+)
+from gateway.serve.flags import Parser
+
+BAR_WIDTH = 40  # characters
+
+
+def parser() -> Parser:
+    """The flags of `podway explain`."""
+    parser = Parser(
+        "podway explain",
+        usage="podway explain ID [URL] [flags]",
+        description="Show the timeline of a request and say what cost it the most time. "
+        "ID is the x-request-id of its response; a server keeps the last 1000 requests.",
+    )
+    parser.add_argument("id", metavar="ID", help="the request's id")
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
+    parser.add_argument("--api-key", help="the key that sent it; default: OPENAI_API_KEY")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the timeline; 1 if the server does not have it."""
+    args = parser().parse_args(argv)
+    try:
+        timeline = asyncio.run(fetch(base_url(args.url), args.id, args.api_key))
+    except ServerError as error:
+        sys.stderr.write(f"podway explain: {error}\n")
+        return 1
+    show(timeline, Console())
+    return 0
+
+
+async def fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
+    """The server's timeline object. Raises `ServerError`."""
+    address = f"{url}/v1/requests/{quote(request_id, safe='')}/timeline"
+    try:
+        async with open_session(api_key, timeout=30) as session, session.get(address) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise ServerError(http_error(response.status, body))
+            timeline: dict[str, Any] = orjson.loads(body)
+            return timeline
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ServerError(connection_error(url, error)) from error
+    except orjson.JSONDecodeError as error:
+        raise ServerError(f"{url} did not answer with JSON; is it a Podway server?") from error
+
+
+def show(timeline: dict[str, Any], console: Console) -> None:
+    """Print the explanation, then one table of phases for each choice."""
+    console.print(timeline["explanation"], markup=False, highlight=False)
+    for choice in timeline["choices"]:
+        console.print(
+            f"\nchoice {choice['index']}: {choice['state']}, "
+            f"{choice['prompt_tokens']} prompt tokens ({choice['cached_tokens']} cached), "
+            f"{choice['completion_tokens']} output tokens",
+            markup=False,
+            highlight=False,
+        )
+        console.print(_phases(choice["spans"]))
+
+
+def _phases(spans: list[dict[str, Any]]) -> Table:
+    table = Table("phase", "from s", "for s", "", header_style="bold", box=None)
+    end = max((span["start"] + span["seconds"] for span in spans), default=0.0)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for span in spans:
+        bar = _bar(span["start"], span["seconds"], end)
+        table.add_row(span["phase"], f"{span['start']:.3f}", f"{span['seconds']:.3f}", bar)
+    return table
+
+
+def _bar(start: float, seconds: float, end: float) -> str:
+    """The phase's place between arrival and end."""
+    scale = BAR_WIDTH / end if end else 0.0
+    before = min(BAR_WIDTH - 1, round(start * scale))
+    width = max(1, min(BAR_WIDTH - before, round(seconds * scale)))
+    return "·" * before + "█" * width + "·" * (BAR_WIDTH - before - width)

@@ -1,0 +1,99 @@
+"""`podway explain` and `podway top` against a real server and its API keys."""
+
+import io
+import json
+import urllib.request
+
+import pytest
+from rich.console import Console
+
+from gateway.commands import explain, top
+
+STATE = {
+    "policy": "fcfs",
+    "admission": "grow",
+    "counts": {"running": 2, "waiting": 1, "swapped": 0},
+    "kv": {
+        "device": {"free": 5, "held": 4, "cached": 0, "moving": 1, "block_size": 16},
+        "host": {"free": 0, "held": 0, "cached": 0, "moving": 0, "block_size": 16},
+    },
+    "worker_state": "running",
+    "worker_restarts": 0,
+    "tokens_per_second": 12.4,
+    "num_requests": 3,
+    "requests": [
+        {"id": 7, "label": "req_[b]", "state": "decode", "age": 2.0, "prompt": 5, "output": 9,
+         "preemptions": 0, "waits_for": ""},
+        {"id": 9, "label": "", "state": "waiting", "age": 9.0, "prompt": 6, "output": 0,
+         "preemptions": 1, "waits_for": "KV"},
+    ],
+}  # fmt: skip
+
+
+def completed(url: str, request_id: str) -> None:
+    body = {"model": "builtin", "prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+
+
+def test_a_request_is_explained_with_its_phases(
+    server_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completed(server_url, "req_explained/1")
+    assert explain.main(["req_explained/1", server_url]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("It ")
+    assert "5 output tokens" in shown
+    for phase in ("queued", "prefill", "decode"):
+        assert f"\n {phase} " in shown
+
+
+def test_an_unknown_request_is_one_line(
+    server_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain.main(["req_unknown", server_url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("podway explain: HTTP 404: ")
+    assert error.count("\n") == 1
+
+
+def test_a_bar_shows_when_a_phase_was() -> None:
+    assert explain._bar(0.0, 1.0, 4.0) == "█" * 10 + "·" * 30
+    assert explain._bar(2.0, 2.0, 4.0) == "·" * 20 + "█" * 20
+    assert explain._bar(4.0, 0.0, 4.0) == "·" * 39 + "█"
+    assert explain._bar(0.0, 0.0, 0.0) == "█" + "·" * 39
+
+
+def test_the_engine_is_shown_once_in_a_pipe(
+    server_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert top.main([server_url]) == 0
+    shown = capsys.readouterr().out
+    assert "policy fcfs, admission grow; worker running" in shown
+    assert "KV device" in shown
+
+
+def test_requests_are_listed_by_age_with_what_they_wait_for() -> None:
+    text = io.StringIO()
+    Console(file=text, width=120).print(top.render(STATE, 1))
+    shown = text.getvalue()
+    assert "requests: 2 running, 1 waiting, 0 swapped; 12 output tokens/s" in shown
+    assert "KV device " + "█" * 20 + "▓" * 5 + "·" * 25 in shown
+    assert "KV host" not in shown
+    assert "waiting    9.0" in shown
+    assert "… 2 more" in shown
+    text = io.StringIO()
+    Console(file=text, width=120).print(top.render(STATE, 9))
+    assert "req_[b]" in text.getvalue()
+
+
+@pytest.mark.parametrize("command", [top.main, lambda argv: explain.main(["x", *argv])])
+def test_an_unreachable_server_is_one_line(
+    command: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(command)
+    assert command(["http://127.0.0.1:9"]) == 1
+    assert "cannot reach http://127.0.0.1:9: Connection refused\n" in capsys.readouterr().err
