@@ -35,8 +35,8 @@ from gateway.serve.credentials import load_credentials
 from gateway.serve.load import load_model
 from gateway.serve.settings import Settings, load
 from gateway.service import Service
-from gateway.store.files import FileLimits
 from gateway.store.store import open_store
+from gateway.store.usage import StoreLimits
 from gateway.web.routes.batches import ENDPOINTS
 
 Message = Mapping[str, Any]
@@ -178,7 +178,7 @@ class Podway:
         check_settings(settings)
         async with AsyncExitStack() as stack:
             loaded = await stack.enter_async_context(load_model(settings, lambda *_: None))
-            store = open_store(None, FileLimits(file_bytes=int(settings.max_file_bytes)))
+            store = open_store(None, StoreLimits())
             stack.callback(store.close)
             cost = LiveCost(loaded.calibration.model)
             plane = build_control_plane(settings, loaded, cost, stack)
