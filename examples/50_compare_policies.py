@@ -14,7 +14,8 @@ from statistics import mean, quantiles
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.policy import POLICIES, PolicySettings, build
 from engine.simulated.executor import SimulatedExecutor

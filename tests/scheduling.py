@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import Policy

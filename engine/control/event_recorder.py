@@ -25,7 +25,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.events import NullObserver, Observer
 from engine.kv.ledger import KVLedger
 from engine.policy import PolicySettings, build, name_of

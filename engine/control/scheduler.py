@@ -15,7 +15,8 @@ from engine.control.admission import Admission, AdmissionControl, AdmissionSetti
 from engine.control.batch_builder import BatchBuilder
 from engine.control.lifecycle import Lifecycle
 from engine.control.swap_planner import SwapPlanner
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.errors import (
     ContextTooLong,
     EngineError,

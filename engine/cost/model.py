@@ -7,7 +7,7 @@ same for whole batches (`engine.cost.profiler` measures, `engine.cost.fit` fits)
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -117,49 +117,3 @@ def _points(value: object) -> tuple[tuple[int, float], ...]:
         return tuple((int(tokens), _seconds("curve", seconds)) for tokens, seconds in value)
     except TypeError as error:
         raise ValueError(f"curve must be a list of [tokens, seconds] pairs: {error}") from error
-
-
-class LiveCost:
-    """A cost model refined while serving: each iteration adjusts the curve near its token count."""
-
-    def __init__(self, model: CostModel, weight: float = 0.05) -> None:
-        self.model = model
-        self._weight = weight
-        self.tokens_per_second = 1.0 / model.compute(1, 0)
-
-    def compute(self, num_tokens: int, start: int) -> float:
-        return self.model.compute(num_tokens, start)
-
-    def step(self, step: "Step") -> float:
-        return self.model.step(step)
-
-    def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
-        """As `CostModel.tokens_within`."""
-        return self.model.tokens_within(seconds, num_tokens, start, beside)
-
-    def seconds_for(self, num_tokens: int) -> float:
-        """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
-        return num_tokens / self.tokens_per_second
-
-    def observe(self, step: "Step", seconds: float) -> None:
-        """Learn from an iteration that took `seconds`."""
-        num_tokens = step.num_tokens
-        if seconds <= 0.0 or not num_tokens:
-            return
-        latest = num_tokens / seconds
-        self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
-        predicted = self.model.step(step)
-        if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
-            self._scale(num_tokens, 1.0 + self._weight * (seconds / predicted - 1.0))
-
-    def _scale(self, num_tokens: int, factor: float) -> None:
-        """Scale the two points around `num_tokens`, and keep the curve ascending."""
-        curve = list(self.model.curve)
-        at = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
-        for index in (at - 1, at):
-            tokens, seconds = curve[index]
-            curve[index] = (tokens, seconds * factor)
-        for index in range(1, len(curve)):
-            tokens, seconds = curve[index]
-            curve[index] = (tokens, max(seconds, curve[index - 1][1]))
-        self.model = replace(self.model, curve=tuple(curve))

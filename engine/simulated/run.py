@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control.scheduler import IterationScheduler
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.simulated.executor import SimulatedExecutor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.control.event_recorder import EventRecorder, render
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import RequestCancelled, StepFailed, Unavailable
 from engine.events import ObserverGroup
 from engine.policy import build

@@ -22,7 +22,7 @@ from platformdirs import user_state_path
 from engine.control.admission import Admission, SwapMode
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
@@ -97,8 +97,8 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
                 service = build_service(settings, loaded, plane, credentials, store)
                 server = build_server(settings, service, credentials)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
-                if loaded.calibration.file is not None:
-                    loaded.calibration.file.save(cost.model)
+                if loaded.calibration.file is not None and (learned := cost.confirmed()):
+                    loaded.calibration.file.save(learned)
         if signals.is_interrupt:
             raise KeyboardInterrupt
 

@@ -18,7 +18,8 @@ from adapters.dialects.jinja_template import compile_request_template
 from adapters.grammar import open_compiler
 from engine.control.admission import Admission
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.events import ObserverGroup
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.kv.ledger import KVLedger

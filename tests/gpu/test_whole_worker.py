@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.control.admission import SwapMode
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import build

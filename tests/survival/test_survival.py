@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import EngineError, Unavailable, WorkerLost
 from engine.events import NullObserver, Observer
 from engine.iteration import Iteration

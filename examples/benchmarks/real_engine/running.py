@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.events import ObserverGroup
 from engine.simulated.capacity import highest_load
 from engine.simulated.executor import SimulatedExecutor

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver
 from engine.iteration import Iteration

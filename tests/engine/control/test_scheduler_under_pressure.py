@@ -10,7 +10,7 @@ from random import Random
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver
 from engine.iteration import Iteration

@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 
 MODEL = CostModel(((1, 0.5), (11, 1.5)), per_slot=0.0, per_pair=0.0)
 

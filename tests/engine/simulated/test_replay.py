@@ -10,7 +10,8 @@ import pytest
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.control.scheduler import SchedulerSettings
-from engine.cost.model import CostModel, LiveCost
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.errors import EngineError, StepFailed, WorkerLost
 from engine.policy import PolicySettings
 from engine.request import Request

@@ -9,7 +9,7 @@ import torch
 
 from engine.control.admission import SwapMode
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.policy import build

@@ -1,0 +1,121 @@
+"""A cost model that is refined while serving, without being misled by single slow iterations.
+
+An iteration adjusts the two points of the curve around its number of tokens. A point moves by the
+median error of the last iterations of that size, so that a stall of one or two iterations changes
+nothing, and by a bounded factor. Since larger iterations never take less time, points below are
+lowered and points above are raised to keep the curve ascending.
+
+An estimate that is too high may keep its size from being used, and so from being corrected. So a
+point that is not used, and is slower relative to the calibration than the sizes in use, returns
+slowly to the calibration.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import replace
+from itertools import accumulate
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.cost.model import CostModel
+    from engine.step import Step
+
+WINDOW = 5  # iterations of a size whose median error counts
+MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from
+SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
+FASTER = 4.0  # by this factor
+UNUSED = 32  # iterations after which a point counts as not used
+RETURN = 0.01  # share by which an unused point that is too slow returns in each iteration
+CONFIRMING = 20  # right predictions in a row confirm the two points
+
+
+class LiveCost:
+    """A `Cost` that learns from iterations. `model` is its present state."""
+
+    def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
+        self.model = model
+        self._weight = weight
+        self.tokens_per_second = 1.0 / model.compute(1, 0)
+        self._calibrated = [seconds for _, seconds in model.curve]
+        self._confirmed = list(self._calibrated)
+        segments = range(len(model.curve) - 1)  # between two points
+        self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
+        self._num_right = [0 for _ in segments]  # predictions in a row
+        self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
+        self._num_observed = 0
+
+    def compute(self, num_tokens: int, start: int) -> float:
+        return self.model.compute(num_tokens, start)
+
+    def step(self, step: "Step") -> float:
+        return self.model.step(step)
+
+    def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
+        """As `CostModel.tokens_within`."""
+        return self.model.tokens_within(seconds, num_tokens, start, beside)
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
+        return num_tokens / self.tokens_per_second
+
+    def confirmed(self) -> "CostModel | None":
+        """The calibrated model with the faster points that many right predictions have confirmed;
+        None if there are none.
+
+        Slower points are left out: a period in which the machine was busy is not to be saved, and
+        they are learned again within some iterations if they are right.
+        """
+        points = list(map(min, self._confirmed, self._calibrated))
+        return None if points == self._calibrated else self._with(list(accumulate(points, max)))
+
+    def observe(self, step: "Step", seconds: float) -> None:
+        """Learn from an iteration that took `seconds`."""
+        num_tokens = step.num_tokens
+        if seconds <= 0.0 or not num_tokens:
+            return
+        latest = num_tokens / seconds
+        self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+        predicted = self.model.step(step)
+        if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
+            curve = self.model.curve
+            right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
+            self._learn(right, seconds / predicted)
+
+    def _learn(self, right: int, ratio: float) -> None:
+        """Adjust the points `right - 1` and `right`; `ratio` is measured / predicted seconds."""
+        ratios = self._ratios[right - 1]
+        ratios.append(min(max(ratio, 1.0 / MAX_ERROR), MAX_ERROR))
+        error = median(ratios) - 1.0
+        is_right = abs(error) <= SMALL_ERROR
+        weight = self._weight if is_right else FASTER * self._weight
+        points = [seconds for _, seconds in self.model.curve]
+        self._num_observed += 1
+        for at in (right - 1, right):
+            points[at] *= 1.0 + weight * error
+            self._used_at[at] = self._num_observed
+        self._return(points, right)
+        for at in range(right + 1, len(points)):
+            points[at] = max(points[at], points[at - 1])
+        for at in reversed(range(right - 1)):
+            points[at] = min(points[at], points[at + 1])
+        self.model = self._with(points)
+        self._num_right[right - 1] = self._num_right[right - 1] + 1 if is_right else 0
+        if self._num_right[right - 1] >= CONFIRMING:
+            self._confirmed[right - 1 : right + 1] = points[right - 1 : right + 1]
+
+    def _return(self, points: list[float], right: int) -> None:
+        """Lower the unused points which are slower than calibrated, and than those in use."""
+        in_use = max(1.0, self._slowdown(points, right - 1), self._slowdown(points, right))
+        for at, used_at in enumerate(self._used_at):
+            is_unused = self._num_observed - used_at > UNUSED
+            if is_unused and self._slowdown(points, at) > in_use:
+                points[at] *= 1.0 - RETURN
+
+    def _slowdown(self, points: list[float], at: int) -> float:
+        return points[at] / self._calibrated[at] if self._calibrated[at] else 1.0
+
+    def _with(self, points: list[float]) -> "CostModel":
+        """The model with other seconds at the points of the curve."""
+        sizes = (size for size, _ in self.model.curve)
+        return replace(self.model, curve=tuple(zip(sizes, points, strict=True)))
