@@ -24,7 +24,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.cost.model import LiveCost
+from engine.cost.live import LiveCost
 from engine.errors import Unavailable
 from gateway.access.callers import Caller
 from gateway.generation.choices import ChoiceGroup
