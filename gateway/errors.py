@@ -5,7 +5,7 @@ same tree. The API dialects (`gateway.schema.dialect`) render the JSON bodies.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from engine.errors import (
@@ -26,10 +26,11 @@ from engine.errors import (
 class ModelNotFound(InvalidRequest):
     """The request names a model that this server does not serve."""
 
-    def __init__(self, model: str, served: str) -> None:
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        names = " and ".join(repr(name) for name in served)
         quoted = model if len(model) <= 200 else model[:200] + "…"
         super().__init__(
-            f"The model {quoted!r} does not exist; this server serves {served!r}.", "model"
+            f"The model {quoted!r} does not exist; this server serves {names}.", "model"
         )
 
 

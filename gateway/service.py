@@ -20,7 +20,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
-from gateway.schema.fields.sampling import Vocabulary
+from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.schema.rendering import ResponseHeader
 from gateway.store.running import RunningResponses
 from gateway.store.store import Store
@@ -49,7 +49,14 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     dialect: Dialect | None = None
+    aliases: tuple[str, ...] = ()  # further names
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
     trusts_request_templates: bool = False  # requests may have a `chat_template`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use."""
+        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +95,19 @@ class Service:
     has_page: bool = True
 
     def check_model(self, name: str) -> None:
-        """Raise `ModelNotFound` unless this is the name of the served model."""
-        if name != self.model.name:
-            raise ModelNotFound(name, self.model.name)
+        """Raise `ModelNotFound` unless this is a name of the served model."""
+        if name not in self.model.names:
+            raise ModelNotFound(name, self.model.names)
 
-    def header(self, prefix: str) -> ResponseHeader:
-        """The header of a new response; its id is `prefix-` and 24 hex digits."""
+    def header(self, prefix: str, model: str) -> ResponseHeader:
+        """The header of a new response; its id is `prefix-` and 24 hex digits.
+
+        `model` is the name that the request used.
+        """
         return ResponseHeader(
             response_id=self.new_id(f"{prefix}-"),
             created=self.unix_now(),
-            model=self.model.name,
+            model=model,
             fingerprint=self.model.fingerprint,
         )
 

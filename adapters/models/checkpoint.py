@@ -94,6 +94,11 @@ def read_config(directory: Path) -> dict[str, object]:
     return _document(directory, "config.json")
 
 
+def read_generation_config(directory: Path) -> dict[str, object]:
+    """generation_config.json of a checkpoint; empty if it has none."""
+    return _document(directory, "generation_config.json")
+
+
 def _document(checkpoint: Path, name: str) -> dict[str, object]:
     if is_gguf(checkpoint) and checkpoint.is_file():
         return read_document(checkpoint, name)

@@ -112,12 +112,12 @@ def build_plan(
 
     Raises `InvalidRequest` for a value that this model's vocabulary does not allow.
     """
-    vocabulary = service.model.vocabulary
+    vocabulary, defaults = service.model.vocabulary, service.model.sampling_defaults
     return GenerationPlan(
         caller=caller,
         tokenize=tokenize,
         renderer=renderer,
-        sampling=request.sampling(vocabulary, service.seed()),
+        sampling=request.sampling(vocabulary, service.seed(), defaults),
         limits=LengthLimits(request.max_output, request.min_tokens or 0),
         stop_strings=request.stops,
         caller_end_ids=request.caller_end_ids(vocabulary),

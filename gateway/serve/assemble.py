@@ -236,6 +236,8 @@ def _served_model(settings: Settings, loaded: LoadedModel) -> ServedModel:
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,
+        aliases=settings.served_model_name[1:],
+        sampling_defaults=loaded.sampling_defaults,
         created=unix_now(),
         fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
         vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),

@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
             progress.stop()
             url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
             cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
-            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, cost))
+            more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
+            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
             sys.stdout.flush()
 
         serve(settings, progress=progress, announce=announce)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, NoDecode
 
 from engine.policy import POLICIES
+from gateway.serve.generation_config import check_override
 from gateway.serve.options import option as _option
+from gateway.serve.options import split
 
 BUILTIN_MODEL = "builtin"
 
@@ -17,6 +19,12 @@ def _known_policy(name: str) -> str:
     if name not in POLICIES:
         raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, not {name!r}")
     return name
+
+
+def _distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("--served-model-name must be different names, separated by commas")
+    return names
 
 
 def _known_device(name: str) -> str:
@@ -36,11 +44,21 @@ class EngineSettings(BaseSettings):
         "Podway), or random:SHAPE for benchmarks",
         "MODEL",
     )
-    served_model_name: str | None = _option(
-        None,
+    served_model_name: Annotated[
+        tuple[str, ...], NoDecode, BeforeValidator(split), AfterValidator(_distinct_names)
+    ] = _option(
+        (),
         "model",
-        "model name that clients use; default: the directory's name or the model id",
-        "NAME",
+        "model names that clients use, separated by commas; default: the directory's name or the "
+        "model id",
+        "NAMES",
+    )
+    override_generation_config: Annotated[str, BeforeValidator(check_override)] = _option(
+        "{}",
+        "model",
+        "a JSON object with defaults of sampling parameters, instead of those in the checkpoint's "
+        "generation_config.json",
+        "JSON",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "dtype of weights and activations; auto: the fastest that the device has"

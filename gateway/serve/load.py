@@ -23,8 +23,10 @@ from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
+from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.engine_settings import BUILTIN_MODEL
+from gateway.serve.generation_config import sampling_defaults
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.serve.settings import Settings
 
@@ -36,6 +38,7 @@ OnProgress = Callable[[str, int, int], None]  # label, done, total
 
 LAUNCHERS = {"ray": "adapters.cluster.ray:RayLauncher"}
 ADAPTERS = {
+    "generation_config": "adapters.models.checkpoint:read_generation_config",
     "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
     "tokenizer": "adapters.tokenizers:load_tokenizer",
     "template": "adapters.dialects:load_chat_template",
@@ -64,6 +67,7 @@ class LoadedModel:
     executor: MultiprocessExecutor
     report: WorkerReport
     texts: TextAdapters
+    sampling_defaults: SamplingDefaults
     calibration: Calibration
     lookahead: int
 
@@ -75,6 +79,8 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
     Raises `StartupError`.
     """
     directory = await asyncio.to_thread(_directory, settings.model)
+    config = await asyncio.to_thread(_adapter("generation_config"), directory)
+    defaults = sampling_defaults(config, settings.override_generation_config)
     transport = MultiprocessSettings(
         num_stages=settings.pipeline_stages,
         num_ranks=settings.tensor_ranks,
@@ -101,6 +107,7 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
             executor=executor,
             report=report,
             texts=reading.result(),
+            sampling_defaults=defaults,
             calibration=calibration,
             lookahead=choose_lookahead(settings, report, calibration.model),
         )
@@ -149,8 +156,9 @@ def _directory(model: str) -> Path:
 
 
 def served_name(settings: Settings) -> str:
-    """The name that clients use for the model."""
-    return settings.served_model_name or _name(settings.model)
+    """The first name that clients use for the model."""
+    names = settings.served_model_name
+    return names[0] if names else _name(settings.model)
 
 
 def _name(model: str) -> str:

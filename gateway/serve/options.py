@@ -25,6 +25,11 @@ def option(
     return Field(default, description=description, json_schema_extra=extra, ge=ge, gt=gt, le=le)
 
 
+def split(value: object) -> object:
+    """A setting with several values, which flags and the environment separate by commas."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
 class Option(NamedTuple):
     """One setting in the help: flag `--name`, variable `PODWAY_NAME`, default and choices."""
 

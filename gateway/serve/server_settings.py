@@ -7,13 +7,10 @@ from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import BaseSettings, NoDecode
 
 from gateway.serve.options import option as _option
+from gateway.serve.options import split
 
 LOCAL_FILE = Path("podway.toml")
 IN_MEMORY = "memory"  # instead of the store's file
-
-
-def _split(value: object) -> object:
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
 class ServerSettings(BaseSettings):
@@ -92,7 +89,7 @@ class ServerSettings(BaseSettings):
         "FILE",
     )
 
-    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = Field(
         (),
         repr=False,
         description="API keys that clients must send, separated by commas, each KEY or NAME=KEY; "
@@ -102,7 +99,7 @@ class ServerSettings(BaseSettings):
     api_key_file: Path | None = _option(
         None, "access", "a TOML file of keys with limits per key; read again on SIGHUP", "FILE"
     )
-    admin_api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    admin_api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = Field(
         (),
         repr=False,
         description="API keys that may also use /admin, written as in --api-key; without one, "
@@ -117,7 +114,7 @@ class ServerSettings(BaseSettings):
         "cached_tokens and TTFT do not reveal other keys' prompts; a common system prompt is then "
         "computed and stored once per key; off: all keys share them",
     )
-    allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
+    allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = _option(
         (),
         "access",
         "host names that requests without an API key may name in Host, separated by commas; *: "
@@ -144,7 +141,7 @@ class ServerSettings(BaseSettings):
     page: bool = _option(
         True, "access", "serve the web page at /: a chat and a live view of the engine"
     )
-    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _option(
+    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = _option(
         (),
         "access",
         "origins whose web pages may call the server, separated by commas; *: all",

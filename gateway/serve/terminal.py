@@ -5,6 +5,7 @@ Progress bars only on a terminal; plain lines elsewhere.
 
 import json
 import shlex
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -64,8 +65,10 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost: str) -> str:
-    """The lines that are printed when the server is ready; `cost` describes the cost model."""
+def banner(
+    url: str, model: str, report: WorkerReport, settings: Settings, more: Mapping[str, str]
+) -> str:
+    """The lines that are printed when the server is ready; `more` are further lines, by label."""
     num_slots = report.num_blocks * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
     kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
@@ -80,7 +83,7 @@ def banner(url: str, model: str, report: WorkerReport, settings: Settings, cost:
         "schedule": f"policy {settings.policy}, admission {settings.admission}, at most "
         f"{settings.max_batch_size} requests and {settings.max_batch_tokens:,} tokens "
         "per iteration",
-        "cost": cost,
+        **more,
     }
     title = f"Podway {podway_version()} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]

@@ -43,7 +43,7 @@ from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.timelines import Timelines
 from gateway.ports import Dialect
-from gateway.schema.fields.sampling import Vocabulary
+from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import StoreExecutor
 from gateway.store.responses import ResponseLimits
@@ -219,6 +219,8 @@ class Setting:
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
     trusts_request_templates: bool = True
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
     seed: int = 1
     store: Path | None = None
     store_executor: Callable[[], StoreExecutor] = Inline
@@ -320,6 +322,8 @@ def build_rig(setting: Setting) -> Rig:
             template=PlainTemplate(),
             dialect=setting.dialect,
             trusts_request_templates=setting.trusts_request_templates,
+            aliases=setting.aliases,
+            sampling_defaults=setting.sampling_defaults,
         ),
         grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
         exposition=Exposition(metrics, scheduler, MODEL, store.database),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
@@ -40,6 +41,19 @@ class Vocabulary:
     eos_token_ids: frozenset[int]
 
 
+class SamplingDefaults(NamedTuple):
+    """The values of sampling fields that a request does not have; these are OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self._asdict().items())
+
+
 class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
     """Sampling fields. Those from `top_k` on are not OpenAI's and are named as in vLLM."""
 
@@ -64,24 +78,26 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         for name, least in MINIMUMS.items():
             check_minimum(getattr(self, name, None), name, least)
 
-    def sampling(self, vocabulary: Vocabulary, seed: int) -> SamplingParams:
-        """The engine's sampling parameters; `seed` is used if the request has none."""
+    def sampling(
+        self, vocabulary: Vocabulary, seed: int, defaults: SamplingDefaults
+    ) -> SamplingParams:
+        """The engine's sampling parameters; `seed` is used if the request has none.
+
+        With `top_p` 0 only the most likely token remains: that is greedy sampling.
+        """
+        top_p = _or(self.top_p, defaults.top_p)
+        top_k = defaults.top_k if self.top_k is None else self.top_k
         return SamplingParams(
-            temperature=self._temperature,
-            top_p=self.top_p or 1.0,
-            top_k=min(max(self.top_k or 0, 0), vocabulary.size),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            temperature=0.0 if top_p == 0 else _or(self.temperature, defaults.temperature),
+            top_p=top_p or 1.0,
+            top_k=min(max(top_k, 0), vocabulary.size),
+            min_p=_or(self.min_p, defaults.min_p),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_biases(self.logit_bias or {}, vocabulary),
             seed=seed if self.seed is None else self.seed,
         )
-
-    @property
-    def _temperature(self) -> float:
-        """With `top_p` 0 only the most likely token remains: that is greedy sampling."""
-        return 0.0 if self.top_p == 0 else _or(self.temperature, 1.0)
 
     def caller_end_ids(self, vocabulary: Vocabulary) -> frozenset[int]:
         """The request's `stop_token_ids`. Raises `InvalidRequest` for too many or unknown ids."""

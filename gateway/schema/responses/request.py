@@ -9,6 +9,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_unicode, decode, reject_unless
 from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
@@ -234,7 +235,9 @@ def decode_response(body: bytes, unknown: UnknownFields | None = None) -> Respon
     return request
 
 
-def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[str, Any]:
+def response_head(
+    request: ResponseRequest, response_id: str, now: int, defaults: SamplingDefaults
+) -> dict[str, Any]:
     """The response object's constant fields: those of its request, with OpenAI's defaults."""
     text, reasoning = request.text or TextOptions(), request.reasoning or ReasoningOptions()
     text_format = {"type": "text"} if text.format is None else _given_fields(text.format)
@@ -254,12 +257,12 @@ def response_head(request: ResponseRequest, response_id: str, now: int) -> dict[
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": request.safety_identifier,
         "service_tier": request.tier,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": defaults.temperature if request.temperature is None else request.temperature,
         "text": {"format": text_format, "verbosity": text.verbosity or "medium"},
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
         "tools": [tool.as_response() for tool in request.functions],
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_p": defaults.top_p if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
     }
     return head if request.user is None else {**head, "user": request.user}

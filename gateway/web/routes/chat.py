@@ -36,7 +36,7 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
     service.check_model(request.model)
     model = service.model
     renderer = ChatRenderer(
-        service.header("chatcmpl"),
+        service.header("chatcmpl", request.model),
         request.usage_options,
         token_formatter(request.report_options, model.tokenizer),
         service_tier=request.tier,

@@ -35,7 +35,7 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
     model = service.model
     tokenize = partial(tokenize_prompts, model.tokenizer, request.prompts(model.vocabulary))
     renderer = CompletionRenderer(
-        service.header("cmpl"),
+        service.header("cmpl", request.model),
         request.usage_options,
         token_formatter(request.report_options, model.tokenizer),
     )

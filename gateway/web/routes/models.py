@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 async def list_models(http: "HttpRequest") -> "Response":
-    """A list of the one served model."""
+    """The served model, once per name."""
     service = service_of(http)
-    body = {"object": "list", "data": [_model(service)]}
+    body = {"object": "list", "data": [_model(service, name) for name in service.model.names]}
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 async def retrieve_model(http: "HttpRequest") -> "Response":
     """The served model; raises `ModelNotFound` for any other name."""
     service = service_of(http)
-    service.check_model(http.path_params["model"])
-    return json_response(orjson.dumps(_model(service)), caller_of(http), service.clock)
+    name = http.path_params["model"]
+    service.check_model(name)
+    return json_response(orjson.dumps(_model(service, name)), caller_of(http), service.clock)
 
 
-def _model(service: Service) -> dict[str, Any]:
-    model = service.model
+def _model(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
-        "created": model.created,
+        "created": service.model.created,
         "owned_by": "podway",
         "max_model_len": service.engine.scheduler.settings.max_model_len,
     }

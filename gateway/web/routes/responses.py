@@ -53,7 +53,9 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         items = await _earlier_items(request.previous_response_id, caller, service) + items
     chat = request.as_chat(items)
     renderer = ResponsesRenderer(
-        response_head(request, service.new_id("resp_"), service.unix_now()),
+        response_head(
+            request, service.new_id("resp_"), service.unix_now(), service.model.sampling_defaults
+        ),
         service.new_id,
         service.unix_now,
         token_formatter(chat.report_options, service.model.tokenizer),

@@ -1,5 +1,6 @@
 """The settings object: the sources of values, and the errors for invalid ones."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
 ) -> None:
     values = {
         "model": "m",
-        "served_model_name": "n",
+        "served_model_name": "n,m",
+        "override_generation_config": '{"top_k": 20}',
         "dtype": "float32",
         "weights": "int8",
         "activation_bits": "14",
@@ -130,7 +132,9 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
     }
     assert values.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
     by_flag = load(values)
-    (bare / "podway.toml").write_text("\n".join(f'{key} = "{values[key]}"' for key in values))
+    (bare / "podway.toml").write_text(
+        "\n".join(f"{key} = {json.dumps(values[key])}" for key in values)
+    )
     assert load({}) == by_flag
     (bare / "podway.toml").unlink()
     for key, value in values.items():

@@ -33,13 +33,13 @@ class Terminal(io.StringIO):
 
 def test_the_banner_has_address_model_and_memory() -> None:
     text = banner(
-        "http://127.0.0.1:8000", "demo", REPORT, load({}), "2 ms per decode step; a default"
+        "http://127.0.0.1:8000", "demo", REPORT, load({}), {"cost": "2 ms per decode step"}
     )
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
                  "1 worker, 2 threads (spin-wait), AVX2",
                  "float32 on cpu", "policy fcfs", "admission grow"):  # fmt: skip
         assert fact in text
-    small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), "2 ms")
+    small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), {"cost": "2 ms"})
     assert "1,024 MiB of int8" in small
     assert "MiB of" not in text
 
@@ -78,5 +78,7 @@ def test_on_a_terminal_loading_is_a_bar_that_is_removed() -> None:
 
 
 def test_the_banner_has_the_number_of_workers() -> None:
-    shown = banner("u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), "c")
+    shown = banner(
+        "u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), {"cost": "c"}
+    )
     assert "2 stages × 3 ranks, 2 threads" in shown

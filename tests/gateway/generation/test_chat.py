@@ -1,7 +1,8 @@
 """Chat completions, streamed and whole."""
 
 from engine.request import Abort
-from tests.gateway.rig import CHAT, MODEL, STEP, Rig, Setting, chat, play
+from gateway.schema.fields.sampling import SamplingDefaults
+from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
 
 
 def test_a_whole_response_has_openais_shape() -> None:
@@ -236,3 +237,27 @@ def test_events_go_out_as_iterations_end() -> None:
         assert times == [STEP * n for n in range(1, 8)]
 
     play(scene)
+
+
+def test_the_models_defaults_of_sampling_are_used_unless_the_request_has_values() -> None:
+    async def scene(rig: Rig) -> None:
+        for path, body in ((CHAT, chat()), ("/v1/messages", chat(max_tokens=9)), (TEXT, text())):
+            async with rig.client.post(path, body) as exchange:
+                assert exchange.status in (0, 200), await exchange.read()
+                await exchange.read()
+        async with rig.client.post(CHAT, chat(temperature=1, top_p=1, top_k=0)) as exchange:
+            await exchange.read()
+        async with rig.client.post("/v1/responses", {"model": MODEL, "input": "hi"}) as exchange:
+            body = await exchange.json()
+        assert (body["temperature"], body["top_p"]) == (0.6, 0.9)
+
+    *defaulted, given, _ = [r.spec.sampling for r in play(scene, DEFAULTS).ended]
+    assert len(defaulted) == 3
+    for sampling in defaulted:
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 20)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
+    assert (given.temperature, given.top_p, given.top_k) == (1, 1, 0)
+    assert (given.min_p, given.repetition_penalty) == (0.1, 1.1)
+
+
+DEFAULTS = Setting(sampling_defaults=SamplingDefaults(0.6, 0.9, 20, 0.1, 1.1))

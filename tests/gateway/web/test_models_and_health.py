@@ -1,6 +1,6 @@
 """Models, health, readiness and metrics."""
 
-from tests.gateway.rig import CHAT, MODEL, Rig, chat, play
+from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, play
 
 
 def test_the_model_is_listed_and_found_by_an_id_with_a_slash() -> None:
@@ -51,3 +51,21 @@ def test_metrics_have_our_names_and_vllms() -> None:
         assert 'podway_aborts_total{reason="client_gone"} 0.0' in lines
 
     play(scene)
+
+
+def test_a_model_with_several_names_is_listed_and_served_under_each() -> None:
+    async def scene(rig: Rig) -> None:
+        names = [MODEL, "gpt-4o", "org/other"]
+        async with rig.client.get("/v1/models") as exchange:
+            assert [each["id"] for each in (await exchange.json())["data"]] == names
+        for name in names:
+            async with rig.client.get(f"/v1/models/{name}") as exchange:
+                assert (await exchange.json())["id"] == name
+            async with rig.client.post(CHAT, chat(model=name)) as exchange:
+                assert (await exchange.json())["model"] == name
+        async with rig.client.post(CHAT, chat(model="gpt-5")) as exchange:
+            message = (await exchange.json())["error"]["message"]
+        assert exchange.status == 404
+        assert all(repr(name) in message for name in names)
+
+    play(scene, Setting(aliases=("gpt-4o", "org/other")))
