@@ -105,6 +105,10 @@ class Device(Protocol):
         """Load all kernels; those that were never compiled on this machine are compiled now."""
         ...
 
+    def check_weights(self, num_bytes: int) -> None:
+        """Raise `StartupError` if this worker's weights, so many bytes, do not fit."""
+        ...
+
     def operators(self) -> Operators: ...
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:

@@ -1,5 +1,6 @@
 """`podway key new NAME`: makes an API key and its entry in the key file of `podway serve`."""
 
+import json
 import os
 import re
 import secrets
@@ -13,7 +14,9 @@ from gateway.serve.flags import Parser, above_zero, natural
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEY_BYTES = 32
-LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+FIELDS = (
+    "requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "priority", "admin"
+)  # fmt: skip
 
 
 def parser() -> Parser:
@@ -35,6 +38,7 @@ def parser() -> Parser:
     add("--tokens-per-minute", type=natural, metavar="N", help="prompt and output tokens")
     add("--max-concurrent", type=natural, metavar="N", help="requests at the same time")
     add("--weight", type=above_zero, metavar="W", help="share under --policy fair (default 1)")
+    add("--admin", action="store_true", default=None, help="may use /admin")
     add("--priority", type=int, metavar="P", help="lowest priority value of its requests")
     return parser
 
@@ -47,7 +51,7 @@ def main(argv: list[str]) -> int:
             f"NAME must be 1 to 64 letters, digits, '_', '.' and '-', not {args.name!r}"
         )
     key = f"sk-podway-{secrets.token_urlsafe(_KEY_BYTES)}"
-    limits = {name: getattr(args, name) for name in (*LIMITS, "weight", "priority")}
+    limits = {name: getattr(args, name) for name in FIELDS}
     text = entry(args.name, key, limits)
     if args.file is None:
         sys.stdout.write(text)
@@ -61,7 +65,8 @@ def main(argv: list[str]) -> int:
 def entry(name: str, key: str, limits: dict[str, float | None]) -> str:
     """The key's table in the key file; limits that are None are left to the server."""
     lines = [f'["{name}"]', f'key_sha256 = "{sha256(key.encode()).hexdigest()}"']
-    lines += [f"{limit} = {value}" for limit, value in limits.items() if value is not None]
+    given = {name: value for name, value in limits.items() if value is not None}
+    lines += [f"{name} = {json.dumps(value)}" for name, value in given.items()]
     return "\n".join(lines) + "\n"
 
 

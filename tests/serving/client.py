@@ -1,6 +1,6 @@
 """A small client for tests that disconnect, read slowly, and read the server's metrics.
 
-What it reads is held to OpenAI's description (`tests.shapes`).
+Responses are checked against OpenAI's description (`tests.shapes`).
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Constrained outputs, through the whole engine and over the built-in vocabulary.
 
-They match, and are the same whoever shares the batch and whatever is computed twice.
+They match their grammars, and do not depend on other requests of the batch or on recomputation.
 """
 
 import json

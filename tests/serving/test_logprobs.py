@@ -1,7 +1,7 @@
 """Log-probabilities of prompt and output are transformers', through the whole engine.
 
-However a prompt is cut, whoever shares the batch, whatever is computed twice: each position is
-reported once.
+They do not depend on how a prompt is split, on other requests of the batch, or on recomputation;
+each position is reported once.
 """
 
 from pathlib import Path

@@ -41,8 +41,8 @@ async def served(url: str) -> None:
         assert text
         assert "\ufffd" not in text
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
-        async with session.post(f"{url}/detokenize", json={"tokens": [20_000, 31_999]}) as told:
-            assert (await told.json())["prompt"] == " w4e20 w7cff"
+        async with session.post(f"{url}/detokenize", json={"tokens": [20_000, 31_999]}) as reply:
+            assert (await reply.json())["prompt"] == " w4e20 w7cff"
         chat = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
         said = await events(session, f"{url}/v1/chat/completions", chat)
         assert said[0]["choices"][0]["delta"]["role"] == "assistant"

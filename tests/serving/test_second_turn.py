@@ -11,7 +11,7 @@ QUESTIONS = ("Hello! What is Podway, and what is an iteration?", "And what is 2 
 
 
 async def two_turns(session: aiohttp.ClientSession, url: str) -> list[Json]:
-    """Both replies of a conversation that nobody else has."""
+    """Both replies of a conversation whose prefix no other test shares."""
     messages: list[Json] = []
     replies: list[Json] = []
     for question in QUESTIONS:

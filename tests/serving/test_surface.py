@@ -30,7 +30,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def both_ways(session: aiohttp.ClientSession, url: str, body: Json) -> Json:
-    """The one choice of a whole reply, after the stream of the same seed has said the same."""
+    """The one choice of a whole reply, checked to equal the stream with the same seed."""
     reply = await whole(session, url, CHAT, body)
     chunks = [chunk async for chunk in stream(session, url, body, CHAT)]
     (choice,) = reply["choices"]
@@ -39,8 +39,8 @@ async def both_ways(session: aiohttp.ClientSession, url: str, body: Json) -> Jso
     for name in ("content", "reasoning_content"):
         assert streamed["message"].get(name) == choice["message"].get(name)
     assert calls_of(streamed) == calls_of(choice)
-    told: Json = choice
-    return told
+    first: Json = choice
+    return first
 
 
 def calls_of(choice: Json) -> list[Json]:

@@ -8,8 +8,8 @@ from tests.serving.client import Json
 async def posted(session: aiohttp.ClientSession, url: str, body: Json) -> Json:
     async with session.post(url, json=body) as response:
         assert response.status == 200, await response.text()
-        told: Json = await response.json()
-        return told
+        reply: Json = await response.json()
+        return reply
 
 
 async def test_a_rendered_prompt_is_the_same_after_detokenize_and_tokenize(server_url: str) -> None:
@@ -20,11 +20,11 @@ async def test_a_rendered_prompt_is_the_same_after_detokenize_and_tokenize(serve
         ids = {"tokens": rendered["token_ids"]}
         back = await posted(session, f"{server_url}/detokenize", ids)
         assert back["prompt"] == rendered["prompt"]
-        told = await posted(session, f"{server_url}/tokenize", chat | {"return_token_strs": True})
-        assert told["tokens"] == rendered["token_ids"]
-        assert len(told["token_strs"]) == told["count"]
+        tokens = await posted(session, f"{server_url}/tokenize", chat | {"return_token_strs": True})
+        assert tokens["tokens"] == rendered["token_ids"]
+        assert len(tokens["token_strs"]) == tokens["count"]
         text = {"prompt": rendered["prompt"], "add_special_tokens": False}
-        assert (await posted(session, f"{server_url}/tokenize", text))["tokens"] == told["tokens"]
+        assert (await posted(session, f"{server_url}/tokenize", text))["tokens"] == tokens["tokens"]
         body = {**chat, "max_tokens": 1}
         reply = await posted(session, f"{server_url}/v1/chat/completions", body)
-        assert reply["usage"]["prompt_tokens"] == told["count"]
+        assert reply["usage"]["prompt_tokens"] == tokens["count"]

@@ -40,6 +40,7 @@ from engine.worker.ports import (
 )
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.formats import FORMATS
+from engine.worker.weights.random import check_memory
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_ATTENTION = "cpu"
@@ -150,6 +151,9 @@ class CpuDevice:
 
     def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
         return Sampler(vocab_size, operators)
+
+    def check_weights(self, num_bytes: int) -> None:
+        check_memory(num_bytes)
 
     def source(self, weights: WeightSource) -> WeightSource:
         return weights

@@ -12,7 +12,7 @@ from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.memory import fitting, measure
+from engine.worker.cuda.memory import check_weights, fitting, measure
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
@@ -121,6 +121,10 @@ class CudaDevice:
     def prepare(self, progress: Progress) -> None:
         """Keep `progress` for `kv_capacity`, which compiles the kernels that the model needs."""
         self._progress = progress
+
+    def check_weights(self, num_bytes: int) -> None:
+        """Raise `StartupError` if the GPU has less memory left for weights."""
+        check_weights(self._gpu, self._settings.gpu_memory_utilization, num_bytes)
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
+from engine.worker.model.kv_tensors import size_text
 
 GRAPHS_BYTES = 512 << 20  # reserved for CUDA graphs, which are captured after the cache exists
 MIB = 1 << 20
@@ -36,6 +37,18 @@ class MemoryBudget(NamedTuple):
         parts = ("weights and context", self.used), ("a step", self.step), ("graphs", self.graphs)
         taken = ", ".join(f"{what} {size // MIB:,} MiB" for what, size in parts)
         return f"{self.utilization:g} of {self.total // MIB:,} MiB, less {taken}"
+
+
+def check_weights(gpu: Gpu, utilization: float, num_bytes: int) -> None:
+    """Raise `StartupError` if weights of so many bytes exceed the share of the GPU that is free."""
+    left = int(gpu.total_bytes * utilization) - gpu.used_bytes()
+    if num_bytes > left:
+        raise StartupError(
+            f"the model's weights need {size_text(num_bytes)}, but on {gpu.place} ({gpu.model}) "
+            f"{size_text(max(0, left))} are left of --gpu-memory-utilization {utilization:g}; use "
+            "8-bit weights (--weights), more GPUs (--tensor-ranks, --pipeline-stages) or a smaller "
+            "model"
+        )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Draws
 from engine.worker.weights.checkpoint import Checkpoint, load_from_table
-from engine.worker.weights.random import RandomWeights, check_memory
+from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,13 @@ def _num_blocks(
 
 
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
-    """About how much memory the whole model takes; a quantized checkpoint keeps its format."""
+    """The least memory that the whole model's weights take in the device's format."""
     if device.linear_format is not None:
         return num_parameters * int(device.linear_format.bits) // 8
-    return sum(path.stat().st_size for path in checkpoint.files.files) if checkpoint.files else 0
+    if device.weights == str(device.dtype).removeprefix("torch."):
+        return num_parameters * device.dtype.itemsize
+    files = checkpoint.files.files if checkpoint.files is not None else ()
+    return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
 
 def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
@@ -179,8 +182,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    if device.place.type == "cpu":
-        check_memory(_weight_bytes(checkpoint, device, num_parameters) // placement.num_workers)
+    device.check_weights(_weight_bytes(checkpoint, device, num_parameters) // placement.num_workers)
     with _converted(checkpoint, weights, device, shard, settings.cache_dir) as source:
         model = checkpoint.family.build(device.source(source), shard, operators)
     model = device.recorded(model, operators, shard.num_ranks)

@@ -22,13 +22,13 @@ def test_a_new_key_is_accepted_with_its_limits(
 ) -> None:
     file = tmp_path / "keys.toml"
     first = new_key(capsys, "alice", "--file", str(file), "--requests-per-minute", "5")
-    second = new_key(capsys, "bob.2", "--file", str(file), "--weight", "2.5", "--priority", "-1")
+    second = new_key(capsys, "bob.2", "--file", str(file), "--weight", "2.5", "--admin")
     assert first not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
     keys = Keys(file=file)
     alice, bob = keys.key_of(f"Bearer {first}"), keys.key_of(f"Bearer {second}")
     assert (alice.name, alice.allowance.requests_per_minute) == ("alice", 5)
-    assert (bob.name, bob.allowance.weight, bob.allowance.priority) == ("bob.2", 2.5, -1)
+    assert (bob.name, bob.allowance.weight, bob.is_admin) == ("bob.2", 2.5, True)
     with pytest.raises(InvalidApiKey):
         keys.key_of(f"Bearer {first}x")
 

@@ -64,6 +64,19 @@ def test_the_whole_worker_computes_in_the_dtype_of_the_device(
         torch.testing.assert_close(found, logits, rtol=0, atol=allowed)
 
 
+def test_a_checkpoint_larger_than_the_gpu_is_rejected_before_it_is_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    progress: list[str] = []
+    gpu = StandingGpu(total_bytes=100 * MIB, used=90 * MIB - 1000)
+    settings = settings_for(tmp_path)
+    with pytest.raises(StartupError) as failed:
+        Worker.load(settings, lambda label, *_: progress.append(label), CudaDevice(settings, gpu))
+    assert "on cpu (Standing GPU) 1000 bytes are left of --gpu-memory-utilization 0.9" in str(
+        failed.value
+    )
+    assert "weights" not in progress
+
+
 def test_kv_takes_what_the_utilization_leaves() -> None:
     gpu = StandingGpu(total_bytes=10_000 * MIB, used=3_000 * MIB)
     with_step = gpu.step(500 * MIB)
