@@ -13,7 +13,7 @@ from typing import cast
 
 from engine.errors import EngineError
 from gateway.commands.table import COMMANDS
-from gateway.serve.flags import Parser
+from gateway.settings.flags import Parser
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

@@ -36,7 +36,7 @@ class Goodbye(Struct, frozen=True, tag="goodbye", array_like=True):
     """The last message to a worker: it exits after the steps sent before."""
 
 
-class Progress(Struct, frozen=True, tag="progress", array_like=True):
+class LoadProgress(Struct, frozen=True, tag="progress", array_like=True):
     """Progress of loading: `done` of `total` units of `what`."""
 
     what: str
@@ -78,7 +78,9 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
 
 
 ToWorker: TypeAlias = LoadWorker | RunStep | Goodbye
-FromWorker: TypeAlias = Progress | WorkerLoaded | LoadFailed | StepRan | StepFailure | TraceEvents
+FromWorker: TypeAlias = (
+    LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | TraceEvents
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

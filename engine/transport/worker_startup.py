@@ -14,8 +14,8 @@ from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
     FrameReader,
     LoadFailed,
+    LoadProgress,
     LoadWorker,
-    Progress,
     WireError,
     WorkerLoaded,
     frame,
@@ -87,7 +87,7 @@ class _Loading:
         while piece := await loop.sock_recv(self.worker.connection, RECEIVE_BYTES):
             for payload in frames.feed(piece):
                 match read_from_worker(payload):
-                    case Progress(what, done, total):
+                    case LoadProgress(what, done, total):
                         self._progress.add(self.worker.placement.index, what, done, total)
                     case WorkerLoaded(report):
                         return report

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gateway.commands.table import COMMANDS
-from gateway.serve.flags import Parser
+from gateway.settings.flags import Parser
 
 
 class FlagInfo(NamedTuple):

@@ -18,7 +18,7 @@ from gateway.commands.http_client import (
     http_error,
     open_session,
 )
-from gateway.serve.flags import Parser
+from gateway.settings.flags import Parser
 
 BAR_WIDTH = 40  # characters
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import StartupError
 from gateway.access.keys import Keys
-from gateway.serve.flags import Parser, above_zero, natural
+from gateway.settings.flags import Parser, above_zero, natural
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEY_BYTES = 32

@@ -24,7 +24,7 @@ from gateway.commands.http_client import (
     http_error,
     open_session,
 )
-from gateway.serve.flags import Parser
+from gateway.settings.flags import Parser
 
 KV_WIDTH = 50  # characters
 KV_PARTS = (("held", "█", "green"), ("moving", "▓", "yellow"), ("cached", "▒", "blue"))

@@ -162,7 +162,7 @@ class ResponseHeader:
     fingerprint: str
 
 
-class Progress(Protocol):
+class GenerationProgress(Protocol):
     """Provides the token counts of a response that is being generated."""
 
     @property
@@ -184,15 +184,15 @@ class ResponseRenderer(Protocol):
         """The bytes sent while no token arrives, so that proxies keep the connection open."""
         ...
 
-    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """The events for what the choice `index` adds."""
         ...
 
-    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         """The events that end the choice `index`."""
         ...
 
-    def closing(self, progress: Progress) -> bytes:
+    def closing(self, progress: GenerationProgress) -> bytes:
         """The last bytes of a stream whose choices have all ended."""
         ...
 
@@ -200,6 +200,6 @@ class ResponseRenderer(Protocol):
         """The last bytes of a stream that fails after its first event."""
         ...
 
-    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         """The body of a response that is not streamed."""
         ...

@@ -39,14 +39,14 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
 from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
-from gateway.serve.checks import check_settings
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import LoadedModel, OnProgress, load_model, served_name
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
-from gateway.serve.server_settings import IN_MEMORY
-from gateway.serve.settings import Settings
 from gateway.service import Pace, ServedModel, Service, unix_now
+from gateway.settings.checks import check_settings
+from gateway.settings.server import IN_MEMORY
+from gateway.settings.settings import Settings
 from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.store.usage import StoreLimits
 from gateway.version import podway_version

@@ -9,12 +9,12 @@ import logging
 import sys
 
 from gateway.serve.assemble import serve
-from gateway.serve.flags import Parser
 from gateway.serve.load import LoadedModel
-from gateway.serve.options import Option
-from gateway.serve.server_settings import LOCAL_FILE
-from gateway.serve.settings import load, options
 from gateway.serve.terminal import LoadingBars, banner, url_of
+from gateway.settings.flags import Parser
+from gateway.settings.options import Option
+from gateway.settings.server import LOCAL_FILE
+from gateway.settings.settings import load, options
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 

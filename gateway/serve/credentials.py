@@ -10,7 +10,7 @@ from gateway.serve.tls import Certificate
 if TYPE_CHECKING:
     import ssl
 
-    from gateway.serve.settings import Settings
+    from gateway.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from engine.step import WorkerReport
-from gateway.serve.settings import Settings
+from gateway.settings.settings import Settings
 from gateway.version import podway_version
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}

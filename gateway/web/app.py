@@ -19,22 +19,18 @@ from gateway.generation.reply import error_response
 from gateway.service import Service, caller_of, service_of
 from gateway.web.middleware import IdentifyCaller
 from gateway.web.routes import (
-    admin,
     batches,
     chat,
     completions,
-    docs,
     embeddings,
     files,
-    health,
     messages,
     models,
-    page,
     requests,
     responses,
-    simulate,
     tokens,
 )
+from gateway.web.routes.operations import admin, docs, health, page, simulate
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -18,7 +18,7 @@ from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.request import ResponseRequest
 from gateway.version import podway_version
-from gateway.web.routes.admin import PolicyChoice
+from gateway.web.routes.operations.admin import PolicyChoice
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute

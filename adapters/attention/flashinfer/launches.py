@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.ports import CapturedWrapper, CudaEvent, MixedWrapper, RunsPaged
+from adapters.attention.flashinfer.ports import (
+    CapturedWrapper,
+    DeviceEvent,
+    MixedWrapper,
+    RunsPaged,
+)
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
 from engine.worker.ports import AttentionSpec, KVTensors
 
@@ -51,7 +56,7 @@ class Geometry:
 class MixedLaunch:
     """Attention of requests with any number of new tokens; a decode has one."""
 
-    def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: CudaEvent) -> None:
+    def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: DeviceEvent) -> None:
         self._geometry = geometry
         self._wrapper = wrapper
         self._staged = staged
@@ -90,7 +95,7 @@ class MixedLaunch:
 class CapturedLaunch:
     """Attention of a fixed number of decodes, for capture in a CUDA graph."""
 
-    def __init__(self, geometry: Geometry, wrapper: CapturedWrapper, staged: CudaEvent) -> None:
+    def __init__(self, geometry: Geometry, wrapper: CapturedWrapper, staged: DeviceEvent) -> None:
         self.wrapper = wrapper
         self._geometry = geometry
         self._staged = staged

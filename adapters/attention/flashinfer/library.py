@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
     CapturedWrapper,
-    CudaEvent,
+    DeviceEvent,
     MixedWrapper,
 )
 from engine.errors import StartupError
@@ -57,7 +57,7 @@ class FlashInfer:
         """An asynchronous copy in the current stream."""
         target.copy_(source, non_blocking=True)
 
-    def event(self) -> CudaEvent:
+    def event(self) -> DeviceEvent:
         """A new CUDA event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
 

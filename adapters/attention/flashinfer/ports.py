@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class CudaEvent(Protocol):
+class DeviceEvent(Protocol):
     """A point in the stream; an event that was never recorded counts as reached."""
 
     def record(self) -> None:
@@ -148,7 +148,7 @@ class Library(Protocol):
         """An asynchronous copy from pinned memory to the device, in the current stream."""
         ...
 
-    def event(self) -> CudaEvent: ...
+    def event(self) -> DeviceEvent: ...
 
     def mixed(self, workspace: Tensor) -> MixedWrapper: ...
 

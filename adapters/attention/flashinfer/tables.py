@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.attention.flashinfer.ports import CudaEvent
+from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 
 ALIGN = 16  # bytes; alignment of the tables in an arena
@@ -91,7 +91,7 @@ class PageTableArena:
     Entering waits until the device has copied the previous contents.
     """
 
-    def __init__(self, memory: Tensor, event: CudaEvent) -> None:
+    def __init__(self, memory: Tensor, event: DeviceEvent) -> None:
         self._memory = memory  # [bytes] uint8
         self._bytes: NDArray[np.uint8] = memory.numpy()
         self._used = 0

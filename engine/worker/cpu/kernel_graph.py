@@ -32,7 +32,7 @@ class Call(ctypes.Structure):
 read_call = make_reader(Call)
 
 
-class OutputMemory:
+class KernelOutputs:
     """One buffer per kind of output, shared by all graphs of a thread pool.
 
     Sharing is safe because one graph is replayed at a time, and no kernel reads the output of an
@@ -58,7 +58,7 @@ class OutputMemory:
 class KernelGraph:
     """Recorded calls in order, and everything that must outlive them."""
 
-    def __init__(self, memory: OutputMemory) -> None:
+    def __init__(self, memory: KernelOutputs) -> None:
         self._memory = memory
         self._calls: list[tuple[int, int, int]] = []
         self._operands: list[ctypes.Structure] = []
@@ -69,7 +69,7 @@ class KernelGraph:
         return len(self._calls)
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for an output, as in `OutputMemory.take`; stays allocated with the graph."""
+        """Memory for an output, as in `KernelOutputs.take`; stays allocated with the graph."""
         taken = self._memory.take(kind, shape, dtype)
         self._outputs.append(taken)
         return taken

@@ -29,7 +29,7 @@ from engine.worker.cpu.intrinsics import (
     load_acquire,
     store_release,
 )
-from engine.worker.cpu.kernel_graph import Call, KernelGraph, OutputMemory, read_call
+from engine.worker.cpu.kernel_graph import Call, KernelGraph, KernelOutputs, read_call
 
 # Fields of the control block, as byte offsets; those that threads contend for are on cache lines of
 # their own.
@@ -113,7 +113,7 @@ class NativeThreadPool:
         assert threads >= 1, "a pool has at least its leader"
         self.threads = threads
         self.graph: KernelGraph | None = None  # while one is recorded
-        self._memory = OutputMemory()
+        self._memory = KernelOutputs()
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))

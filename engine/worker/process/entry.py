@@ -30,8 +30,8 @@ from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
     FrameReader,
     LoadFailed,
+    LoadProgress,
     LoadWorker,
-    Progress,
     RunStep,
     ToWorker,
     WireError,
@@ -108,7 +108,7 @@ class Parent:
         self._connection.sendall(data)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        self.send(frame(Progress(what, done, total)))
+        self.send(frame(LoadProgress(what, done, total)))
 
 
 def main() -> int:

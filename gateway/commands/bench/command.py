@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gateway.commands.bench.load import Outcome, Target, closed_loop, open_loop, send
+from gateway.commands.bench.load import RequestResult, Target, closed_loop, open_loop, send
 from gateway.commands.bench.report import Report, read_report, show, summarize
 from gateway.commands.bench.workload import (
     LengthRange,
@@ -31,7 +31,7 @@ from gateway.commands.http_client import (
     open_session,
 )
 from gateway.commands.offline_bench.command import main as offline
-from gateway.serve.flags import (
+from gateway.settings.flags import (
     Parser,
     ShowDefaults,
     above_zero,
@@ -182,11 +182,11 @@ async def measure(args: argparse.Namespace) -> LoadRun:
         model = args.model or await first_model(session, url)
         target = _target(args, url, session, model)
         await _warm_up(target, args)
-        outcomes: list[Outcome] = []
+        outcomes: list[RequestResult] = []
         late, is_interrupted = 0.0, False
         with _progress(len(requests)) as advance:
 
-            def done(outcome: Outcome) -> None:
+            def done(outcome: RequestResult) -> None:
                 outcomes.append(outcome)
                 advance()
 

@@ -28,7 +28,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class RequestResult:
     """Times and counts of one request. Times are seconds; None until the event has happened."""
 
     request: PlannedRequest
@@ -87,7 +87,7 @@ class Target:
         )
 
 
-Done = Callable[[Outcome], None]
+Done = Callable[[RequestResult], None]
 
 
 async def closed_loop(
@@ -122,9 +122,9 @@ async def open_loop(target: Target, requests: Iterable[PlannedRequest], done: Do
     return late
 
 
-async def send(target: Target, request: PlannedRequest, body: bytes) -> Outcome:
+async def send(target: Target, request: PlannedRequest, body: bytes) -> RequestResult:
     """Send one request and read its stream to the end. Failures are recorded, not raised."""
-    outcome = Outcome(request, sent_at=_now())
+    outcome = RequestResult(request, sent_at=_now())
     try:
         async with target.session.post(target.endpoint, data=body, headers=_JSON) as response:
             if response.status == 200:
@@ -141,7 +141,7 @@ async def send(target: Target, request: PlannedRequest, body: bytes) -> Outcome:
     return outcome
 
 
-async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, outcome: RequestResult) -> None:
     """Read the stream to its end and record each event with the time its bytes arrived."""
     decoder = EventDecoder()
     async for chunk in response.content.iter_any():
@@ -153,7 +153,7 @@ async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> No
                 outcome.finished_at = at
 
 
-def _record(event: dict[str, Any], at: float, outcome: Outcome) -> None:
+def _record(event: dict[str, Any], at: float, outcome: RequestResult) -> None:
     if "error" in event:
         outcome.error = error_text(event["error"])
     if usage := event.get("usage"):

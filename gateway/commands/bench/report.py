@@ -15,7 +15,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from gateway.commands.bench.load import Outcome
+from gateway.commands.bench.load import RequestResult
 from gateway.commands.http_client import ServerError
 
 MEASURES = {
@@ -80,7 +80,7 @@ class Report:
 
 
 def summarize(
-    outcomes: Sequence[Outcome], setup: dict[str, Any], label: str, late_seconds: float = 0.0
+    outcomes: Sequence[RequestResult], setup: dict[str, Any], label: str, late_seconds: float = 0.0
 ) -> Report:
     """The report of the requests that succeeded; failed ones are counted by their error."""
     ok = [outcome for outcome in outcomes if outcome.is_ok]
@@ -156,7 +156,7 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _measures(ok: Sequence[Outcome]) -> dict[str, list[float]]:
+def _measures(ok: Sequence[RequestResult]) -> dict[str, list[float]]:
     """All samples of each measure, in seconds."""
     samples: dict[str, list[float]] = {name: [] for name in MEASURES}
     for outcome in ok:

@@ -28,7 +28,7 @@ from gateway.commands.http_client import (
     http_error,
     open_session,
 )
-from gateway.serve.flags import Parser, did_you_mean, positive
+from gateway.settings.flags import Parser, did_you_mean, positive
 
 HELP = """\
 /system TEXT  set the system message (without TEXT: remove it)

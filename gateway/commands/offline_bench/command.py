@@ -32,8 +32,8 @@ from gateway.commands.offline_bench.roofline import (
     weights_of,
 )
 from gateway.commands.offline_bench.steps import Bench, Timing
-from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, positive
 from gateway.serve.terminal import LoadingBars
+from gateway.settings.flags import Parser, ShowDefaults, above_zero, output_file, positive
 
 CHECKPOINTS = "adapters.models.checkpoint"
 STEP_SECONDS = 600.0  # a prefill may take long on a small machine

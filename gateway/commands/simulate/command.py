@@ -36,7 +36,14 @@ from engine.simulated.trace import (
 from engine.simulated.verify import RecordingVerifier
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
 from gateway.commands.simulate.tables import show
-from gateway.serve.flags import Parser, ShowDefaults, above_zero, output_file, plot_file, positive
+from gateway.settings.flags import (
+    Parser,
+    ShowDefaults,
+    above_zero,
+    output_file,
+    plot_file,
+    positive,
+)
 
 
 def parser() -> Parser:

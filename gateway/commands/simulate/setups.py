@@ -19,7 +19,7 @@ from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
-from gateway.serve.flags import above_zero, did_you_mean, natural, positive
+from gateway.settings.flags import above_zero, did_you_mean, natural, positive
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62

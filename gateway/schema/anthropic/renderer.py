@@ -16,8 +16,8 @@ from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
     FinishedChoice,
+    GenerationProgress,
     OutputToken,
-    Progress,
     PromptReport,
     Usage,
 )
@@ -52,18 +52,18 @@ class MessagesRenderer:
         """A `ping` event, or a comment before `message_start`, which must be the first event."""
         return _event("ping") if self._has_begun else b": ping\n\n"
 
-    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         events = [self._opening(progress)]
         events += (
             self._piece_events(p) for p in parts if not isinstance(p, OutputToken | PromptReport)
         )
         return b"".join(events)
 
-    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         self._end = end
         return self._opening(progress) + self._close()
 
-    def closing(self, progress: Progress) -> bytes:
+    def closing(self, progress: GenerationProgress) -> bytes:
         return _event(
             "message_delta", delta=_stop(self._end), usage=_usage(progress.usage)
         ) + _event("message_stop")
@@ -72,7 +72,7 @@ class MessagesRenderer:
         """One `error` event; no other event follows."""
         return AnthropicDialect().error_event(error, self._request_id)
 
-    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         (choice,) = choices
         content: list[Json] = []
         for piece in choice.parts:
@@ -96,7 +96,7 @@ class MessagesRenderer:
             case CallArguments(_, text):
                 content[-1]["input"] += text
 
-    def _opening(self, progress: Progress) -> bytes:
+    def _opening(self, progress: GenerationProgress) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True

@@ -69,7 +69,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """Which tools must or may be called."""
 
     type: str
@@ -116,7 +116,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     top_p: float | None = None
     top_k: int | None = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
@@ -224,7 +224,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
     def _choice(self) -> Any:
-        choice = self.tool_choice or ToolChoice("auto")
+        choice = self.tool_choice or AnthropicToolChoice("auto")
         check_allowed(choice.type, "tool_choice.type", ("auto", "any", "tool", "none"))
         if choice.type != "tool":
             return "required" if choice.type == "any" else choice.type

@@ -19,8 +19,8 @@ from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
     FinishedChoice,
+    GenerationProgress,
     OutputToken,
-    Progress,
     PromptReport,
     ResponseHeader,
     ToolCallText,
@@ -55,7 +55,7 @@ class ChatRenderer(Envelope):
         self._plain_heads: dict[int, bytes] = {}
         self._tail = _TEXT_END + self._close
 
-    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """One event for each piece; the last event also has the tokens' log-probabilities."""
         head = self._plain_heads.get(index)
         if head is not None and len(parts) == 1 and isinstance(piece := parts[0], str):
@@ -67,11 +67,11 @@ class ChatRenderer(Envelope):
         events.append(self._event(index, deltas[-1], progress, tokens=output_tokens(parts)))
         return b"".join(events)
 
-    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         """The finish reason."""
         return self._opening(index, (), progress) + self._event(index, {}, progress, end=end)
 
-    def _opening(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def _opening(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """The event with the role, once. Its content is "", or null before reasoning or calls."""
         if index in self._begun:
             return b""
@@ -88,7 +88,7 @@ class ChatRenderer(Envelope):
         self,
         index: int,
         delta: dict[str, Any],
-        progress: Progress,
+        progress: GenerationProgress,
         *,
         tokens: Sequence[OutputToken] = (),
         end: ChoiceEnd | None = None,
@@ -114,7 +114,7 @@ class ChatRenderer(Envelope):
             choice |= self._formatter.ids(tokens)
         return choice
 
-    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         """The body. Details of the prompt appear once, beside the choices."""
         prompt = choices[0].prompt
         return self._whole(

@@ -20,8 +20,8 @@ from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
     FinishedChoice,
+    GenerationProgress,
     OutputToken,
-    Progress,
     ResponseHeader,
 )
 
@@ -45,7 +45,7 @@ class CompletionRenderer(Envelope):
         self._plain_heads: dict[int, bytes] = {}
         self._tail = _TEXT_END + self._close
 
-    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """One event with the text and its tokens."""
         head = self._plain_heads.get(index)
         if head is not None and len(parts) == 1:
@@ -58,11 +58,11 @@ class CompletionRenderer(Envelope):
         choice |= self._formatter.prompt_ids(prompt_report(parts))
         return self._chunk(choice | (self._formatter.ids(tokens) if tokens else {}), progress)
 
-    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         """The finish reason."""
         return self._chunk(self._choice(index, "", end, ()), progress)
 
-    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         """The body. Details of a prompt are repeated in each of its choices."""
         return self._whole(
             [

@@ -15,8 +15,8 @@ from gateway.schema.rendering import (
     PING,
     ChoiceEnd,
     Delta,
+    GenerationProgress,
     OutputToken,
-    Progress,
     PromptReport,
     ReportOptions,
     ResponseHeader,
@@ -71,14 +71,14 @@ class Envelope:
             **self._extra,
         }
 
-    def _chunk(self, choice: dict[str, Any], progress: Progress, **more: Any) -> bytes:
+    def _chunk(self, choice: dict[str, Any], progress: GenerationProgress, **more: Any) -> bytes:
         rest = b"".join(b',"%s":%s' % (k.encode(), orjson.dumps(v)) for k, v in more.items())
         close = self._close
         if self._usage_options.continuous:
             close = b',"usage":' + orjson.dumps(progress.usage.as_json()) + b"}\n\n"
         return self._open + orjson.dumps(choice) + b"]" + rest + close
 
-    def closing(self, progress: Progress) -> bytes:
+    def closing(self, progress: GenerationProgress) -> bytes:
         """The usage chunk, if the request has `include_usage`, and `[DONE]`."""
         if not self._usage_options.at_the_end:
             return DONE
@@ -89,7 +89,9 @@ class Envelope:
         """One event with the JSON error body; no `[DONE]` follows."""
         return OpenAIDialect().error_event(error)
 
-    def _whole(self, choices: list[dict[str, Any]], progress: Progress, **more: Any) -> bytes:
+    def _whole(
+        self, choices: list[dict[str, Any]], progress: GenerationProgress, **more: Any
+    ) -> bytes:
         envelope = self._envelope(self.whole_object)
         body = {**envelope, "choices": choices, "usage": progress.usage.as_json(), **more}
         return orjson.dumps(body)

@@ -19,8 +19,8 @@ from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
     FinishedChoice,
+    GenerationProgress,
     OutputToken,
-    Progress,
     PromptReport,
 )
 
@@ -74,7 +74,7 @@ class ResponsesRenderer:
             "output": self.output,
         }
 
-    def delta(self, index: int, parts: Delta, progress: Progress) -> bytes:
+    def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         events = [self._opening()]
         for piece, tokens in _with_tokens(parts):
             self._pending += tokens
@@ -82,14 +82,14 @@ class ResponsesRenderer:
                 events.append(self._piece_events(piece))
         return b"".join(events)
 
-    def ending(self, index: int, end: ChoiceEnd, progress: Progress) -> bytes:
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         self._status = _STATUS.get(end.reason, "completed")
         events = self._opening()
         if not self.output:
             events += self._open_text("message", "output_text")  # an empty message
         return events + self._close(self._status)
 
-    def closing(self, progress: Progress) -> bytes:
+    def closing(self, progress: GenerationProgress) -> bytes:
         self._conclude(progress)
         return self._event(f"response.{self._status}", response=self.snapshot())
 
@@ -101,7 +101,7 @@ class ResponsesRenderer:
         self._status = "cancelled" if is_cancelled else "failed"
         return events + self._event("response.failed", response=self.snapshot())
 
-    def whole(self, choices: Sequence[FinishedChoice], progress: Progress) -> bytes:
+    def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         """The response object that the last event of a stream would carry."""
         (choice,) = choices
         self.delta(0, choice.parts, progress)
@@ -109,7 +109,7 @@ class ResponsesRenderer:
         self._conclude(progress)
         return orjson.dumps(self.snapshot())
 
-    def _conclude(self, progress: Progress) -> None:
+    def _conclude(self, progress: GenerationProgress) -> None:
         """Set the fields that are known when the answer is complete."""
         usage = progress.usage
         self._end = {

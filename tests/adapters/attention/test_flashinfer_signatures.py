@@ -12,7 +12,7 @@ import torch
 
 from adapters.attention.flashinfer.backend import FlashInferAttention
 from adapters.attention.flashinfer.library import FlashInfer
-from adapters.attention.flashinfer.ports import CudaEvent
+from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import padded
 from engine.worker.ports import AttentionSpec, KVTensors
@@ -111,7 +111,7 @@ class OnCpu(FlashInfer):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def event(self) -> CudaEvent:
+    def event(self) -> DeviceEvent:
         return StandIn().event()
 
 

@@ -25,8 +25,8 @@ from engine.transport.wire import (
     FrameReader,
     Goodbye,
     LoadFailed,
+    LoadProgress,
     LoadWorker,
-    Progress,
     RunStep,
     StepFailure,
     StepRan,
@@ -117,7 +117,7 @@ to_worker = st.one_of(
 from_worker = st.one_of(
     results.map(StepRan),
     st.builds(StepFailure, step_id=ids, message=lines),
-    st.builds(Progress, what=lines, done=ids, total=ids),
+    st.builds(LoadProgress, what=lines, done=ids, total=ids),
     st.just(WorkerLoaded(REPORT)),
     lines.map(LoadFailed),
 )

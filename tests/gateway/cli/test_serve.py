@@ -16,7 +16,7 @@ from engine.simulated.figures import SLO
 from engine.simulated.replay import read_recording
 from engine.simulated.verify import RecordingVerifier
 from gateway.serve import command as cli
-from gateway.serve.settings import options
+from gateway.settings.settings import options
 from tests.certificates import make_certificate
 from tests.conftest import read_url, start_server
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from engine.errors import StartupError
 from gateway.serve.command import parser
-from gateway.serve.engine_settings import BUILTIN_MODEL
-from gateway.serve.settings import Settings, load, options
+from gateway.settings.engine import BUILTIN_MODEL
+from gateway.settings.settings import Settings, load, options
 
 
 def startup_error(**flags: str) -> str:

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import replace
 
 from engine.step import WorkerReport
-from gateway.serve.settings import load
 from gateway.serve.terminal import LoadingBars, banner, curl_line, url_of
+from gateway.settings.settings import load
 
 REPORT = WorkerReport(
     architecture="LlamaForCausalLM",

@@ -152,7 +152,7 @@ def test_offline_without_a_shape_says_what_is_missing(capsys: pytest.CaptureFixt
 def test_a_plot_without_matplotlib_is_rejected_before_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gateway.serve.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("gateway.settings.flags.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         bench.main(["http://127.0.0.1:1", "--plot", "a.png"])
     assert "--plot: needs matplotlib: pip install 'podway[plots]'" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.commands.bench.load import Outcome, Target, closed_loop, open_loop, send
+from gateway.commands.bench.load import RequestResult, Target, closed_loop, open_loop, send
 from gateway.commands.bench.workload import (
     LengthRange,
     PlannedRequest,
@@ -20,7 +20,9 @@ def target(peer: Peer, session: object, *, is_chat: bool = False) -> Target:
     return Target(peer.url, session, prompts, {"model": "peer"}, is_chat)  # type: ignore[arg-type]
 
 
-async def send_one(peer: Peer, *, is_chat: bool = False, seconds: float | None = None) -> Outcome:
+async def send_one(
+    peer: Peer, *, is_chat: bool = False, seconds: float | None = None
+) -> RequestResult:
     async with open_session(None, timeout=seconds) as session:
         aim = target(peer, session, is_chat=is_chat)
         return await send(aim, REQUEST, aim.body(REQUEST))
@@ -66,7 +68,7 @@ async def test_an_answer_that_takes_too_long_is_a_failure(peer: Peer) -> None:
 
 
 async def test_a_closed_loop_sends_every_request_once(peer: Peer) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestResult] = []
     requests = closed_loop_requests(9, LengthRange(5, 5), LengthRange(6, 6), seed=0)
     async with open_session(None) as session:
         await closed_loop(target(peer, session), requests, 4, outcomes.append)
@@ -75,7 +77,7 @@ async def test_a_closed_loop_sends_every_request_once(peer: Peer) -> None:
 
 
 async def test_an_open_loop_sends_no_request_before_its_time(peer: Peer) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestResult] = []
     requests = [PlannedRequest(index, 0.05 * index, 5, 6) for index in range(4)]
     async with open_session(None) as session:
         late = await open_loop(target(peer, session), requests, outcomes.append)

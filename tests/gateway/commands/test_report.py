@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gateway.commands.bench.load import Outcome
+from gateway.commands.bench.load import RequestResult
 from gateway.commands.bench.plot import draw
 from gateway.commands.bench.report import read_report, show, summarize
 from gateway.commands.bench.workload import PlannedRequest
 from gateway.commands.http_client import ServerError
 
 
-def answered(index: int, sent_at: float, jct: float, tokens: int) -> Outcome:
+def answered(index: int, sent_at: float, jct: float, tokens: int) -> RequestResult:
     """One token after 1 s, then one every 0.5 s; the request is for 5 tokens."""
-    return Outcome(
+    return RequestResult(
         PlannedRequest(index, 0.0, 10, 5),
         sent_at=sent_at,
         first_at=sent_at + 1,
@@ -32,7 +32,9 @@ def answered(index: int, sent_at: float, jct: float, tokens: int) -> Outcome:
 OUTCOMES = [
     answered(0, 100.0, 4.0, 5),
     answered(1, 101.0, 9.0, 3),
-    Outcome(PlannedRequest(2, 0.0, 10, 5), sent_at=102.0, ended_at=102.5, error="HTTP 503: full"),
+    RequestResult(
+        PlannedRequest(2, 0.0, 10, 5), sent_at=102.0, ended_at=102.5, error="HTTP 503: full"
+    ),
 ]
 
 

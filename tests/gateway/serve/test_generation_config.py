@@ -8,8 +8,8 @@ import pytest
 from adapters.models.checkpoint import read_generation_config
 from engine.errors import StartupError
 from gateway.schema.fields.sampling import SamplingDefaults
-from gateway.serve.generation_config import sampling_defaults
-from gateway.serve.settings import load
+from gateway.settings.generation_config import sampling_defaults
+from gateway.settings.settings import load
 
 QWEN = {
     "do_sample": True,

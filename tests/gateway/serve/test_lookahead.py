@@ -8,7 +8,7 @@ from engine.cost.model import CostModel
 from engine.step import WorkerReport
 from gateway.serve import lookahead
 from gateway.serve.lookahead import SHORT_STEP, choose_lookahead, max_lookahead
-from gateway.serve.settings import load
+from gateway.settings.settings import load
 from tests.gateway.serve.test_calibration import REPORT
 
 

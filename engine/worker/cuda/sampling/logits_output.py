@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.cuda.sampling.sampler import DeviceSampler, Pending
-from engine.worker.cuda.step.transfers import CopyToHost, HostTransfer
+from engine.worker.cuda.transfers import CopyToHost, HostTransfer
 from engine.worker.ports import RaggedLayout
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import Head, LogitsOutput, fault_of, slices

@@ -8,7 +8,7 @@ from engine.worker.cuda.step.forward import Forward
 from engine.worker.cuda.step.graphs import DecodeGraphs, Layers
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.launcher import StepLauncher
-from engine.worker.cuda.step.transfers import HostTransfer
+from engine.worker.cuda.transfers import HostTransfer
 from engine.worker.device import Progress, WholeModel
 from engine.worker.ports import CapturableAttention
 from engine.worker.streams import Streams

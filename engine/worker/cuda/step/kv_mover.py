@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.step import BlockMove, Direction
-from engine.worker.cuda.step.transfers import put
+from engine.worker.cuda.transfers import put
 from engine.worker.model.host_pool import read_blocks
 from engine.worker.ports import KVTensors, as_bytes
 from engine.worker.streams import StreamEvent, Streams

@@ -18,8 +18,8 @@ from engine.transport.wire import (
     FromWorker,
     Goodbye,
     LoadFailed,
+    LoadProgress,
     LoadWorker,
-    Progress,
     RunStep,
     StepFailure,
     StepRan,
@@ -36,7 +36,7 @@ from tests.fakes import a_step
 
 ECHO = "tests.engine.transport.workers:EchoWorker"
 LOAD = LoadWorker(WorkerSettings(model="echo"))
-LOADING = [Progress("weights", 0, 2), Progress("weights", 2, 2), WorkerLoaded(REPORT)]
+LOADING = [LoadProgress("weights", 0, 2), LoadProgress("weights", 2, 2), WorkerLoaded(REPORT)]
 
 
 @dataclass

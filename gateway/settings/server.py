@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import BaseSettings, NoDecode
 
-from gateway.serve.options import option as _option
-from gateway.serve.options import split
+from gateway.settings.options import option as _option
+from gateway.settings.options import split
 
 LOCAL_FILE = Path("podway.toml")
 IN_MEMORY = "memory"  # instead of the store's file

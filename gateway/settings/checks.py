@@ -10,8 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from engine.errors import StartupError
-from gateway.serve.flags import did_you_mean
-from gateway.serve.settings import Settings
+from gateway.settings.flags import did_you_mean
+from gateway.settings.settings import Settings
 
 # Settings whose values are names in an adapter's table, and the names besides those.
 NAMED = {

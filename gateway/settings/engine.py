@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize
 from pydantic_settings import BaseSettings, NoDecode
 
 from engine.policy import POLICIES
-from gateway.serve.generation_config import check_override
-from gateway.serve.options import option as _option
-from gateway.serve.options import split
+from gateway.settings.generation_config import check_override
+from gateway.settings.options import option as _option
+from gateway.settings.options import split
 
 BUILTIN_MODEL = "builtin"
 

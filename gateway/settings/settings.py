@@ -21,10 +21,10 @@ from pydantic_settings import (
 )
 
 from engine.errors import StartupError
-from gateway.serve.engine_settings import EngineSettings
-from gateway.serve.flags import did_you_mean
-from gateway.serve.options import PREFIX, Option, allowed, as_option
-from gateway.serve.server_settings import LOCAL_FILE, ServerSettings
+from gateway.settings.engine import EngineSettings
+from gateway.settings.flags import did_you_mean
+from gateway.settings.options import PREFIX, Option, allowed, as_option
+from gateway.settings.server import LOCAL_FILE, ServerSettings
 
 
 class Settings(ServerSettings, EngineSettings):
