@@ -35,6 +35,8 @@ from gateway.serve.credentials import load_credentials
 from gateway.serve.load import load_model
 from gateway.settings.settings import Settings, load
 from gateway.service import Service
+from gateway.settings.checks import check_settings
+from gateway.settings.settings import Settings, load
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from gateway.web.routes.batches import ENDPOINTS
