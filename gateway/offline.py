@@ -30,10 +30,8 @@ from gateway.access.callers import Caller
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import generate_body
 from gateway.serve.assemble import build_control_plane, build_service
-from gateway.settings.checks import check_settings
 from gateway.serve.credentials import load_credentials
 from gateway.serve.load import load_model
-from gateway.settings.settings import Settings, load
 from gateway.service import Service
 from gateway.settings.checks import check_settings
 from gateway.settings.settings import Settings, load

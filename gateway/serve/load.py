@@ -25,10 +25,9 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from engine.transport.trace import TraceFile
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
-from gateway.settings.engine import BUILTIN_MODEL
-from gateway.settings.generation_config import sampling_defaults
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.settings.engine import BUILTIN_MODEL
+from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
 
 if TYPE_CHECKING:
