@@ -68,6 +68,7 @@ class Engine:
         self._is_draining = False
         self._lost_at: float | None = None  # while the worker restarts
         self._restart_seconds = RESTART_SECONDS
+        self._deadline_timer: asyncio.TimerHandle | None = None  # for the earliest deadline
         self.failure: str | None = None  # why no worker can be restarted
         self.failed = asyncio.Event()  # set once `failure` is
         executor.watch(self._wakeup.set)
@@ -124,6 +125,8 @@ class Engine:
             self._returned_at = now
             self._idle.clear()
         self._streams[request.request_id] = stream
+        if stream.spec.deadline is not None:
+            self._watch_deadlines()
         self._wakeup.set()
         return request
 
@@ -182,6 +185,21 @@ class Engine:
     def _has_died_idle(self) -> bool:
         """Whether a worker was lost while no step was in flight, whose future would report it."""
         return not self._in_flight and not self._executor.is_alive and self.failure is None
+
+    def _watch_deadlines(self) -> None:
+        """Expire requests when their deadline passes, also while no iteration returns."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        deadline = self.scheduler.pool.next_deadline
+        if deadline is not None:
+            delay = max(0.0, deadline - self._clock())
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._wake(self.scheduler.expire(self._clock()))
+        self._watch_deadlines()
 
     def _submit(self) -> None:
         self._wake(self.scheduler.expire(self._clock()))

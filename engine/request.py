@@ -199,7 +199,9 @@ class Request:
     num_pending: int = 0  # output tokens that iterations in flight sample
     num_in_flight: int = 0  # iterations in flight that compute it or swap its KV
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    block_hashes: list[bytes] = field(default_factory=list)  # see engine.kv.prefix
+    block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
+    num_matched: int = 0  # leading blocks that were on the device
+    num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
     num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
     num_swaps: int = 0  # times that its KV was swapped out
     produced_at_start: int = 0  # `produced` when it last got its KV

@@ -161,12 +161,12 @@ class AdmissionControl:
         if not preempts or missing > self._reclaimable:
             return False
         victims: list[Request] = []
-        needed, prefix = missing, self._kv.prefix(request)
+        needed, shared = missing, self._kv.shared_blocks(request)
         headroom = int(self._grows)
         for victim in self._victims(request, now):
             if self._may_start_for(victim, request):
                 victims.append(victim)
-                missing -= self._kv.num_gained(victim, exclude=prefix) + headroom
+                missing -= self._kv.num_gained(victim, exclude=shared) + headroom
                 if missing <= 0:
                     break
         if missing > 0:

@@ -34,6 +34,7 @@ class BatchBuilder:
         self.num_skipped = 0  # ready requests that were considered and not taken
         self.has_suspect = False
         self.least_crashes = 0  # a suspect with more crashes is not taken
+        self.is_deferred = False  # a request waits until more of its prefix is hashed
         self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []

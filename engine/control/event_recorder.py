@@ -22,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.events import NullObserver, Observer
 from engine.kv.ledger import KVLedger
+from engine.kv.prefix import hash_blocks
 from engine.policy import PolicySettings, build, name_of
 from engine.request import State
 
@@ -50,6 +51,19 @@ _OPTIONAL = {
     "deadline": None,
     "is_background": False,
 }
+
+
+class _Blocks(NamedTuple):
+    """The content of a request's blocks from block `first` on; hashed only when it is written."""
+
+    salt: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    block_size: int
+    first: int
+
+    def hashes(self) -> list[bytes]:
+        return hash_blocks(self.salt, self.prompt + self.output, self.block_size)[self.first :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +114,8 @@ class EventRecorder(NullObserver):
             value = getattr(spec, name)
             if value != default:
                 row[name] = value
-        if request.block_hashes:
-            row["blocks"] = tuple(request.block_hashes)
+        if request.prompt_len >= self._block_size:
+            row["blocks"] = _Blocks(spec.salt, spec.prompt, (), self._block_size, 0)
         self._write(row)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
@@ -137,8 +151,10 @@ class EventRecorder(NullObserver):
         reason = finish.value if finish else abort.value if abort else request.state.value
         row: Row = {"at": now, "ended": request.request_id, "outcome": request.outcome}
         row |= {"reason": reason, "produced": request.produced}
-        if beyond := request.block_hashes[request.prompt_len // self._block_size :]:
-            row["blocks"] = tuple(beyond)
+        size, first = self._block_size, request.prompt_len // self._block_size
+        if (request.num_tokens - 1) // size > first:
+            output = tuple(request.output[:-1])
+            row["blocks"] = _Blocks(request.spec.salt, request.spec.prompt, output, size, first)
         self._write(row)
 
     def worker_lost(self, now: float) -> None:
@@ -161,7 +177,7 @@ def render(row: Row, name: Name) -> str:
         moves = row["moves"]
         shown["moves"] = [[m.direction.value, m.num_blocks, m.is_awaited] for m in moves]  # type: ignore[attr-defined]
     if "blocks" in row:
-        shown["blocks"] = [name(block) for block in row["blocks"]]  # type: ignore[attr-defined]
+        shown["blocks"] = [name(block) for block in row["blocks"].hashes()]  # type: ignore[attr-defined]
     if "tenant" in row:
         shown["tenant"] = str(name(row["tenant"]))  # type: ignore[arg-type]
     return json.dumps(shown, separators=(",", ":"))

@@ -143,8 +143,9 @@ class IterationScheduler:
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._check_queue(len(spec.prompt))
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
-        self.kv.add(request)
-        self.policy.validate(spec, self.kv.num_to_compute(request), now)
+        has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
+        num_tokens = self.kv.num_to_compute(request) if has_deadline else len(spec.prompt)
+        self.policy.validate(spec, num_tokens, now)
         self._next_request_id += 1
         self.pool.add(request)
         self.policy.arrive(request, now)
@@ -187,7 +188,12 @@ class IterationScheduler:
         batch.has_suspect = self._lifecycle.has_suspect_in_flight
         batch.least_crashes = self._lifecycle.least_crashes
         self.admission.begin_plan()
+        self.kv.begin_plan()
         self._fill(batch, now)
+        while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
+            batch.is_deferred = False
+            self.kv.begin_plan()
+            self._fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
         swaps = self.kv.collect_swaps()
@@ -248,6 +254,8 @@ class IterationScheduler:
         slots = request.num_planned + num_tokens
         if num_tokens > 0 and self.admission.secure(request, slots, now):
             batch.add(request, num_tokens, self.kv, is_last=num_tokens == unplanned)
+            if num_tokens > 1:
+                self.kv.note_prefill(request)
             self.pool.move(request, PLAN)
             return
         if request.state is READY:
@@ -304,6 +312,11 @@ class IterationScheduler:
         whole_batch = self.settings.admission is Admission.REQUEST
         if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
             return False
+        if not self.kv.find_prefix(request):
+            batch.is_deferred = True
+            return True
+        if not whole_batch and request.state is WAITING and self.kv.is_being_computed(request):
+            return True
         others = self._num_others(batch, request, self._ready_left(batch))
         if not whole_batch and (batch.is_out_of_time or batch.tokens_left <= others):
             return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.host_tier import HostTier
+from engine.kv.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -62,8 +63,8 @@ class KVLedger:
         self._held: dict[RequestId, _Holding] = {}
         self._free: list[int] = []
         self._holders: list[int] = []  # by block
-        self._hash: dict[int, bytes] = {}  # of published blocks
-        self._published: dict[bytes, int] = {}
+        self.prefixes = PrefixIndex()
+        self._idle: dict[bytes, int] = {}  # what `num_idle` found since the last change
         self._cached: dict[int, None] = {}  # published, held by no request; least recent first
         self.reset()
 
@@ -112,23 +113,27 @@ class KVLedger:
         """Blocks needed for `num_slots` slots."""
         return -(-num_slots // self.block_size)
 
-    def match(self, hashes: "Sequence[bytes]") -> int:
-        """How many of the leading hashes are published: blocks that need not be computed."""
-        for count, block_hash in enumerate(hashes):
-            if block_hash not in self._published:
-                return count
-        return len(hashes)
-
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
         """How many of these published blocks are cached: adopting them reduces `num_free`."""
-        return sum(self._published[block_hash] in self._cached for block_hash in hashes)
+        if not hashes:
+            return 0
+        last = hashes[-1]  # stands for the whole chain before it
+        if last not in self._idle:
+            block = self.prefixes.block
+            self._idle[last] = sum(block(block_hash) in self._cached for block_hash in hashes)
+        return self._idle[last]
+
+    def blocks_of(self, hashes: "Sequence[bytes]") -> set[int]:
+        """The published blocks of a prefix."""
+        return {self.prefixes.block(block_hash) for block_hash in hashes}
 
     def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
         """Let a request that holds no blocks share the published blocks of a prefix."""
         assert request_id not in self._held, "a prefix is adopted before any block is reserved"
         holding = self._held[request_id] = _Holding(num_published=len(hashes))
+        self._idle.clear()
         for block_hash in hashes:
-            block = self._published[block_hash]
+            block = self.prefixes.block(block_hash)
             self._cached.pop(block, None)
             self._holders[block] += 1
             holding.blocks.append(block)
@@ -162,7 +167,8 @@ class KVLedger:
     def _evict(self) -> None:
         block = next(iter(self._cached))
         del self._cached[block]
-        del self._published[self._hash.pop(block)]
+        self._idle.clear()
+        self.prefixes.evict(block)
         self._free.append(block)
 
     def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
@@ -172,18 +178,15 @@ class KVLedger:
         """
         holding = self._held[request_id]
         for index in range(holding.num_published, len(hashes)):
-            block, block_hash = holding.blocks[index], hashes[index]
-            if block_hash not in self._published:
-                self._published[block_hash] = block
-                self._hash[block] = block_hash
+            if hashes[index] not in self.prefixes:
+                self.prefixes.publish(holding.blocks[index], hashes[index], index)
         holding.num_published = max(holding.num_published, len(hashes))
 
-    def num_private(self, request_id: "RequestId", exclude: "Sequence[bytes]" = ()) -> int:
-        """Blocks that only this request holds, so that its release makes them available; the
-        published blocks named by `exclude` are not counted."""
-        kept = {self._published[block_hash] for block_hash in exclude}
+    def num_private(self, request_id: "RequestId", exclude: "Container[int]" = ()) -> int:
+        """Blocks that only this request holds, so that its release makes them available; those in
+        `exclude` are not counted."""
         blocks = self._held[request_id].blocks
-        return sum([self._holders[block] == 1 and block not in kept for block in blocks])
+        return sum([self._holders[block] == 1 and block not in exclude for block in blocks])
 
     def begin_swap_out(
         self, request_id: "RequestId", num_slots: int, *, is_awaited: bool
@@ -239,11 +242,12 @@ class KVLedger:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return 0
+        self._idle.clear()
         for block in reversed(holding.blocks):
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
-            if block in self._hash:
+            if self.prefixes.is_published(block):
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -261,8 +265,8 @@ class KVLedger:
         self._held.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._holders = [0] * self.num_blocks
-        self._hash.clear()
-        self._published.clear()
+        self.prefixes.clear()
+        self._idle.clear()
         self._cached.clear()
 
     def table(self, request_id: "RequestId") -> bytes:
@@ -289,7 +293,8 @@ class KVLedger:
         assert min(counts) >= 0, f"a negative count: {self!r}"
         assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"
         self.host.check()
-        assert self._published == {h: b for b, h in self._hash.items()}, "hashes drifted"
-        assert self._cached.keys() <= self._hash.keys(), "cached without a hash"
+        self.prefixes.check()
+        published = self.prefixes.blocks
+        assert self._cached.keys() <= published, "cached without a hash"
         shared = {block for block in range(self.num_blocks) if holders[block] > 1}
-        assert shared <= self._hash.keys(), "a private block is shared"
+        assert shared <= published, "a private block is shared"

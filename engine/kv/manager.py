@@ -15,13 +15,15 @@ from engine.request import Move, Request, State
 from engine.step import BlockMove, Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from engine.events import Observer
     from engine.kv.ledger import BlockPairs, KVLedger
     from engine.pool import RequestPool
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
+CHUNK = 512  # tokens that are compared at a time
+HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
 
 class KVManager:
@@ -43,6 +45,8 @@ class KVManager:
         self._reuses_prefixes = reuses_prefixes
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
+        self._hashes_left = HASHES_PER_PLAN
+        self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
     @property
     def num_free(self) -> int:
@@ -56,22 +60,51 @@ class KVManager:
 
     # Shared prefixes
 
-    def add(self, request: Request) -> None:
-        """Hash the prompt of a new request, so that its prefix can be found in the cache."""
-        if self._reuses_prefixes:
-            extend_hashes(request, self.block_size)
+    def begin_plan(self) -> None:
+        """Allow `HASHES_PER_PLAN` hashes, and forget prefills that are not in flight any more."""
+        self._hashes_left = HASHES_PER_PLAN
+        if self._prefills:
+            flying = [r for r in self._prefills.values() if r.num_in_flight]
+            self._prefills.clear()
+            for request in flying:
+                self.note_prefill(request)
 
     def publish(self, request: Request, start: int) -> None:
         """Let other requests share the blocks that this one has filled from position `start`."""
         size = self.block_size
         num_full = request.num_computed // size
         if num_full > start // size and self._reuses_prefixes:
-            extend_hashes(request, size)
+            extend_hashes(request, size, num_full)
             self.ledger.publish(request.request_id, request.block_hashes[:num_full])
 
     def num_to_compute(self, request: Request) -> int:
-        """Known tokens of a request without KV whose KV is not in the cache."""
-        return request.num_tokens - len(self.prefix(request)) * self.block_size
+        """Known tokens of a request without KV whose KV is not in the cache, as far as it was
+        looked for (`find_prefix`)."""
+        self.find_prefix(request)
+        return request.num_tokens - request.num_matched * self.block_size
+
+    def find_prefix(self, request: Request) -> bool:
+        """Look for the request's blocks in the cache, from where the last search ended. Returns
+        False if the search has to continue in the next plan, because hashing takes time."""
+        if not self._reuses_prefixes:
+            return True
+        size, index, hashes = self.block_size, self.ledger.prefixes, request.block_hashes
+        matched = request.num_matched
+        if request.num_evictions_seen != index.num_evictions:
+            matched = index.num_matched(hashes, matched, request.num_evictions_seen)
+            request.num_evictions_seen = index.num_evictions
+        num_full = request.num_tokens // size
+        while matched < num_full:
+            if matched == len(hashes):
+                if not self._hashes_left:
+                    break
+                self._hashes_left -= 1
+                extend_hashes(request, size, matched + 1)
+            if hashes[matched] not in index:
+                break
+            matched += 1
+        request.num_matched = matched
+        return matched == num_full or matched < len(hashes)
 
     def prefix(self, request: Request) -> "Sequence[bytes]":
         """Hashes of the request's leading blocks that are on the device, held or cached.
@@ -79,13 +112,32 @@ class KVManager:
         A request that is not swapped computes at least one token. Prompt tokens whose
         log-probabilities are still to be computed are not taken from the cache.
         """
+        self.find_prefix(request)
         most = request.num_tokens - 1
         if request.state is SWAPPED:
             most = request.num_computed
         elif request.wants_prompt_logprobs:
             most = len(request.prompt_logprobs)
-        hashes = request.block_hashes[: most // self.block_size]
-        return hashes[: self.ledger.match(hashes)]
+        return request.block_hashes[: min(request.num_matched, most // self.block_size)]
+
+    def note_prefill(self, request: Request) -> None:
+        """The request is in an iteration that computes a part of its prompt."""
+        place = request.num_computed // self.block_size
+        if self._reuses_prefixes and (place + 1) * self.block_size <= request.prompt_len:
+            extend_hashes(request, self.block_size, place + 1)
+            self._prefills[request.block_hashes[place]] = request
+
+    def is_being_computed(self, request: Request) -> bool:
+        """Whether an iteration in flight, or the one being planned, computes a prompt that has
+        half of this request's uncached tokens in common, so that it is better to wait for them."""
+        place, size = request.num_matched, self.block_size
+        if not self._prefills or place >= len(request.block_hashes):
+            return False
+        other = self._prefills.get(request.block_hashes[place])
+        if other is None or other is request:
+            return False
+        common = _num_common(request.spec.prompt, other.spec.prompt, place * size) // size * size
+        return 2 * (common - place * size) >= request.num_tokens - place * size
 
     # Blocks
 
@@ -99,10 +151,13 @@ class KVManager:
         need = self.ledger.blocks_for(num_slots) - len(prefix) + self.ledger.num_idle(prefix)
         return need - self.ledger.num_free
 
-    def num_gained(self, victim: Request, exclude: "Sequence[bytes]" = ()) -> int:
-        """Blocks that become available if `victim` releases its KV, without those named by the
-        hashes in `exclude`."""
+    def num_gained(self, victim: Request, exclude: "Container[int]" = ()) -> int:
+        """Blocks that become available if `victim` releases its KV, without those in `exclude`."""
         return self.ledger.num_private(victim.request_id, exclude)
+
+    def shared_blocks(self, request: Request) -> set[int]:
+        """Blocks that a waiting or swapped request will share when it starts."""
+        return self.ledger.blocks_of(self.prefix(request))
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Make a started request hold at least so many slots; False, and no change, if blocks
@@ -229,3 +284,15 @@ class KVManager:
                 blocks = array("i")
                 blocks.frombytes(move.host)
                 self.ledger.host.finish_read(blocks)
+
+
+def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:
+    """The length of the common prefix of two prompts, which is at least `start`."""
+    length = min(len(one), len(other))
+    if one is other:
+        return length
+    while start < length and one[start : start + CHUNK] == other[start : start + CHUNK]:
+        start += CHUNK
+    while start < length and one[start] == other[start]:
+        start += 1
+    return min(start, length)

@@ -1,7 +1,8 @@
 """Hashes of KV content: the chained hash of all tokens up to the end of each full block.
 
 A block's KV depends on every token before it, so equal chained hash means equal KV, whether it was
-computed for a prompt or for an output that is part of the next prompt of the chat.
+computed for a prompt or for an output that is part of the next prompt of the chat. A hash takes
+about 2 us, so a request's hashes are computed only as far as they are needed.
 """
 
 from array import array
@@ -9,25 +10,40 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.request import Request
 
 DIGEST_BYTES = 16  # a collision would let one caller read another caller's KV
 
 
-def extend_hashes(request: "Request", block_size: int) -> None:
-    """Extend `request.block_hashes` to all full blocks of the tokens known by now.
+def extend_hashes(request: "Request", block_size: int, num_blocks: int) -> None:
+    """Extend `request.block_hashes` to its first `num_blocks` blocks, which are full.
 
     The chain starts from the hash of the caller's salt, so requests with different salts share no
     block. The salt is hashed with its own personalization: no salt can be chosen that equals the
     hash of another caller's block.
     """
     hashes = request.block_hashes
-    for index in range(len(hashes), request.num_tokens // block_size):
+    for index in range(len(hashes), num_blocks):
         before = hashes[-1] if hashes else _root(request.spec.salt)
         tokens = request.tokens(index * block_size, (index + 1) * block_size)
-        digest = blake2b(before, digest_size=DIGEST_BYTES)
-        digest.update(array("i", tokens))
-        hashes.append(digest.digest())
+        hashes.append(_next(before, tokens))
+
+
+def hash_blocks(salt: str, tokens: "Sequence[int]", block_size: int) -> list[bytes]:
+    """The hashes of all full blocks of these tokens."""
+    hashes, before = [], _root(salt)
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        before = _next(before, tokens[start : start + block_size])
+        hashes.append(before)
+    return hashes
+
+
+def _next(before: bytes, tokens: "Sequence[int]") -> bytes:
+    digest = blake2b(before, digest_size=DIGEST_BYTES)
+    digest.update(array("i", tokens))
+    return digest.digest()
 
 
 def _root(salt: str) -> bytes:

@@ -108,3 +108,14 @@ def test_a_reader_gets_the_produced_tokens_and_then_the_error_while_other_reques
         running.cancel()
 
     run_virtual(main())
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    kept = scheduler.add(a_spec(2, 9, deadline=5000.0), 0.0)
+    for _ in range(1000):
+        request = scheduler.add(a_spec(2, 9, deadline=86400.0), 0.0)
+        scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+    assert len(scheduler.pool._deadlines) <= 100
+    assert scheduler.pool.next_deadline == 5000.0
+    assert scheduler.expire(5000.0) == [kept]

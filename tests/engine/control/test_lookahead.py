@@ -236,7 +236,9 @@ def test_lookahead_changes_no_time_and_no_token_if_no_token_is_dropped(stages: i
     def play(lookahead: int) -> list[tuple[float, list[int]]]:
         async def main() -> list[tuple[float, list[int]]]:
             clock = asyncio.get_running_loop().time
-            settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
+            settings = SchedulerSettings(
+                max_model_len=500, max_batch_size=2, max_batch_tokens=8, reuses_prefixes=False
+            )
             scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
             executor = SimulatedExecutor(HAND_COST, depth=stages, lookahead=lookahead)
             engine = Engine(scheduler, executor, clock, lookahead=lookahead)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.cost.model import CostModel
-from engine.errors import EngineError, StepFailed, Unavailable, WorkerLost
+from engine.errors import DeadlineExceeded, EngineError, StepFailed, Unavailable, WorkerLost
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -234,6 +234,24 @@ def test_while_the_worker_restarts_new_requests_are_rejected_and_live_ones_can_b
             assert retry_after(engine) == 2.0  # 5 s were expected, and 3 are over
         await asyncio.sleep(10)
         assert engine.is_ready
+
+    serve(client, Mortal(dies=(1,)))
+
+
+@pytest.mark.parametrize("deadline", [1.5, 5.0])
+def test_a_deadline_is_reported_when_it_passes_also_while_the_worker_restarts(
+    deadline: float,
+) -> None:
+    """The worker dies at 1 s and needs 10 s to restart."""
+
+    async def client(engine: Engine) -> None:
+        clock = asyncio.get_running_loop().time
+        with engine.stream(RequestSpec((1,), 9, GREEDY, deadline=deadline)) as stream:
+            await stream.next()
+            with pytest.raises(DeadlineExceeded):
+                await stream.next()
+            assert clock() == deadline
+        await asyncio.sleep(20)
 
     serve(client, Mortal(dies=(1,)))
 

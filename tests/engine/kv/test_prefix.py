@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from engine.kv.prefix import extend_hashes
+from engine.kv.prefix import extend_hashes, hash_blocks
 from engine.request import Request, RequestSpec
 from engine.step import RequestId
 from tests.scheduling import GREEDY
@@ -13,7 +13,8 @@ BLOCK = 2
 def names(prompt: tuple[int, ...], salt: str = "") -> list[bytes]:
     """The hashes of the prompt's full blocks."""
     request = Request(RequestId(0), RequestSpec(prompt, 1, GREEDY, salt=salt), arrived_at=0.0)
-    extend_hashes(request, BLOCK)
+    extend_hashes(request, BLOCK, len(prompt) // BLOCK)
+    assert request.block_hashes == hash_blocks(salt, prompt, BLOCK)
     return request.block_hashes
 
 

@@ -1,0 +1,91 @@
+"""PrefixIndex: which device block has the KV of which hash, and which hashes were evicted lately.
+
+A waiting request remembers how many of its leading blocks are published. Publishing only makes
+that number larger, which a look at the next hash finds. Evictions make it smaller, so they are
+kept in a log: a request reads the evictions since it last looked, not its whole chain of hashes.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
+
+
+class _Published(NamedTuple):
+    block_hash: bytes
+    depth: int  # number of blocks before it in its chain
+
+
+class PrefixIndex:
+    """Maps hashes to published blocks and back."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._published: dict[int, _Published] = {}
+        self._evictions: list[_Published] = []
+        self._num_dropped = 0  # evictions before those in the log
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._blocks
+
+    @property
+    def blocks(self) -> "set[int]":
+        """All published blocks."""
+        return set(self._published)
+
+    @property
+    def num_evictions(self) -> int:
+        """Evictions so far; for `num_matched`."""
+        return self._num_dropped + len(self._evictions)
+
+    def is_published(self, block: int) -> bool:
+        return block in self._published
+
+    def block(self, block_hash: bytes) -> int:
+        """The block that is published under this hash."""
+        return self._blocks[block_hash]
+
+    def publish(self, block: int, block_hash: bytes, depth: int) -> None:
+        """Publish a block under a hash that is not published, the `depth`th of its chain."""
+        self._blocks[block_hash] = block
+        self._published[block] = _Published(block_hash, depth)
+
+    def evict(self, block: int) -> None:
+        """The content of a published block is overwritten from now on."""
+        evicted = self._published.pop(block)
+        del self._blocks[evicted.block_hash]
+        self._evictions.append(evicted)
+        if len(self._evictions) > 2 * MOST_EVICTIONS:
+            del self._evictions[:MOST_EVICTIONS]
+            self._num_dropped += MOST_EVICTIONS
+
+    def clear(self) -> None:
+        """The content of all blocks is lost."""
+        self._blocks.clear()
+        self._published.clear()
+        self._num_dropped += len(self._evictions) + 1
+        self._evictions.clear()
+
+    def num_matched(self, hashes: "Sequence[bytes]", num_matched: int, seen: int) -> int:
+        """How many of the first `num_matched` hashes, all published when there had been `seen`
+        evictions, are published without a gap now."""
+        if seen < self._num_dropped:
+            num_matched, seen = self._first_gap(hashes, num_matched), self.num_evictions
+        for block_hash, depth in self._evictions[seen - self._num_dropped :]:
+            is_own = depth < num_matched and hashes[depth] == block_hash
+            if is_own and block_hash not in self._blocks:
+                num_matched = depth
+        return num_matched
+
+    def _first_gap(self, hashes: "Sequence[bytes]", num_matched: int) -> int:
+        for depth in range(num_matched):
+            if hashes[depth] not in self._blocks:
+                return depth
+        return num_matched
+
+    def check(self) -> None:
+        """Assert that both directions agree."""
+        backwards = {item.block_hash: block for block, item in self._published.items()}
+        assert backwards == self._blocks, "hashes drifted"
