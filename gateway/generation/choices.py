@@ -51,10 +51,10 @@ class ChoiceGroup:
         if plan.constraint is not None:
             await service.grammars.check_grammar(*plan.constraint)
         tokenized = await plan.tokenize()
-        self._num_prompt_tokens = sum(len(prompt) for prompt in tokenized.prompts)
         specs = [
             spec for prompt in tokenized.prompts for spec in request_specs(plan, prompt, service)
         ]
+        self._num_prompt_tokens = sum(len(spec.prompt) for spec in specs[:: plan.num_candidates])
         self._check_group(specs)
         for index, spec in enumerate(specs):
             stream = self._open_stream(spec)

@@ -54,6 +54,7 @@ class GenerationPlan:
     num_choices: int
     best_of: int | None = None  # candidates per prompt; the most likely `num_choices` are returned
     ignores_eos: bool = False
+    truncate_prompt_tokens: int | None = None
     is_stream: bool = False
     prompt_field: str = "messages"
     constraint: OutputConstraint | None = None
@@ -113,6 +114,7 @@ def build_plan(
     Raises `InvalidRequest` for a value that this model's vocabulary does not allow.
     """
     vocabulary, defaults = service.model.vocabulary, service.model.sampling_defaults
+    request.check_allowed_token_ids(vocabulary)
     return GenerationPlan(
         caller=caller,
         tokenize=tokenize,
@@ -125,7 +127,8 @@ def build_plan(
         report=request.report_options,
         num_choices=request.num_choices,
         best_of=request.num_candidates,
-        ignores_eos=bool(request.ignore_eos),
+        ignores_eos=request.never_ends(vocabulary),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
     )
 
@@ -135,6 +138,7 @@ def request_specs(plan: GenerationPlan, prompt: "Prompt", service: "Service") ->
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
+    prompt = _truncated(plan, prompt, service)
     _check_prompt(plan, prompt, service)
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))
     report, constraint = plan.report, plan.constraint
@@ -163,6 +167,18 @@ def request_specs(plan: GenerationPlan, prompt: "Prompt", service: "Service") ->
         replace(spec, sampling=replace(plan.sampling, seed=derived_seed(seed, choice)))
         for choice in range(plan.num_candidates)
     ]
+
+
+def _truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Prompt":
+    """The last `truncate_prompt_tokens` tokens; for -1, as many as fit with `max_tokens`."""
+    keep = plan.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep < 0:
+        keep = max(
+            1, service.engine.scheduler.settings.max_model_len - (plan.limits.max_tokens or 1)
+        )
+    return prompt[-keep:]
 
 
 def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> None:

@@ -10,7 +10,7 @@ from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,6 +36,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # ignored: text is never respaced
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
 
     # Accepted and ignored.
@@ -52,6 +53,12 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
         self.check_sampling()
         self.check_output()
         self.check_scheduling()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "Invalid 'truncate_prompt_tokens': expected at least 1, or -1 for what the "
+                "context has room for.",
+                "truncate_prompt_tokens",
+            )
         self._check_stop()
         self._check_stream_options()
         if self.stream and self.prompt_logprobs is not None:
@@ -79,7 +86,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings, none to four."""
+        """Stop strings; none by default."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

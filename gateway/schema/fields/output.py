@@ -3,7 +3,7 @@
 Each becomes an `OutputConstraint`; a request may use one of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,9 +11,12 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.schema.decoding import check_allowed, reject_unless
-from gateway.schema.fields.sampling import SamplingRequest
+from gateway.schema.fields.sampling import SamplingRequest, Vocabulary, check_token
 
 MAX_CHOICES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 100
+MAX_ALLOWED_TOKENS = 10_000
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -83,9 +86,12 @@ class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None  # ignored: one library serves all grammars
     guided_whitespace_pattern: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
 
     def check_output(self) -> None:
         """Raise `InvalidRequest` for options that the grammar library does not have."""
+        _check_bad_words(self.bad_words or ())
         reject_unless(self, "guided_whitespace_pattern")
         if self.structured_outputs is not None:
             for name in ("disable_any_whitespace", "disable_additional_properties"):
@@ -110,6 +116,30 @@ class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
                     Grammar(GrammarKind.JSON_OBJECT), "structured_outputs.json_object"
                 )
         yield from _constraints_in(self, "", "guided_")
+        if self.bad_words:
+            yield OutputConstraint(_without_words(self.bad_words), "bad_words")
+        if self.allowed_token_ids is not None:
+            yield OutputConstraint(_only_tokens(self.allowed_token_ids), "allowed_token_ids")
+
+    def check_allowed_token_ids(self, vocabulary: Vocabulary) -> None:
+        """Raise `InvalidRequest` for no ids, too many or unknown ones."""
+        token_ids = self.allowed_token_ids
+        if token_ids is None:
+            return
+        if not 0 < len(token_ids) <= MAX_ALLOWED_TOKENS:
+            raise InvalidRequest(
+                f"Invalid 'allowed_token_ids': expected 1 to {MAX_ALLOWED_TOKENS} ids, but got "
+                f"{len(token_ids)}.",
+                "allowed_token_ids",
+            )
+        for i, token_id in enumerate(token_ids):
+            check_token(token_id, f"allowed_token_ids[{i}]", vocabulary)
+
+    def never_ends(self, vocabulary: Vocabulary) -> bool:
+        """Whether no end token may be generated, by `ignore_eos` or `allowed_token_ids`."""
+        allowed = self.allowed_token_ids
+        excludes_eos = allowed is not None and vocabulary.eos_token_ids.isdisjoint(allowed)
+        return bool(self.ignore_eos) or excludes_eos
 
 
 def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConstraint]:
@@ -127,6 +157,38 @@ def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConst
     if grammar is not None:
         kind = GrammarKind.EBNF if "::=" in grammar else GrammarKind.LARK
         yield OutputConstraint(Grammar(kind, grammar), f"{path}{prefix}grammar")
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"Invalid 'bad_words': at most {MAX_BAD_WORDS}, but got {len(words)}.", "bad_words"
+        )
+    for i, word in enumerate(words):
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(
+                f"Invalid 'bad_words[{i}]': expected 1 to {MAX_BAD_WORD_CHARS} characters, but "
+                f"got {len(word)}.",
+                f"bad_words[{i}]",
+            )
+
+
+def _without_words(words: Sequence[str]) -> Grammar:
+    """Any text in which none of the words occurs, not even as part of a longer word."""
+    found = "|".join("".join(map(_escaped, word)) for word in words)
+    text = f"start: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)({found})(?s:.*)/"
+    return Grammar(GrammarKind.LARK, text)
+
+
+def _escaped(char: str) -> str:
+    """A character in a regular expression of a Lark grammar."""
+    return char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}"
+
+
+def _only_tokens(token_ids: Sequence[int]) -> Grammar:
+    """Any sequence of these tokens."""
+    listed = ",".join(map(str, sorted(set(token_ids))))
+    return Grammar(GrammarKind.LARK, f"start: <[{listed}]>*")
 
 
 def _schema(schema: str | dict[str, Any]) -> Grammar:

@@ -30,6 +30,7 @@ MINIMUMS: dict[str, int] = {
     "max_completion_tokens": 1,
     "min_tokens": 0,
     "top_k": -1,
+    "truncate_prompt_tokens": -1,
 }
 
 
