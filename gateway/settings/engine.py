@@ -63,10 +63,11 @@ class EngineSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "dtype of weights and activations; auto: the fastest that the device has"
     )
-    weights: Literal["auto", "float32", "int8", "fp8"] = _option(
+    weights: Literal["auto", "float32", "int8", "int4", "fp8"] = _option(
         "auto",
         "model",
-        "format of the linear layers' weights; auto: as --dtype; fp8: only on Hopper GPUs",
+        "format of the linear layers' weights; auto: as --dtype; int4: only on CPUs; "
+        "fp8: only on Hopper GPUs",
     )
     activation_bits: Literal["auto", "8", "14"] = _option(
         "auto",

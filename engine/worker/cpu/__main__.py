@@ -5,7 +5,6 @@ import sys
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.linears import linears_of
-from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
@@ -24,5 +23,5 @@ if __name__ == "__main__":
         paged_kernels.merge_partials,
         *rope_and_cache_write.BY_DTYPE,
     )
-    operators = NativeOperators(NativeThreadPool(1), linears_of(FASTEST, "int8"))
+    operators = NativeOperators(NativeThreadPool(1), linears_of("int8"))
     compile_all((*operators.kernels, *attention), show_progress)

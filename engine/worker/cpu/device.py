@@ -16,7 +16,6 @@ from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import linears_of
-from engine.worker.cpu.linears.int8 import int8_linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
@@ -75,7 +74,7 @@ class CpuDevice:
         preferred = self._preferred(settings, preferred or PreferredFormat())
         name = preferred.format or "float32"
         self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
-        self._linears = linears_of(int8_linears(settings.activation_bits), name)
+        self._linears = linears_of(name, settings.activation_bits)
         self.weights = self._linears[name].description
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)

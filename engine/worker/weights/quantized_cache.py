@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1  # of what a file holds; another way to quantize is another version
 FOLDER = "weights"
 HEADER_BYTES = 1024  # reserved for each tensor's entries; three slices of one tensor take 900
-_TYPES = {torch.int8: "I8", torch.float32: "F32"}
+_TYPES = {torch.int8: "I8", torch.uint8: "U8", torch.float16: "F16", torch.float32: "F32"}
 _NAME_DIGITS = 24
 
 

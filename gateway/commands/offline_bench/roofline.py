@@ -12,8 +12,10 @@ from typing import NamedTuple
 from engine.errors import StartupError
 from engine.step import WorkerReport
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+# Of a matrix element; int4 has a 2-byte scale for each 32.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625, "fp8": 1}
 LOGIT_BYTES = 4
+MAX_KV_BYTES = 4  # of a key or value element
 
 
 class Limit(NamedTuple):
@@ -100,7 +102,7 @@ class WeightSizes:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a KV block in float32, the largest format."""
-        return 2 * self.num_layers * block_size * self.kv_width * ITEM_BYTES["float32"]
+        return 2 * self.num_layers * block_size * self.kv_width * MAX_KV_BYTES
 
     def products(self, work: Work) -> int:
         """Operations of the linear layers."""

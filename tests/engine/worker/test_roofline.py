@@ -21,7 +21,7 @@ def test_all_limits_of_a_cpu_are_measured_and_printed(
     monkeypatch.setattr("sys.argv", ["limits", "cpu", "1"])
     limits.main()
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"read", "float32", "bfloat16", "int8"}
+    assert found.keys() == {"read", "float32", "bfloat16", "int8", "int4"}
     assert all(rate > 0 for rate, _ in found.values())
     assert found["read"][1].endswith("1 threads")
 

@@ -13,7 +13,7 @@ from engine.worker.cpu.intrinsics import float32s, float_of_bits, int8s, int16s,
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linear import begin_row, input_operands, multiply
 from engine.worker.cpu.kernels.packed_tiles import WIDTH, int16_tile, uint8_tile
-from engine.worker.cpu.kernels.tile_formats import PAIR, QUAD
+from engine.worker.cpu.kernels.tile_formats import MAX_ROWS, PAIR, QUAD
 
 MAX_14_BITS = (1 << 14) - 1
 MAX_8_BITS = 127
@@ -82,9 +82,9 @@ def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds
 
 def linear_14_bits(operands, chunk, thread):
     """`LinearOperands` with int8 weights and inputs of 14 bits."""
-    multiply(operands, chunk, int16_tile, _finish, DEPTH, PAIR, PAIR)
+    multiply(operands, chunk, int16_tile, _finish, MAX_ROWS, DEPTH, PAIR, PAIR * WIDTH, 4)
 
 
 def linear_8_bits(operands, chunk, thread):
     """`LinearOperands` with int8 weights and inputs of 8 bits."""
-    multiply(operands, chunk, uint8_tile, _finish, DEPTH, QUAD, QUAD)
+    multiply(operands, chunk, uint8_tile, _finish, MAX_ROWS, DEPTH, QUAD, QUAD * WIDTH, 4)

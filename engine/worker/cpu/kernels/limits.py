@@ -132,3 +132,4 @@ PEAKS = {
         else (tile_formats.add_int16_pairs, 2)
     ),
 }
+PEAKS["int4"] = PEAKS["int8"]  # the same instruction multiplies

@@ -35,7 +35,6 @@ class LinearOperands(ctypes.Structure):
     x: int
     x_stride: int  # bytes
     x_scale: int  # float32 [rows], of quantized inputs; else 0
-    x_sums: int  # int32 [rows, groups of inputs], for formats that need them; else 0
     y: int
     y_stride: int  # floats
     rows: int
@@ -53,15 +52,17 @@ def begin_row(y, bias, adds):
 
 
 @njit(inline="always")
-def multiply(operands, chunk, tile, finish, depth, group, lane_bytes):
-    """Compute a chunk of `LinearOperands`; `group` of k have 4 bytes in x and `lane_bytes` in w.
+def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes, x_group_bytes):
+    """Compute a chunk of `LinearOperands` with tiles of at most `max_rows`.
+
+    `group` inputs have `group_bytes` in a panel of w, and `x_group_bytes` in a row of x. A tile
+    takes in at most `depth` inputs.
 
     `finish(sums, scales, bias, y, y_stride, columns, rows, is_first, adds)` adds the sums of a
     tile to y; `scales` are the addresses of offsets, weight scales and input scales.
     """
     a = _linear_operands(operands)
     sums = tile_sums()
-    group_bytes = WIDTH * lane_bytes  # of a panel
     panel_bytes = a.inputs // group * group_bytes
     padded = (a.outputs + WIDTH - 1) // WIDTH * WIDTH
     first, last = chunk * a.columns, min(a.outputs, (chunk + 1) * a.columns)
@@ -72,7 +73,7 @@ def multiply(operands, chunk, tile, finish, depth, group, lane_bytes):
             groups = min(depth, a.inputs - k) // group
             for top in range(0, a.rows, ROWS_AT_ONCE):
                 bottom = min(top + ROWS_AT_ONCE, a.rows)
-                tiles = (bottom - top + MAX_ROWS - 1) // MAX_ROWS
+                tiles = (bottom - top + max_rows - 1) // max_rows
                 for n in range(start, min(start + block, last), WIDTH):
                     weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
                     m = top
@@ -82,7 +83,7 @@ def multiply(operands, chunk, tile, finish, depth, group, lane_bytes):
                         ahead = groups * group_bytes // tiles * (2 * tiles - left)
                         tile(
                             weights,
-                            a.x + m * a.x_stride + k // group * 4,
+                            a.x + m * a.x_stride + k // group * x_group_bytes,
                             a.x_stride,
                             count,
                             groups,
@@ -122,12 +123,14 @@ def _finish_floats(sums, scales, bias_at, y_at, y_stride, columns, rows, is_firs
 
 def linear_float32(operands, chunk, thread):
     """`LinearOperands` with float32 x and weights."""
-    multiply(operands, chunk, float32_tile, _finish_floats, FLOAT_DEPTH, 1, 4)
+    multiply(operands, chunk, float32_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, 1, 4 * WIDTH, 4)
 
 
 def linear_bfloat16(operands, chunk, thread):
     """`LinearOperands` with bfloat16 x and weights, added in float32."""
-    multiply(operands, chunk, bfloat16_tile, _finish_floats, FLOAT_DEPTH, PAIR, 4)
+    multiply(
+        operands, chunk, bfloat16_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, PAIR, 4 * WIDTH, 4
+    )
 
 
 @operands
@@ -143,7 +146,6 @@ class InputOperands(ctypes.Structure):
     y: int
     padded: int
     scale: int  # float32 [rows], or 0
-    sums: int  # int32 [rows, groups of y], or 0
     rows: int
     rows_per_chunk: int
 

@@ -45,7 +45,7 @@ class TileFormat(NamedTuple):
     weights: ir.VectorType
 
 
-def _add_fields(builder, sums, weights, x, count, widen_x):
+def add_fields(builder, sums, weights, x, count, widen_x):
     """The products of the `count` fields of each lane, without a dot-product instruction.
 
     Weights are signed; `widen_x` is the shift that sign- or zero-extends x.
@@ -67,7 +67,7 @@ def add_int16_pairs(builder, sums, weights, x):
     if PAIR_SUMS is not None:
         return call(builder, PAIR_SUMS, INT32S, sums, builder.bitcast(weights, INT32S), x)
     if PAIR_PRODUCTS is None:
-        return _add_fields(builder, sums, weights, x, 2, builder.ashr)
+        return add_fields(builder, sums, weights, x, 2, builder.ashr)
     products = call(builder, PAIR_PRODUCTS, INT32S, weights, builder.bitcast(x, INT16S))
     return builder.add(products, sums)
 
@@ -80,7 +80,7 @@ def _add_pairs(builder, sums, weights, x):
 def _add_quads(builder, sums, weights, x):
     """uint8 x times int8 weights, in fours."""
     if QUAD_SUMS is None:
-        return _add_fields(builder, sums, weights, x, 4, builder.lshr)
+        return add_fields(builder, sums, weights, x, 4, builder.lshr)
     return call(builder, QUAD_SUMS, INT32S, sums, x, builder.bitcast(weights, INT32S))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import StartupError
 from engine.worker.cpu.kernels import int8_linear
 from engine.worker.cpu.kernels.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.packing import pack
@@ -77,18 +76,6 @@ WITH_8_BITS = Int8Linears(
     kernel=int8_linear.linear_8_bits,
 )
 FASTEST = WITH_8_BITS if HAS_VNNI else WITH_14_BITS  # on this CPU
-BY_BITS = {"auto": FASTEST, "8": WITH_8_BITS, "14": WITH_14_BITS}
-
-
-def int8_linears(activation_bits: str) -> Int8Linears:
-    """The linears for a setting; raises `StartupError` if it is unknown or the CPU lacks VNNI."""
-    if activation_bits not in BY_BITS:
-        raise StartupError(
-            f"activation_bits {activation_bits!r} is not supported on cpu; known: auto, 8, 14"
-        )
-    if activation_bits == "8" and not HAS_VNNI:
-        raise StartupError("activation_bits '8' needs a CPU with VNNI; use auto or 14")
-    return BY_BITS[activation_bits]
 
 
 def stack_int8(weights: Sequence[Weight], unit: int) -> Int8Weight:

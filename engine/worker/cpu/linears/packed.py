@@ -48,7 +48,8 @@ class InputFormat:
     dtype: torch.dtype
     convert: Callable[..., None]  # a kernel of `InputOperands`
     is_quantized: bool = True  # with a scale per row
-    sum_group: int = 0  # inputs whose sum is needed, too; 0: no sums
+    group: int = 1  # inputs that are converted together
+    group_items: int = 1  # items of `dtype` that a group becomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +134,16 @@ class PackedLinear:
     ) -> list[Tensor]:
         """Convert the rows and point the operands at the result, which is returned."""
         rows, padded, call = len(x), self._weights.inputs, self._linear.operands
-        values = self._pool.empty("converted inputs", (rows, padded), inputs.dtype)
+        items = padded // inputs.group * inputs.group_items
+        values = self._pool.empty("converted inputs", (rows, items), inputs.dtype)
         operands = convert.operands
         operands.x, operands.x_stride, operands.width = x.data_ptr(), x.stride(0), x.shape[1]
         operands.y, operands.padded = values.data_ptr(), padded
-        call.x, call.x_stride = values.data_ptr(), padded * values.itemsize
+        call.x, call.x_stride = values.data_ptr(), items * values.itemsize
         converted = [values]
         if inputs.is_quantized:
             scale = self._pool.empty("input scales", (rows,))
             operands.scale = call.x_scale = scale.data_ptr()
             converted.append(scale)
-        if inputs.sum_group:
-            sums = self._pool.empty("input sums", (rows, padded // inputs.sum_group), torch.int32)
-            operands.sums = call.x_sums = sums.data_ptr()
-            converted.append(sums)
         convert.over_rows(rows)
         return converted

@@ -8,10 +8,12 @@ import torch
 
 from engine.worker.ports import LinearFormat
 from engine.worker.weights.formats.floats import FloatFormat
+from engine.worker.weights.formats.int4 import INT4
 from engine.worker.weights.formats.int8 import INT8
 
 FORMATS: dict[str, LinearFormat] = {
     "float32": FloatFormat(torch.float32),
     "bfloat16": FloatFormat(torch.bfloat16),
     "int8": INT8,
+    "int4": INT4,
 }

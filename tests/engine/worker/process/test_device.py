@@ -142,7 +142,7 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
         ({"dtype": "float16"}, "dtype 'float16' is not supported on cpu; known: float32, bfloat16"),
         (
             {"weights": "fp8"},
-            "weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8",
+            "weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8, int4",
         ),
         ({"attention": "flashinfer"}, "attention 'flashinfer' does not run on cpu"),
         (

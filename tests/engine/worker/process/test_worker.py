@@ -157,8 +157,8 @@ def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
 
 def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(StartupError, match="weights 'int4' is not supported on cpu; known: auto, "):
-        load_worker(tmp_path, weights="int4")
+    with pytest.raises(StartupError, match="weights 'int3' is not supported on cpu; known: auto, "):
+        load_worker(tmp_path, weights="int3")
     with pytest.raises(StartupError, match="weights in int8 need another attention"):
         load_worker(tmp_path, attention="reference", weights="int8")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.linears.int8 import BY_BITS
+from engine.worker.cpu.linears.int8 import WITH_8_BITS, WITH_14_BITS
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
@@ -64,7 +64,7 @@ def operators_of(activations: str) -> TorchOperators | NativeOperators:
     pool = NativeThreadPool(1)
     if activations == "float32":
         return NativeOperators(pool)
-    return int8_operators(pool, BY_BITS[activations])
+    return int8_operators(pool, WITH_8_BITS if activations == "8" else WITH_14_BITS)
 
 
 @pytest.mark.parametrize("with_floats", [False, True])
