@@ -42,8 +42,8 @@ class Projections:
 
     def summed(self, part: Linear) -> Linear:
         """The sum over all ranks of what each rank's `part` computes from its columns."""
-        add_up = self.shard.add_up
-        return part if add_up is None else RowParallelLinear(part, add_up)
+        all_reduce = self.shard.all_reduce
+        return part if all_reduce is None else RowParallelLinear(part, all_reduce)
 
 
 def embedding_and_head(
@@ -58,7 +58,7 @@ def embedding_and_head(
     embedding = head = None
     if shard.is_first:
         tokens = weights.tensor(TensorSlice(name, (part.size, hidden), rows=part.run))
-        embedding = Embedding(tokens, part, shard.add_up)
+        embedding = Embedding(tokens, part, shard.all_reduce)
     if shard.is_last:
         own = TensorSlice("lm_head.weight", (part.size, hidden), rows=part.run)
         if is_tied and weights.has(own.name):

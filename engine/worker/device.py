@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import Step, WorkerSettings
-from engine.worker.launched import Launched
-from engine.worker.model.data_plane import Carrier
+from engine.worker.launched import StepInFlight
+from engine.worker.model.data_plane import TensorTransport
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
@@ -36,7 +36,7 @@ from engine.worker.ports import (
     WeightSource,
 )
 from engine.worker.sampling.constraints import Constraints
-from engine.worker.sampling.sampler import Draws
+from engine.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Device(Protocol):
         """
         ...
 
-    def sampler(self, vocab_size: int, operators: Operators) -> Draws:
+    def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
         """Samples tokens from logits on this device."""
         ...
 
@@ -159,7 +159,7 @@ class Device(Protocol):
         """
         ...
 
-    def carrier(self) -> Carrier:
+    def tensor_transport(self) -> TensorTransport:
         """How tensors of a step reach other workers. Raises `StartupError`."""
         ...
 
@@ -175,7 +175,7 @@ class Device(Protocol):
 class LaunchesSteps(Protocol):
     """Launches steps in order; each is collected later."""
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepInFlight:
         """Any error but `WorkerLost` fails this step only."""
         ...
 
@@ -186,7 +186,7 @@ class WholeModel:
 
     stage: Stage
     constraints: Constraints
-    sampler: Draws
+    sampler: Sampler
     mover: BlockMover
     limits: LayoutLimits
 

@@ -1,4 +1,4 @@
-"""A step that a worker has launched, from which somebody collects what came of it."""
+"""A step in flight on a worker, whose outcome is collected later."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -6,38 +6,38 @@ from typing import NamedTuple, Protocol
 from engine.step import StepResult, StepTimes
 
 
-class Collected(NamedTuple):
-    """What came of a step, and when."""
+class StepOutcome(NamedTuple):
+    """The result of a step and its times."""
 
     result: StepResult
     times: StepTimes
 
 
-class Launched(Protocol):
-    """Steps are collected in the order in which they were launched, each once."""
+class StepInFlight(Protocol):
+    """Steps are collected in the order of their launch, each once."""
 
     @property
-    def is_late(self) -> bool:
-        """Whether collecting may have to wait, so that the next step is better launched before."""
+    def may_wait(self) -> bool:
+        """Whether `collect` may have to wait, so that the next step should be launched first."""
         ...
 
-    def collect(self) -> Collected:
-        """Wait for it; another thread than the one that launches may call this.
+    def collect(self) -> StepOutcome:
+        """Wait for the outcome; may be called in another thread than the one that launches.
 
-        What it raises is the failure of this step, but `WorkerLost`: then there is no next one.
+        Any error but `WorkerLost` fails this step only; after `WorkerLost` no step can run.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A step that was computed when it was launched."""
+class CompletedStep:
+    """A step that was computed while it was launched."""
 
-    collected: Collected
+    collected: StepOutcome
 
     @property
-    def is_late(self) -> bool:
+    def may_wait(self) -> bool:
         return False
 
-    def collect(self) -> Collected:
+    def collect(self) -> StepOutcome:
         return self.collected

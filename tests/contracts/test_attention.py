@@ -160,7 +160,7 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
-def test_ragged_mixes_are_attended_exactly(pool: NativeThreadPool, case: Case) -> None:
+def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
     for name in BACKENDS:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
         check(name, fitting, pool)
@@ -183,13 +183,13 @@ def test_ragged_mixes_are_attended_exactly(pool: NativeThreadPool, case: Case) -
     ("name", "dtype"),
     [(name, dtype) for name in BACKENDS for dtype in ROUNDING if holds(name, dtype)],
 )
-def test_long_and_wide_mixes_are_attended_exactly(
+def test_attention_is_exact_for_long_and_wide_batches(
     name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
 ) -> None:
     check(name, replace(case, dtype=dtype), pool)
 
 
-def test_one_backend_serves_steps_of_changing_shape(backend: str, pool: NativeThreadPool) -> None:
+def test_one_backend_runs_steps_of_different_shapes(backend: str, pool: NativeThreadPool) -> None:
     shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
     cache = cache_for(backend, shape, 8, 4, torch.float32)
     attention = maker(backend)(AttentionSpec(4, 2, 16, 0.25, None), cache, pool)

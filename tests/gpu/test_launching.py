@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.step import Step
-from engine.worker.launched import Launched
+from engine.worker.launched import StepInFlight
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.test_generations import serve
@@ -29,7 +29,7 @@ class OnGpu:
 
     worker: Worker
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepInFlight:
         return self.worker.launch(step)
 
 

@@ -21,7 +21,7 @@ from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import Staging
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.sampler import Sampler
+from engine.worker.sampling.sampler import HostSampler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,8 +145,8 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
         for row in range(40)
     ]
     places = list(range(40))
-    wanted = Sampler(vocab, TorchOperators()).draw(logits.clone(), asked, places)
-    found = DeviceSampler(vocab, gpu.put).draw(logits.to(gpu.place), asked, places)
+    wanted = HostSampler(vocab, TorchOperators()).sample(logits.clone(), asked, places)
+    found = DeviceSampler(vocab, gpu.put).sample(logits.to(gpu.place), asked, places)
     # exp() is rounded differently there: a point very near a border may fall to its neighbour
     alike = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     assert sum(alike) >= 39

@@ -2,7 +2,7 @@
 
 Weights are rounded to bfloat16 beforehand, so that both hold the same numbers. On a GPU the
 allowed error is relative (L2): 2e-2, or twice that of transformers' own bfloat16 where that is
-more. A drawn token is right if float32 finds it the likeliest, up to that error.
+more. A sampled token is right if float32 finds it the likeliest, up to that error.
 """
 
 import asyncio
@@ -146,9 +146,9 @@ def test_texts_written_together_are_greedy_ones(llama: Any, device: str, tmp_pat
     feeds = [list(prompt) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
     for _ in range(30):
-        drawn = driver.tokens(*((at, feed, GREEDY) for at, feed in enumerate(feeds)))
-        feeds = [[token] for token in drawn]
-        for output, token in zip(outputs, drawn, strict=True):
+        sampled = driver.tokens(*((at, feed, GREEDY) for at, feed in enumerate(feeds)))
+        feeds = [[token] for token in sampled]
+        for output, token in zip(outputs, sampled, strict=True):
             output.append(token)
     assert max(map(pair.shortfall, prompts, outputs)) <= 1
 

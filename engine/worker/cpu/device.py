@@ -19,7 +19,7 @@ from engine.worker.cpu.linears import linears_of
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
-from engine.worker.model.data_plane import HostCarrier
+from engine.worker.model.data_plane import HostTransport
 from engine.worker.model.host_pool import HostPool
 from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate, available_bytes, bytes_per_block
 from engine.worker.model.torch_operators import TorchOperators
@@ -37,7 +37,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
-from engine.worker.sampling.sampler import Sampler
+from engine.worker.sampling.sampler import HostSampler
 from engine.worker.weights.formats import FORMATS
 from engine.worker.weights.random import check_memory
 
@@ -148,8 +148,8 @@ class CpuDevice:
             return operators.recorded(model, num_ranks)
         return model
 
-    def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
-        return Sampler(vocab_size, operators)
+    def sampler(self, vocab_size: int, operators: Operators) -> HostSampler:
+        return HostSampler(vocab_size, operators)
 
     def check_weights(self, num_bytes: int) -> None:
         check_memory(num_bytes)
@@ -187,8 +187,8 @@ class CpuDevice:
         """None: each step is computed when it arrives."""
         return None
 
-    def carrier(self) -> HostCarrier:
-        return HostCarrier(self.dtype)
+    def tensor_transport(self) -> HostTransport:
+        return HostTransport(self.dtype)
 
     def zeros(self, *sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=self.dtype)

@@ -54,8 +54,8 @@ def power_of_two(typing, exponent):
     """2 to an integral float32 in [-126, 127], built from its bits; loops over it vectorise."""
 
     def build(context, builder, signature, args):
-        biased = builder.add(builder.fptosi(args[0], INT32), ir.Constant(INT32, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(INT32, 23)), FLOAT)
+        biased_ids = builder.add(builder.fptosi(args[0], INT32), ir.Constant(INT32, 127))
+        return builder.bitcast(builder.shl(biased_ids, ir.Constant(INT32, 23)), FLOAT)
 
     return types.float32(types.float32), build
 

@@ -22,7 +22,7 @@ from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.step.build import make_launcher
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
-from engine.worker.model.data_plane import Carrier
+from engine.worker.model.data_plane import TensorTransport
 from engine.worker.model.kv_tensors import available_bytes, bytes_per_block
 from engine.worker.ports import (
     AttentionBackend,
@@ -187,9 +187,9 @@ class CudaDevice:
         enabled."""
         return make_launcher(self._streams, whole, self._settings, progress)
 
-    def carrier(self) -> Carrier:
+    def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""
-        return self._gpu.carrier(self.dtype)
+        return self._gpu.tensor_transport(self.dtype)
 
     def zeros(self, *sizes: int) -> Tensor:
         """A zeroed tensor in the activations' dtype on the GPU."""

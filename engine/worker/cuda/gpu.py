@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.worker.cuda.nccl import NcclCarrier
+from engine.worker.cuda.nccl import NcclTransport
 from engine.worker.cuda.streams import CudaStreams
-from engine.worker.model.data_plane import Carrier
+from engine.worker.model.data_plane import TensorTransport
 from engine.worker.streams import Streams
 
 
@@ -70,7 +70,7 @@ class Gpu(Protocol):
         """Copy the array to the GPU asynchronously; work submitted from now on sees it."""
         ...
 
-    def carrier(self, dtype: torch.dtype) -> Carrier:
+    def tensor_transport(self, dtype: torch.dtype) -> TensorTransport:
         """Communication between GPUs; raises `StartupError` if torch was built without NCCL."""
         ...
 
@@ -118,8 +118,8 @@ class TorchGpu:
         source = torch.from_numpy(array).pin_memory()  # torch keeps it until the copy is done
         return source.to(self.place, non_blocking=True)
 
-    def carrier(self, dtype: torch.dtype) -> NcclCarrier:
-        return NcclCarrier.open(self.place, dtype)
+    def tensor_transport(self, dtype: torch.dtype) -> NcclTransport:
+        return NcclTransport.open(self.place, dtype)
 
     def streams(self) -> CudaStreams:
         return CudaStreams(self.place)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 WAITING = timedelta(hours=24)  # the executor's own watchdog applies first
 
 
-class NcclCarrier:
-    """A `Carrier` over NCCL."""
+class NcclTransport:
+    """A `TensorTransport` over NCCL."""
 
     has_own_groups = True
 
@@ -32,7 +32,7 @@ class NcclCarrier:
         self._arrivals = torch.cuda.Stream(place)  # type: ignore[no-untyped-call] # the stubs lack it
 
     @classmethod
-    def open(cls, place: torch.device, dtype: torch.dtype) -> "NcclCarrier":
+    def open(cls, place: torch.device, dtype: torch.dtype) -> "NcclTransport":
         """Raises `StartupError` if torch was built without NCCL."""
         if not distributed.is_nccl_available():
             raise StartupError(

@@ -1,6 +1,6 @@
-"""The host tier of one stage: room for KV blocks in host memory, and the copies to and from it.
+"""The host tier of one stage: KV blocks in host memory, and the copies to and from them.
 
-Which request's KV lies in which host block is known to the ledger, never here.
+Only the scheduler's ledger knows which request owns which host block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,25 +17,25 @@ from engine.worker.ports import KVTensors
 
 
 def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
-    """How many host blocks `host_kv_bytes` hold; raises `StartupError` if none or too many."""
-    asked = settings.host_kv_bytes
-    if asked == 0:
+    """The number of host blocks in `host_kv_bytes`; raises `StartupError` if none or too many."""
+    setting = settings.host_kv_bytes
+    if setting == 0:
         return 0
-    if asked < block_bytes:
+    if setting < block_bytes:
         raise StartupError(
-            f"--host-kv-memory {size_text(asked)} is less than one block of "
+            f"--host-kv-memory {size_text(setting)} is less than one block of "
             f"{settings.block_size} slots ({size_text(block_bytes)})"
         )
-    if asked > available:
+    if setting > available:
         raise StartupError(
-            f"--host-kv-memory {size_text(asked)} is more than the {size_text(available)} of host "
+            f"--host-kv-memory {size_text(setting)} is more than the {size_text(available)} of host "
             "memory that are available; lower it"
         )
-    return asked // block_bytes
+    return setting // block_bytes
 
 
 class HostPool:
-    """A `BlockMover` that makes every copy at once, on whatever devices the tiers are."""
+    """A `BlockMover` that copies synchronously, whatever devices the tiers are on."""
 
     def __init__(self, device: KVTensors, host: KVTensors) -> None:
         self._device = device
@@ -65,7 +65,7 @@ def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:
 
 
 def _copy(source: KVTensors, at: Tensor, target: KVTensors, to: Tensor) -> None:
-    """Layer by layer, so that no more than one layer's blocks are held twice meanwhile."""
+    """Layer by layer, so that only one layer's blocks exist twice at a time."""
     for read, write in zip(source.in_memory_order(), target.in_memory_order(), strict=True):
         blocks = read.index_select(0, at.to(read.device))
         write.index_copy_(0, to.to(write.device), blocks.to(write.device))

@@ -1,7 +1,7 @@
-"""The paged KV cache of one stage, and how large it may be.
+"""The size and allocation of the paged KV cache of one stage.
 
-A slot is the room of one token over all layers of the stage; a block is `block_size` slots.
-Which request owns which block is known to the ledger, never here.
+A slot holds the KV of one token in all layers of the stage; a block is `block_size` slots.
+Only the scheduler's ledger knows which request owns which block.
 """
 
 import os
@@ -26,7 +26,7 @@ CPU_KV_DTYPES = {
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the system has left, within its cgroup."""
+    """Bytes of memory that this process can still use: free in the system and within its cgroup."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -53,7 +53,7 @@ def is_scaled(dtype: torch.dtype) -> bool:
 
 
 def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values, and their scales, of all layers of the stage."""
+    """Bytes of one block: keys, values and their scales in all layers of the stage."""
     scale_bytes = torch.float32.itemsize if is_scaled(dtype) else 0
     head_bytes = shape.head_dim * dtype.itemsize + scale_bytes
     return 2 * num_layers * block_size * shape.num_kv_heads * head_bytes
@@ -62,31 +62,31 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: 
 def choose_num_blocks(
     settings: WorkerSettings, block_bytes: int, max_model_len: int, capacity: KVCapacity
 ) -> int:
-    """How many blocks to make; raises `StartupError` when none fit or more than fit are asked.
+    """The number of KV blocks; raises `StartupError` if none fit or the settings ask for too many.
 
-    Without an order it is what the device usually gives, but never more than `max_batch_size`
-    requests of full length can use.
+    Without a setting it is `capacity.usual`, but never more than `max_batch_size` requests of full
+    length can use.
     """
     size = settings.block_size
     if size < 1:
         raise StartupError(f"block_size must be at least 1, not {size}")
     if settings.kv_slots:
-        blocks, asked = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
+        blocks, setting = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
     elif settings.kv_bytes:
-        blocks, asked = (
+        blocks, setting = (
             settings.kv_bytes // block_bytes,
             f"--kv-memory {size_text(settings.kv_bytes)}",
         )
     else:
         enough = settings.max_batch_size * -(-max_model_len // size)
         blocks = min(capacity.usual // block_bytes, enough)
-        asked = f"the memory left for the KV cache ({size_text(capacity.usual)})"
+        setting = f"the memory left for the KV cache ({size_text(capacity.usual)})"
     if blocks < 1:
         block = f"{size} slots ({size_text(block_bytes)})"
-        raise StartupError(f"{asked} is less than one block of {block}")
+        raise StartupError(f"{setting} is less than one block of {block}")
     if blocks * block_bytes > capacity.most:
         raise StartupError(
-            f"{asked} needs {size_text(blocks * block_bytes)} for the KV cache, but "
+            f"{setting} needs {size_text(blocks * block_bytes)} for the KV cache, but "
             f"{size_text(capacity.most)} of memory are available; lower it"
         )
     return blocks
@@ -97,8 +97,8 @@ def allocate(
 ) -> KVTensors:
     """A zeroed cache; the system backs its pages with memory only when they are written.
 
-    Each head's slots of a block lie together, as the CPU reads them: values slot by slot, keys
-    dimension by dimension.
+    The slots of one head in a block are contiguous, as CPU attention reads them: values slot by
+    slot, keys dimension by dimension.
     """
     heads, dim = shape.num_kv_heads, shape.head_dim
     keys = _zeros((num_layers, num_blocks, heads, dim, block_size), dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.ports import AddUp, Linear, Norm, RankPart, RopeAngles, StepContext
+from engine.worker.ports import AllReduce, Linear, Norm, RankPart, RopeAngles, StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +71,30 @@ class RowParallelLinear:
     """A linear split by columns over the ranks: the results of all ranks are summed."""
 
     part: Linear
-    add_up: AddUp
+    all_reduce: AllReduce
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = self.part(x)
-        self.add_up(y)
+        self.all_reduce(y)
         return y if add_to is None else add_to.add_(y)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Embeddings of the ids in `part`; with `add_up` the other ranks hold the other ids."""
+    """Embeddings of the ids in `part`; with `all_reduce` the other ranks hold the other ids."""
 
     rows: Tensor  # [part, hidden]
     part: RankPart
-    add_up: AddUp | None = None
+    all_reduce: AllReduce | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        if self.add_up is None:
+        if self.all_reduce is None:
             return F.embedding(ids, self.rows)
         place = ids - self.part.run.start
         elsewhere = (place < 0) | (place >= len(self.part.run))
         hidden = F.embedding(place.masked_fill(elsewhere, 0), self.rows)
         hidden.masked_fill_(elsewhere[:, None], 0.0)
-        self.add_up(hidden)
+        self.all_reduce(hidden)
         return hidden
 
 

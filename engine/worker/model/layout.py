@@ -1,7 +1,7 @@
 """One step as arrays: the ragged layout that every attention backend reads.
 
-Built in numpy on the host. Requests lie one after the other, decodes first; names and meaning
-of the index arrays are FlashInfer's. Whatever a wrong step could do to memory is refused here.
+Built in numpy on the host. All indices are checked here, so a wrong step cannot access memory
+outside its bounds.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from engine.worker.ports import Int32s, Int64s, RaggedLayout
 
 @dataclass(frozen=True, slots=True)
 class LayoutLimits:
-    """What indexes of a step must stay below."""
+    """Upper bounds of the indices in a step."""
 
     vocab_size: int
     max_positions: int
@@ -24,12 +24,12 @@ class LayoutLimits:
 
 
 def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayout:
-    """A layout of padding alone."""
+    """A layout that consists of padding rows only."""
     none, start = np.zeros(0, np.int64), np.zeros(1, np.int32)
     counts = none.astype(np.int32)
     empty = RaggedLayout(
         token_ids=none,
-        held_rows=none,
+        last_token_rows=none,
         positions=none,
         slots=none,
         qo_indptr=start,
@@ -46,9 +46,10 @@ def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayo
 
 
 def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayout:
-    """A layout of decodes with requests of one token behind them, so that there are `num_rows`.
+    """A layout of decodes padded with requests of one token to `num_rows` rows.
 
-    These read and write only `spare_block`, which belongs to nobody; nothing is drawn of them.
+    Padding rows read and write only `spare_block`, which belongs to no request, and are not
+    sampled.
     """
     assert layout.is_decode_only, "prompts are not padded"
     count = num_rows - layout.num_requests
@@ -77,7 +78,7 @@ def _indptr(lengths: Int64s) -> Int32s:
 
 
 def _blocks(entries: tuple[StepEntry, ...], num_pages: Int64s) -> Int32s:
-    """The blocks that hold each entry's tokens, one entry after the other."""
+    """The block ids of all entries, concatenated."""
     counts = num_pages.tolist()
     parts = [entry.blocks[: 4 * n] for entry, n in zip(entries, counts, strict=True)]
     joined = b"".join(parts)
@@ -92,7 +93,7 @@ def _blocks(entries: tuple[StepEntry, ...], num_pages: Int64s) -> Int32s:
 
 
 def _check(name: str, values: Int64s | Int32s, limit: int) -> None:
-    # Seen without their signs, negative numbers are the largest of all.
+    # As unsigned integers, negative numbers are larger than any bound.
     unsigned = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
     if len(values) and int(unsigned.max()) >= limit:
         raise ValueError(f"{name} out of range [0, {limit})")
@@ -104,14 +105,16 @@ def _scored_rows(entries: tuple[StepEntry, ...], first_rows: Int32s, vocab_size:
         if entry.prompt_logprobs is not None:
             _, offset, ids = entry.prompt_logprobs
             if offset < 0 or offset + len(ids) > len(entry.tokens):
-                raise ValueError(f"request {entry.request_id}: targets beyond its tokens")
+                raise ValueError(
+                    f"request {entry.request_id}: prompt_logprobs targets exceed its tokens"
+                )
             _check("targets", np.array(ids, dtype=np.int64), vocab_size)
             rows.append(np.arange(first_row + offset, first_row + offset + len(ids)))
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
-    """The layout of a step; raises `ValueError` if an index would leave its bounds."""
+    """The layout of a step; raises `ValueError` if an index is out of bounds."""
     entries, size = step.entries, limits.block_size
     tokens = [entry.tokens for entry in entries]
     if not tokens or not all(tokens):
@@ -122,8 +125,8 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     num_pages = -(-kv_len // size)
 
     token_ids = np.array(list(chain.from_iterable(tokens)), dtype=np.int64)
-    held_rows = np.flatnonzero(token_ids == LAST_TOKEN)
-    token_ids[held_rows] = 0
+    last_token_rows = np.flatnonzero(token_ids == LAST_TOKEN)
+    token_ids[last_token_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
     kv_indices = _blocks(entries, num_pages)
     positions, first_pages, num_decodes = start, kv_indptr[:-1], len(entries)
@@ -137,10 +140,10 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     _check("block ids", kv_indices, limits.num_blocks)
     page_at, offset = np.divmod(positions, size)
     last_rows = qo_indptr[1:].astype(np.int64) - 1
-    draws = [entry.sample is not None for entry in entries]
+    is_sampled = [entry.sample is not None for entry in entries]
     return RaggedLayout(
         token_ids=token_ids,
-        held_rows=held_rows,
+        last_token_rows=last_token_rows,
         positions=positions,
         slots=kv_indices[first_pages + page_at] * np.int64(size) + offset,
         qo_indptr=qo_indptr,
@@ -148,7 +151,7 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         kv_last_page_len=((kv_len - 1) % size + 1).astype(np.int32),
-        sampled_rows=last_rows if all(draws) else last_rows[draws],
+        sampled_rows=last_rows if all(is_sampled) else last_rows[is_sampled],
         scored_rows=_scored_rows(entries, qo_indptr[:-1], limits.vocab_size),
         num_decodes=num_decodes,
         block_size=size,

@@ -18,7 +18,7 @@ from engine.worker.ports.layout import Int32s, Int64s, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
 from engine.worker.ports.shapes import ModelShape, StepLimits
-from engine.worker.ports.shard import AddUp, RankPart, Shard
+from engine.worker.ports.shard import AllReduce, RankPart, Shard
 from engine.worker.ports.weights import (
     LinearFormat,
     PreferredFormat,
@@ -32,7 +32,7 @@ from engine.worker.ports.weights import (
 )
 
 __all__ = [
-    "AddUp",
+    "AllReduce",
     "Argmax",
     "AttentionBackend",
     "AttentionSpec",

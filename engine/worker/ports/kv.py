@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache, how much memory they may take, and who moves their blocks."""
+"""The tensors of the paged KV cache, the memory they may take, and the port that moves blocks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -19,8 +19,8 @@ class RaggedLayout:
     `kv_last_page_len[i]`.
     """
 
-    token_ids: Int64s  # [T], 0 in `held_rows` until they are filled in
-    held_rows: Int64s  # [H], rows of `LAST_TOKEN` in the order of the entries
+    token_ids: Int64s  # [T], 0 in `last_token_rows` until they are filled in
+    last_token_rows: Int64s  # [H], rows of `LAST_TOKEN` in the order of the entries
     positions: Int64s  # [T]
     slots: Int64s  # [T], page * block_size + offset
     qo_indptr: Int32s  # [N + 1]

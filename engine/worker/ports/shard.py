@@ -1,7 +1,8 @@
-"""Which part of a model one worker holds: the layers of its stage, and of each its rank's share.
+"""Which part of a model one worker holds: the layers of its stage, and its rank's share of each.
 
-Within a stage the split is Megatron's (Shoeybi et al., 2019): qkv and the MLP's entry by rows,
-so that each rank has whole heads; what follows them by columns, and the ranks' results added up.
+Within a stage the split is Megatron's (Shoeybi et al., 2019): qkv and the MLP's up projection by
+rows, so that each rank has whole heads; the projections after them by columns, with an all-reduce
+of the ranks' results.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from engine.errors import StartupError
 from engine.step import Placement
 from engine.worker.ports.shapes import ModelShape
 
-AddUp = Callable[[Tensor], None]  # in place, over the ranks of a stage
+AllReduce = Callable[[Tensor], None]  # in place, over the ranks of a stage
 
 
 class RankPart(NamedTuple):
-    """A run of a dimension of `size` rows or columns."""
+    """The range `run` of a dimension with `size` rows or columns."""
 
     size: int
     run: range
@@ -29,20 +30,20 @@ class RankPart(NamedTuple):
         return cls(size, range(size))
 
     def times(self, width: int) -> "RankPart":
-        """The same part where each row is `width` rows, as a head is."""
+        """The same part in units of `width` rows, such as the rows of a head."""
         run = range(self.run.start * width, self.run.stop * width)
         return RankPart(self.size * width, run)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one worker. `add_up` is None where a rank holds all of a layer."""
+    """The share of one worker. `all_reduce` is None if one rank holds whole layers."""
 
     shape: ModelShape
     span: range  # of layers
     rank: int = 0
     num_ranks: int = 1
-    add_up: AddUp | None = None
+    all_reduce: AllReduce | None = None
 
     @classmethod
     def whole(cls, shape: ModelShape) -> Self:
@@ -50,10 +51,10 @@ class Shard:
         return cls(shape, range(shape.num_layers))
 
     @classmethod
-    def of(cls, shape: ModelShape, placement: Placement, add_up: AddUp | None) -> Self:
-        """The share of a placement; raises `StartupError` where the model cannot be cut so."""
+    def of(cls, shape: ModelShape, placement: Placement, all_reduce: AllReduce | None) -> Self:
+        """The share of a placement; raises `StartupError` if the model cannot be split that way."""
         span = layer_spans(shape, placement.num_stages)[placement.stage]
-        shard = cls(shape, span, placement.rank, placement.num_ranks, add_up)
+        shard = cls(shape, span, placement.rank, placement.num_ranks, all_reduce)
         shard._check()
         return shard
 
@@ -71,7 +72,7 @@ class Shard:
 
     @property
     def kv_heads(self) -> RankPart:
-        """This rank's heads of k and v; where there are fewer than ranks, several hold the same."""
+        """This rank's KV heads; if there are fewer than ranks, several ranks hold the same."""
         count = self.shape.num_kv_heads
         if count >= self.num_ranks:
             return self._even(count)
@@ -80,17 +81,17 @@ class Shard:
 
     @property
     def inner(self) -> RankPart:
-        """This rank's run of the MLP's width."""
+        """This rank's part of the MLP's width."""
         return self._even(self.shape.inner_size)
 
     @property
     def vocabulary(self) -> RankPart:
-        """This rank's ids, in embedding and head; parts may differ by one."""
+        """This rank's ids in embedding and head; parts may differ by one id."""
         return self._even(self.shape.vocab_size)
 
     @property
     def local_shape(self) -> ModelShape:
-        """The model as this worker's KV and attention see it: its own layers and heads."""
+        """The shape of this worker's KV cache and attention: its own layers and heads."""
         return replace(
             self.shape,
             num_layers=len(self.span),
@@ -106,21 +107,24 @@ class Shard:
         ranks, shape = self.num_ranks, self.shape
         for what, size in (("attention heads", shape.num_heads), ("MLP columns", shape.inner_size)):
             if size % ranks:
-                raise StartupError(f"{size} {what} cannot be shared evenly by {ranks} ranks")
+                raise StartupError(f"{size} {what} cannot be divided evenly among {ranks} ranks")
         count = shape.num_kv_heads
         if count % ranks and ranks % count:
-            raise StartupError(f"{count} key-value heads cannot be shared evenly by {ranks} ranks")
+            raise StartupError(
+                f"{count} key-value heads cannot be divided evenly among {ranks} ranks"
+            )
 
 
 def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
-    """Which layers each stage holds, so that the busiest stage has as little as can be.
+    """The layers of each stage, so that the busiest stage reads as few weights as possible.
 
-    What counts is weights read per iteration: a layer's own, and on the last stage the head's.
-    The embedding is a lookup and counts nothing. Raises `StartupError` for too many stages.
+    Counted are the weights read per iteration: those of the layers, and the head's on the last
+    stage. The embedding is a lookup and is not counted. Raises `StartupError` if there are more
+    stages than layers.
     """
     layers = shape.num_layers
     if num_stages > layers:
-        raise StartupError(f"{layers} layers cannot be shared by {num_stages} stages")
+        raise StartupError(f"{layers} layers cannot be divided among {num_stages} stages")
     if num_stages == 1:
         return [range(layers)]
     before = num_stages - 1

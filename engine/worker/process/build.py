@@ -31,7 +31,7 @@ from engine.worker.ports import (
 )
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
-from engine.worker.sampling.sampler import Draws
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint, load_from_table
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
@@ -48,19 +48,19 @@ def _context(settings: WorkerSettings, shape: ModelShape) -> int:
     return settings.max_model_len or shape.max_positions
 
 
-def _take_place(
+def _join(
     shape: ModelShape, placement: Placement, device: Device
 ) -> tuple[Shard, DataPlane | None]:
-    """This worker's shard, and its end of the data plane unless it is alone."""
+    """This worker's shard, and its data plane if there are several workers."""
     shard = Shard.of(shape, placement, None)
     if placement.num_workers == 1:
         return shard, None
-    plane = DataPlane.join(placement, device.carrier())
-    return replace(shard, add_up=plane.add_up if placement.num_ranks > 1 else None), plane
+    plane = DataPlane.join(placement, device.tensor_transport())
+    return replace(shard, all_reduce=plane.all_reduce if placement.num_ranks > 1 else None), plane
 
 
 def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tensor | None] | None:
-    """What makes whole logits of the ranks' parts; None where they are whole."""
+    """How the ranks' logits are gathered; None if one rank computes all of them."""
     if plane is None or shard.num_ranks == 1:
         return None
     ranks = (replace(shard, rank=rank) for rank in range(shard.num_ranks))
@@ -70,7 +70,7 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
 def _num_blocks(
     settings: WorkerSettings, capacity: KVCapacity, own_bytes: int, context: int
 ) -> tuple[int, int]:
-    """How many blocks of `own_bytes` this worker has room for, on device and host."""
+    """The numbers of device and host blocks of `own_bytes` each that fit."""
     num_blocks = choose_num_blocks(settings, own_bytes, context, capacity)
     left = capacity.left_on_host(num_blocks * own_bytes)
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
@@ -87,7 +87,7 @@ def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -
 
 
 def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
-    """What this worker is to take of the bytes that are for all workers together."""
+    """The settings with this worker's share of `kv_bytes` and `host_kv_bytes`."""
     kv, host = settings.kv_bytes, settings.host_kv_bytes
     return replace(
         settings,
@@ -112,9 +112,9 @@ def _attention_spec(local: ModelShape, dtype: torch.dtype, limits: StepLimits) -
 def _choose_attention(
     device: Device, spec: AttentionSpec, block_size: int
 ) -> tuple[str, MakesAttention]:
-    """The first of the device's backends that serves the model, and its name.
+    """The first of the device's backends that supports the model, and its name.
 
-    Raises `StartupError` with the reason of the last, if none does.
+    Raises `StartupError` with the last one's reason if none does.
     """
     *_, last = device.attentions
     for name in device.attentions:
@@ -142,15 +142,15 @@ def _converted(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a worker is made of; it is alone if it has no `plane`."""
+class WorkerParts:
+    """The parts of a worker. `plane` is None if it is the only worker of the model."""
 
     device: Device
     stage: Stage
-    sampler: Draws
+    sampler: Sampler
     constraints: Constraints
     mover: BlockMover
-    launcher: LaunchesSteps | None  # only where the worker is alone
+    launcher: LaunchesSteps | None  # None with several workers, or on the CPU
     limits: LayoutLimits
     report: WorkerReport
     placement: Placement
@@ -159,17 +159,19 @@ class Parts:
     lookahead: int
 
 
-def make_parts(settings: WorkerSettings, progress: Progress, device: Device | None = None) -> Parts:
-    """Read the checkpoint, join the other workers, make room for KV.
+def build_worker(
+    settings: WorkerSettings, progress: Progress, device: Device | None = None
+) -> WorkerParts:
+    """Open the device, connect to the other workers, load the weights, allocate the KV cache.
 
-    `progress` hears (what, done, total); `device` is the one of the settings unless given. Raises
+    `progress` is called with (what, done, total); `device` overrides the settings. Raises
     `StartupError` with one readable line.
     """
     checkpoint = Checkpoint.open(settings.model)
     device = device or open_device(settings, checkpoint.preferred_format)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
-    shard, plane = _take_place(shape, placement, device)
+    shard, plane = _join(shape, placement, device)
     local = shard.local_shape
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
     spec = _attention_spec(local, device.dtype, limits)
@@ -200,8 +202,8 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
     capacity = device.kv_capacity(profile_run)
     num_blocks, num_host_blocks = _num_blocks(share, capacity, block_bytes, max_model_len)
     if plane is not None:
-        num_blocks = plane.least("blocks", num_blocks)
-        num_host_blocks = plane.least("host blocks", num_host_blocks)
+        num_blocks = plane.minimum("blocks", num_blocks)
+        num_host_blocks = plane.minimum("host blocks", num_host_blocks)
     cache = device.allocate(local, num_blocks)
     whole = WholeModel(
         stage=make_stage(cache),
@@ -210,7 +212,7 @@ def make_parts(settings: WorkerSettings, progress: Progress, device: Device | No
         mover=device.mover(cache, local, num_host_blocks),
         limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
     )
-    return Parts(
+    return WorkerParts(
         device=device,
         stage=whole.stage,
         sampler=sampler,

@@ -1,10 +1,10 @@
-"""The doorway of a worker process: reads the settings, loads the worker, answers steps in order.
+"""The entry point of a worker process: reads the settings, loads the worker, runs steps in order.
 
-A thread of its own learns of steps as they come, so that a stage knows a step before its hidden
-states arrive; where steps are answered late, another one does that. The process ends when told
-goodbye, when its parent hangs up or dies, and on SIGTERM. A step that raises is answered with a
-failure and the worker lives on, unless it raised `WorkerLost`. A load that raises is answered with
-one readable line.
+A thread receives steps as they come, so that a stage knows a step before its hidden states arrive;
+if results have to be waited for, another thread sends them. The process ends when it receives a
+goodbye, when its parent closes the connection or dies, and on SIGTERM. If a step raises, its
+failure is sent and the worker continues, unless it raised `WorkerLost`. If loading raises, one
+readable line is sent.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from engine.transport.wire import (
     frame,
     read_to_worker,
 )
-from engine.worker.launched import Launched
+from engine.worker.launched import StepInFlight
 from engine.worker.process.results import (
     Failure,
+    ReceivedStep,
     ResultSender,
-    StepOrder,
     describe,
     line_of,
     one_line,
@@ -55,11 +55,11 @@ RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
-Learned: TypeAlias = "SimpleQueue[StepOrder | Exception | None]"
+Received: TypeAlias = "SimpleQueue[ReceivedStep | Exception | None]"
 
 
 class LoadableWorker(Protocol):
-    """What the class named on the command line provides."""
+    """The interface of the class named on the command line."""
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self: ...
@@ -69,24 +69,24 @@ class LoadableWorker(Protocol):
 
     @property
     def times(self) -> StepTimes:
-        """Of the step launched last."""
+        """The times of the step launched last."""
         ...
 
     def learn(self, step: Step) -> None:
-        """Hear of a step, in another thread than the one that runs those before."""
+        """Start preparing a step, in another thread than the one that runs earlier steps."""
         ...
 
-    def launch(self, step: Step) -> Launched:
-        """Begin with a step, which may be computed by then. What it raises is its failure."""
+    def launch(self, step: Step) -> StepInFlight:
+        """Launch a step, which may compute it. An error is the failure of the step."""
         ...
 
     def abandon(self, step: Step, line: str) -> None:
-        """After `launch` raised: let nobody wait for the step."""
+        """After `launch` raised: release other workers that wait for the step."""
         ...
 
 
 class Parent:
-    """The loop process at the other end of a blocking socket."""
+    """The engine process at the other end of a blocking socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -95,7 +95,7 @@ class Parent:
         self._room = memoryview(bytearray(RECEIVE_BYTES))
 
     def receive(self) -> ToWorker:
-        """The next message, waited for. Raises `EOFError` when the parent has hung up."""
+        """Wait for the next message. Raises `EOFError` when the parent has hung up."""
         while not self._payloads:
             num_bytes = self._connection.recv_into(self._room)
             if num_bytes == 0:
@@ -104,7 +104,7 @@ class Parent:
         return read_to_worker(self._payloads.popleft())
 
     def send(self, data: bytearray) -> None:
-        """Hand one frame over. Raises `ConnectionError` when the parent has hung up."""
+        """Send one frame. Raises `ConnectionError` when the parent has closed the connection."""
         self._connection.sendall(data)
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -112,13 +112,13 @@ class Parent:
 
 
 def main() -> int:
-    """Serve one parent until it says goodbye or is gone; returns the exit code."""
+    """Serve one parent until it sends a goodbye or is gone; returns the exit code."""
     parser = argparse.ArgumentParser(description="A worker process; the gateway starts it.")
     parser.add_argument("--socket", type=int, required=True, help="inherited file descriptor")
     parser.add_argument("--parent", type=int, required=True, help="process id")
     parser.add_argument("worker", help="the class to load, as module:Class")
     arguments = parser.parse_args()
-    settle_in(arguments.parent)
+    configure_process(arguments.parent)
     with socket.socket(fileno=arguments.socket) as connection:
         connection.set_inheritable(False)
         try:
@@ -126,14 +126,14 @@ def main() -> int:
         except (EOFError, ConnectionError):
             return 0
         except (WorkerLost, WireError) as error:
-            logger.error("the worker gives up: %s", error)
+            logger.error("the worker stops: %s", error)
             return 1
 
 
-def settle_in(parent: int) -> None:
-    """Make the process a good child: it leaves Ctrl-C to its parent and does not outlive it."""
+def configure_process(parent: int) -> None:
+    """Ignore Ctrl-C, which the parent handles, end with the parent, and configure logging."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends us even in the middle of a long step
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process even during a long step
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO,
@@ -143,17 +143,17 @@ def settle_in(parent: int) -> None:
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         prctl(PR_SET_NAME, b"podway-worker")  # at most 15 bytes
-    if os.getppid() != parent:  # it died before we could ask to be told
+    if os.getppid() != parent:  # the parent died before prctl
         sys.exit(0)
 
 
 def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
-    """The conversation: settings, progress, report, then steps. Returns the exit code.
+    """Receive settings, send progress and report, then run steps. Returns the exit code.
 
-    `listener` goes into the settings' placement, if this process and not the parent opened it.
+    `listener` replaces the placement's, if this process opened the socket and not the parent.
 
     Raises `EOFError` or `ConnectionError` when the parent is gone, `WorkerLost` when the worker
-    says that it cannot go on.
+    cannot continue.
     """
     opening = parent.receive()
     if not isinstance(opening, LoadWorker):
@@ -166,41 +166,41 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         parent.send(frame(WorkerLoaded(worker.report)))
     except ConnectionError:
         raise
-    except StartupError as refusal:
-        parent.send(frame(LoadFailed(one_line(str(refusal)))))
+    except StartupError as error:
+        parent.send(frame(LoadFailed(one_line(str(error)))))
         return 1
     except Exception as error:
         logger.exception("the worker could not load")
         parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
     gc.collect()
-    gc.freeze()  # the model stays; later collections need not look at it
-    learned: Learned = SimpleQueue()
+    gc.freeze()  # later collections skip the model
+    received: Received = SimpleQueue()
     placement = settings.placement
     answers = ResultSender(
-        parent.send, learned.put, answers=placement.returns_results, traces=settings.traces
+        parent.send, received.put, answers=placement.returns_results, traces=settings.traces
     )
-    for order in orders(parent, worker, learned):
+    for order in orders(parent, worker, received):
         answers.put(order, launch(worker, order.step))
     answers.finish()
     return 0
 
 
-def orders(parent: Parent, worker: LoadableWorker, learned: Learned) -> Iterator[StepOrder]:
-    """Steps in order until goodbye, learned in a thread; raises what ended the conversation."""
+def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterator[ReceivedStep]:
+    """Steps in order until a goodbye, received in a thread; raises the error that ended it."""
 
     def listen() -> None:
         try:
             while isinstance(message := parent.receive(), RunStep):
-                order = StepOrder(message.step, time.monotonic())
+                order = ReceivedStep(message.step, time.monotonic())
                 worker.learn(order.step)
-                learned.put(order)
-            learned.put(None)
-        except Exception as error:  # the doorway of this thread: it is raised in the other
-            learned.put(error)
+                received.put(order)
+            received.put(None)
+        except Exception as error:  # raised in the other thread
+            received.put(error)
 
     threading.Thread(target=listen, name="podway-control", daemon=True).start()
-    while (found := learned.get()) is not None:
+    while (found := received.get()) is not None:
         if isinstance(found, Exception):
             raise found
         yield found
@@ -209,19 +209,19 @@ def orders(parent: Parent, worker: LoadableWorker, learned: Learned) -> Iterator
 def load(
     worker_path: str, settings: WorkerSettings, progress: Callable[[str, int, int], None]
 ) -> LoadableWorker:
-    """The worker named "module:Class", loaded."""
+    """Load the worker class "module:Class"."""
     module, _, name = worker_path.partition(":")
     worker_class: type[LoadableWorker] = getattr(importlib.import_module(module), name)
     return worker_class.load(settings, progress)
 
 
-def launch(worker: LoadableWorker, step: Step) -> Launched | Failure:
-    """Launch the step. What it raises is its failure, but `WorkerLost`."""
+def launch(worker: LoadableWorker, step: Step) -> StepInFlight | Failure:
+    """Launch the step. Any error but `WorkerLost` is returned as its failure."""
     try:
         return worker.launch(step)
     except WorkerLost:
         raise
-    except Exception as error:  # a doorway: the step has failed, and the next one runs
+    except Exception as error:  # only this step fails
         line = line_of(error, step.step_id)
     worker.abandon(step, line)
     return Failure(line, worker.times)
@@ -230,4 +230,4 @@ def launch(worker: LoadableWorker, step: Step) -> Launched | Failure:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # threads may still wait for other workers, who leave too
+    os._exit(code)  # threads may still wait for other workers, which end too

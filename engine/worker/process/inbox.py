@@ -1,7 +1,7 @@
-"""Steps are prepared in a thread of their own, while the one before is computed.
+"""Prepares each step in a thread of its own, while the previous step is computed.
 
-On a later stage preparing is the wait for hidden states: with this thread they are received while
-the stage still computes, and the thread that learns of steps never waits for them.
+On later stages, preparing includes waiting for hidden states: this thread receives them while the
+stage still computes, so the thread that receives steps never waits for them.
 """
 
 import threading
@@ -20,26 +20,27 @@ class _Ready(NamedTuple, Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """`put` and `take` may be called from two threads; each step is taken in the order of `put`.
+    """`put` and `take` may be called from two threads; steps are taken in the order of `put`.
 
-    The thread starts with the first step and ends with the process.
+    The preparing thread starts with the first step and ends with the process.
     """
 
     def __init__(self, prepare: Callable[[Step], T]) -> None:
         self._prepare = prepare
-        self._learned: SimpleQueue[Step] = SimpleQueue()
+        self._received: SimpleQueue[Step] = SimpleQueue()
         self._ready: SimpleQueue[_Ready[T]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, step: Step) -> None:
-        """The step will be run after those put before."""
+        """Prepare the step; it will be run after the steps put before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="podway-inbox", daemon=True)
             self._thread.start()
-        self._learned.put(step)
+        self._received.put(step)
 
     def take(self, step: Step) -> T:
-        """What was made of a step, or what making it raised; a step never put is made now."""
+        """The prepared step; raises the error of preparing it. A step that was not put is prepared
+        now."""
         if self._thread is None:
             return self._prepare(step)
         ready = self._ready.get()
@@ -50,9 +51,9 @@ class Inbox(Generic[T]):
 
     def _run(self) -> None:
         while True:
-            step = self._learned.get()
+            step = self._received.get()
             try:
                 prepared: T | Exception = self._prepare(step)
-            except Exception as error:  # the doorway of this thread: it is raised in the other
+            except Exception as error:  # reported by `take` in the other thread
                 prepared = error
             self._ready.put(_Ready(step.step_id, prepared))

@@ -1,4 +1,4 @@
-"""The largest step there can be, run once on a small cache of its own, to see what it takes."""
+"""The profile run: the largest possible step on a small cache of its own, to measure its memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ from engine.worker.device import Device
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, Shard
-from engine.worker.sampling.sampler import Draws
+from engine.worker.sampling.sampler import Sampler
 
-HARDEST = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """Runs the step when called. Ranks of a stage call it together, stages need not."""
+    """Runs the step when called. All ranks of a stage must call it together; stages need not."""
 
     settings: WorkerSettings
     shard: Shard
     max_model_len: int
     device: Device
     make_stage: Callable[[KVTensors], Stage]
-    sampler: Draws
+    sampler: Sampler
 
     def __call__(self) -> None:
-        """As many requests and tokens as a step may have, all of which draw."""
+        """As many requests and tokens as a step may have; every request samples a token."""
         size, shape = self.settings.block_size, self.shard.shape
         step, num_blocks = self._step(), -(-self._tokens_each // size)
         limits = LayoutLimits(shape.vocab_size, self.max_model_len, num_blocks, size)
@@ -51,8 +51,8 @@ class ProfileRun:
                 return
             logits = stage.head(stage.read(layout, hidden))
             if logits is not None:
-                draws = [entry.sample for entry in step.entries if entry.sample is not None]
-                self.sampler.draw(logits, draws, range(len(draws)))
+                specs = [entry.sample for entry in step.entries if entry.sample is not None]
+                self.sampler.sample(logits, specs, range(len(specs)))
 
     @property
     def _num_requests(self) -> int:
@@ -65,11 +65,11 @@ class ProfileRun:
         return min(each, self.max_model_len)
 
     def _step(self) -> Step:
-        """All requests have the same blocks: what they write is read by nobody."""
+        """All requests share the same blocks, since their KV is not used."""
         count = self._tokens_each
         blocks = np.arange(-(-count // self.settings.block_size), dtype="<i4").tobytes()
         entries = (
-            StepEntry(RequestId(request), 0, (0,) * count, blocks, SampleSpec(HARDEST))
+            StepEntry(RequestId(request), 0, (0,) * count, blocks, SampleSpec(ALL_FILTERS))
             for request in range(self._num_requests)
         )
         return Step(StepId(-3), tuple(entries))

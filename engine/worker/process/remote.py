@@ -1,4 +1,4 @@
-"""The doorway of a worker that somebody else's process carries: it connects to the loop by TCP."""
+"""A worker inside another process, such as a Ray actor: it connects to the engine by TCP."""
 
 import logging
 import socket
@@ -17,10 +17,10 @@ CONNECTING_SECONDS = 10.0
 def serve(
     worker: str, loop: tuple[str, int], secret: bytes, index: int, listener: int | None
 ) -> int:
-    """Serve the loop at `loop` until it says goodbye or is gone; returns the exit code.
+    """Serve the engine at `loop` until it closes the connection; returns the exit code.
 
     `listener` is the socket at which the data plane meets, a file descriptor of this process.
-    Raises `NotOneOfUs` when the loop does not hold the secret.
+    Raises `NotOneOfUs` when the engine does not know the secret.
     """
     with socket.create_connection(loop, CONNECTING_SECONDS) as connection:
         authenticate(connection, secret, index)
@@ -30,5 +30,5 @@ def serve(
         except (EOFError, ConnectionError):
             return 0
         except (WorkerLost, WireError) as error:
-            logger.error("the worker gives up: %s", error)
+            logger.error("the worker stops: %s", error)
             return 1

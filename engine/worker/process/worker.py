@@ -1,4 +1,4 @@
-"""One worker: the layers of a stage, or a rank's part of them, and what runs steps on them."""
+"""A worker: the layers of a stage, or a rank's part of them, and how steps run on them."""
 
 import time
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.device import Device, Progress
-from engine.worker.launched import Collected, Done, Launched
-from engine.worker.model.data_plane import Handed
+from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
+from engine.worker.model.data_plane import ReceivedHidden
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import RaggedLayout
-from engine.worker.process.build import Parts, make_parts
+from engine.worker.process.build import WorkerParts, build_worker
 from engine.worker.process.inbox import Inbox
 from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
@@ -34,16 +34,16 @@ from engine.worker.sampling.outputs import OutputMemory
 
 
 class Prepared(NamedTuple):
-    """A step as far as it gets without computing."""
+    """The part of a step that is done before computing."""
 
     layout: RaggedLayout
-    handed: Handed | None  # None on the first stage
+    received: ReceivedHidden | None  # None on the first stage
 
 
 class Worker:
     """Holds a shard of a model and runs steps on it, one at a time."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: WorkerParts) -> None:
         self.report = parts.report
         self._stage = parts.stage
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
@@ -57,16 +57,16 @@ class Worker:
         self._return = TokenReturn(parts.placement, parts.plane, self._held, parts.lookahead)
         self._outputs = OutputMemory()
         self._inbox = Inbox(self._prepare)
-        self._owes = False  # the next stage the step that runs
-        self._is_amid = False  # in a step, where ranks wait for each other
+        self._owes_step = False  # whether the next stage waits for the current step
+        self._is_in_collective = False  # whether other ranks may wait for this one
         self.times = StepTimes(None, 0.0, 0.0)  # of the step launched last
 
     @classmethod
     def load(
         cls, settings: WorkerSettings, progress: Progress, device: Device | None = None
     ) -> "Worker":
-        """A worker that has run once to warm up; see `make_parts`."""
-        parts = make_parts(settings, progress, device)
+        """Build a worker and run two warm-up steps; raises `StartupError`."""
+        parts = build_worker(settings, progress, device)
         worker = cls(parts)
         parts.constraints.wait_until_open()
         if faults := worker._warm_up():
@@ -74,26 +74,26 @@ class Worker:
         return worker
 
     def learn(self, step: Step) -> None:
-        """Hear of a step before it is run; another thread than the one that runs may call this."""
+        """Start preparing a step before it runs; may be called in another thread than `launch`."""
         if not self._shard.is_first:
             self._inbox.put(step)
 
-    def launch(self, step: Step) -> Launched:
-        """Begin with a step; whatever is raised but `WorkerLost`, the next step can be launched.
+    def launch(self, step: Step) -> StepInFlight:
+        """Launch a step. After any error but `WorkerLost`, the next step can be launched.
 
-        Without a launcher it has been computed on return.
+        Without a launcher, the step is computed before this returns.
         """
         if self._launcher is not None:
             now = time.monotonic()
             self.times = StepTimes(None, now, now)
             return self._launcher.launch(step)
         result = self._run(step)
-        return Done(Collected(result, self.times))
+        return CompletedStep(StepOutcome(result, self.times))
 
     def run(self, step: Step) -> StepResult:
-        """Compute one step. Whatever it raises but `WorkerLost`, the next step can run.
+        """Compute one step. After any error but `WorkerLost`, the next step can run.
 
-        Tokens come from rank 0 of the last stage only; `seconds` are those of all stages so far.
+        Only rank 0 of the last stage returns tokens; `seconds` includes all earlier stages.
         """
         return self.launch(step).collect().result
 
@@ -103,23 +103,23 @@ class Worker:
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)
         with torch.inference_mode(), self._device.awake(), self._mover.moving(step.moves):
-            if self._draws:
+            if self._samples:
                 step = self._outputs.complete(step)
-            wanted = self._reader.begin(step) if self._draws else MaskRequest()
+            masks = self._reader.begin(step) if self._samples else MaskRequest()
             hidden = self._compute(step, prepared)
-            reading = LogitsOutput()
+            output = LogitsOutput()
             if hidden is not None:
-                reading = self._read(step, prepared.layout, hidden, wanted)
-        self._held.keep(step, reading.tokens, reading.faults)
-        self._return.send(reading.tokens)
+                output = self._read(step, prepared.layout, hidden, masks)
+        self._held.keep(step, output.tokens, output.faults)
+        self._return.send(output.tokens)
         seconds = self._seconds(prepared)
         self.times = self.times._replace(ended_at=time.monotonic())
-        return StepResult(step_id=step.step_id, seconds=seconds, **reading._asdict())
+        return StepResult(step_id=step.step_id, seconds=seconds, **output._asdict())
 
     def logits(self, step: Step) -> Tensor | None:
-        """Compute one step but draw nothing: `[entries with a draw, vocab]` in float32.
+        """Compute one step without sampling: logits `[entries that sample, vocab]` in float32.
 
-        None but on rank 0 of the last stage.
+        None except on rank 0 of the last stage.
         """
         prepared = self._take(step)
         with torch.inference_mode(), self._device.awake():
@@ -129,83 +129,88 @@ class Worker:
             return self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
 
     def abandon(self, step: Step, line: str) -> None:
-        """After `run` raised: tell the next stage, if it waits for the step, why it failed.
+        """After `launch` raised: send the reason to the next stage, if it waits for the step.
 
-        Raises `WorkerLost` where other ranks of this stage may still wait for this one.
+        Raises `WorkerLost` if other ranks of this stage may still wait for this one.
         """
-        if self._is_amid and self._shard.num_ranks > 1:
-            raise WorkerLost(f"it left its stage in the middle of step {step.step_id}: {line}")
-        self._is_amid = False
-        if self._owes:
+        if self._is_in_collective and self._shard.num_ranks > 1:
+            raise WorkerLost(
+                f"step {step.step_id} failed while other ranks wait for this one: {line}"
+            )
+        self._is_in_collective = False
+        if self._owes_step:
             nothing = self._device.zeros(step.num_tokens, self._shard.shape.hidden_size)
-            self._hand_on(step.step_id, nothing, 0.0, line)
+            self._send_on(step.step_id, nothing, 0.0, line)
         self._return.send(())
 
     def _prepare(self, step: Step) -> Prepared:
-        """What needs no computing: the layout, and the wait for the stage before."""
+        """Build the layout, and wait for the hidden states of the previous stage."""
         layout = build_layout(step, self._limits)
         if self._shard.is_first:
             return Prepared(layout, None)
-        assert self._plane is not None, "a stage that stands alone"
+        assert self._plane is not None, "the only stage sends and receives nothing"
         hidden_size = self._shard.shape.hidden_size
         return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, hidden_size))
 
     def _take(self, step: Step) -> Prepared:
-        """The step prepared; from here on the next stage counts on it."""
-        self._owes = False
+        """The prepared step; from here on the next stage waits for it."""
+        self._owes_step = False
         prepared = self._inbox.take(step)
-        self._owes = not self._shard.is_last
-        self._is_amid = True
-        data_at, now = prepared.handed and prepared.handed.at, time.monotonic()
+        self._owes_step = not self._shard.is_last
+        self._is_in_collective = True
+        data_at, now = prepared.received and prepared.received.at, time.monotonic()
         self.times = StepTimes(data_at, now, now)
         return prepared
 
     def _compute(self, step: Step, prepared: Prepared) -> Tensor | None:
-        """On the last stage, the hidden states to read from; elsewhere they are handed on."""
-        layout, handed = prepared
-        if handed is not None and handed.fault:
-            raise StepFailed(handed.fault)
-        if handed is not None:
-            handed.settle()
-        hidden = None if handed is None else handed.hidden
+        """The hidden states to compute logits from; None except on the last stage."""
+        layout, received = prepared
+        if received is not None and received.fault:
+            raise StepFailed(received.fault)
+        if received is not None:
+            received.synchronize()
+        hidden = None if received is None else received.hidden
         if self._shard.is_last:
             hidden = self._stage.read(layout, hidden)
         else:
             hidden = self._stage.run(layout, hidden)
-            self._hand_on(step.step_id, hidden, self._seconds(prepared))
+            self._send_on(step.step_id, hidden, self._seconds(prepared))
             hidden = None
-        self._is_amid = False
+        self._is_in_collective = False
         return hidden
 
-    def _hand_on(self, step_id: StepId, hidden: Tensor, seconds: float, fault: str = "") -> None:
-        assert self._plane is not None, "a stage that stands alone"
+    def _send_on(self, step_id: StepId, hidden: Tensor, seconds: float, fault: str = "") -> None:
+        assert self._plane is not None, "the only stage sends and receives nothing"
         self._plane.send(step_id, hidden, seconds, fault)
-        self._owes = False
+        self._owes_step = False
 
     def _seconds(self, prepared: Prepared) -> float:
-        """Spent on a step by all stages up to now."""
-        before = 0.0 if prepared.handed is None else prepared.handed.seconds
+        """Compute time of a step in all stages so far."""
+        before = 0.0 if prepared.received is None else prepared.received.seconds
         return before + time.monotonic() - self.times.began_at
 
     @property
-    def _draws(self) -> bool:
-        """Whether tokens come from this worker."""
+    def _samples(self) -> bool:
+        """Whether this worker samples the tokens."""
         return self._shard.is_last and self._shard.rank == 0
 
     def _read(
-        self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
     ) -> LogitsOutput:
-        """What rank 0 of the last stage answers; the others help with the logits."""
+        """The output of a step on rank 0 of the last stage; other ranks compute their part of the
+        logits."""
         if self._shard.rank == 0:
-            self._is_amid = len(layout.scored_rows) > 0  # then others wait for more than one head
-            reading = self._reader.read(step, layout, hidden, wanted)
-            self._is_amid = False
-            return reading
+            self._is_in_collective = (
+                len(layout.scored_rows) > 0
+            )  # then there are several collectives
+            output = self._reader.read(step, layout, hidden, masks)
+            self._is_in_collective = False
+            return output
         self._reader.follow(layout, hidden)
         return LogitsOutput()
 
     def _warm_up(self) -> list[Fault]:
-        """Run a piece of a prompt and a decode in block 0, which nobody owns yet."""
+        """Run a prompt chunk and a decode in block 0, which no request owns yet."""
         faults: list[Fault] = []
         size = min(self._limits.block_size, self._limits.max_positions)
         block = bytes(4)

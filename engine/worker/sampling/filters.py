@@ -1,4 +1,7 @@
-"""Filters and the draw in numpy, one row at a time: plain, and right on every device."""
+"""The filters and sampling of one row in numpy: the definition that all devices follow.
+
+`tests/contracts/test_sampling.py` compares the native and torch kernels with this module.
+"""
 
 import numpy as np
 from numpy.typing import NDArray

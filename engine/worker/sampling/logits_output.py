@@ -1,7 +1,7 @@
-"""From hidden states to what a step's result says: tokens, log-probabilities, faults.
+"""From hidden states to the contents of a step's result: tokens, log-probabilities, faults.
 
-Only on the last stage, where other ranks than 0 only `follow`. The logits of a prompt are made in
-slices, because a long prompt's at once would be larger than the model.
+Only on the last stage, where ranks other than 0 only `follow`. The logits of a prompt are computed
+in slices, because those of a long prompt would be larger than the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.ports import RaggedLayout
 from engine.worker.sampling.constraints import Constraints, MaskRequest
 from engine.worker.sampling.logprobs import log_probabilities
-from engine.worker.sampling.sampler import Draws, RowFault, SampledToken
+from engine.worker.sampling.sampler import RowFault, SampledBatch, Sampler
 
-SLICE_BYTES = 32 << 20  # of logits in float32, at most (or one row)
+SLICE_BYTES = 32 << 20  # of float32 logits at most, but at least one row
 
 
 class LogitsOutput(NamedTuple):
-    """The fields of a `StepResult` that are read from hidden states."""
+    """The fields of a `StepResult` that are computed from hidden states."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -34,76 +34,76 @@ Head = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class OutputReader:
-    """`head` makes logits `[rows, vocab]` in float32 of hidden states, on rank 0."""
+    """`head` computes logits `[rows, vocab]` in float32; it returns None except on rank 0."""
 
     head: Head
-    sampler: Draws
+    sampler: Sampler
     constraints: Constraints
 
     def begin(self, step: Step) -> MaskRequest:
-        """Start on what `read` will need besides hidden states."""
+        """Start computing the masks that `read` will need."""
         return self.constraints.begin(step)
 
     def read(
         self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
     ) -> LogitsOutput:
-        """`hidden` are those of the layout's sampled rows, then of its scored rows."""
-        num_draws = len(layout.sampled_rows)
-        drawn, late_rows = self._draw(step, layout, hidden[:num_draws], wanted)
+        """`hidden` has the layout's sampled rows, then its scored rows."""
+        num_samples = len(layout.sampled_rows)
+        sampled, late_rows = self._sample(step, layout, hidden[:num_samples], wanted)
         entries = [at for at, entry in enumerate(step.entries) if entry.sample is not None]
-        faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
+        faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
         late = tuple(entries[row] for row in late_rows)
         if not len(layout.scored_rows):
-            return LogitsOutput(drawn.tokens, drawn.logprobs, (), tuple(faults), late)
-        told = self._score(step, hidden[num_draws:])
+            return LogitsOutput(sampled.tokens, sampled.logprobs, (), tuple(faults), late)
+        found = self._score(step, hidden[num_samples:])
         line = "the model computed NaN or infinite logits in its prompt"
-        faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
-        scores = tuple(tuple(one for one in found if one is not None) for found in told)
-        return LogitsOutput(drawn.tokens, drawn.logprobs, scores, tuple(faults), late)
+        faults += [Fault(at, line) for at, row in enumerate(found) if None in row]
+        scores = tuple(tuple(one for one in row if one is not None) for row in found)
+        return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
 
     def follow(self, layout: RaggedLayout, hidden: Tensor) -> None:
-        """Be there, on another rank, for each time that `read` asks for logits on rank 0."""
-        num_draws = len(layout.sampled_rows)
-        if num_draws:
-            self.head(hidden[:num_draws])
+        """On other ranks: take part in each computation of logits that `read` does on rank 0."""
+        num_samples = len(layout.sampled_rows)
+        if num_samples:
+            self.head(hidden[:num_samples])
         for part in slices(len(layout.scored_rows), self.sampler.vocab_size):
-            self.head(hidden[num_draws:][part])
+            self.head(hidden[num_samples:][part])
 
-    def _draw(
+    def _sample(
         self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
-    ) -> tuple[SampledToken, frozenset[int]]:
-        """What was drawn, and the rows that have to be drawn again."""
+    ) -> tuple[SampledBatch, frozenset[int]]:
+        """The sampled tokens, and the late rows, which have to be sampled again."""
         if not len(hidden):
-            return SampledToken(()), frozenset()
-        draws = [entry.sample for entry in step.entries if entry.sample is not None]
+            return SampledBatch(()), frozenset()
+        specs = [entry.sample for entry in step.entries if entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
-        return self.sampler.draw(logits, draws, positions, masks), masks.late
+        return self.sampler.sample(logits, specs, positions, masks), masks.late
 
     def _score(self, step: Step, hidden: Tensor) -> list[list[TokenLogprobs | None]]:
-        """Log-probabilities of each entry's targets, none for who does not ask."""
-        orders = [entry.prompt_logprobs for entry in step.entries]
-        ids = [target for order in orders if order is not None for target in order.ids]
-        tops = [order.top for order in orders if order is not None for _ in order.ids]
+        """Log-probabilities of each entry's targets; an empty list for entries without targets."""
+        targets = [entry.prompt_logprobs for entry in step.entries]
+        ids = [token for order in targets if order is not None for token in order.ids]
+        tops = [order.top for order in targets if order is not None for _ in order.ids]
         found: list[TokenLogprobs | None] = []
         for part in slices(len(ids), self.sampler.vocab_size):
             found += log_probabilities(self._logits(hidden[part]), ids[part], tops[part])
-        told = iter(found)
-        return [[next(told) for _ in order.ids] if order else [] for order in orders]
+        found_logprobs = iter(found)
+        return [[next(found_logprobs) for _ in order.ids] if order else [] for order in targets]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        assert logits is not None, "a rank that follows"
+        assert logits is not None, "only rank 0 has logits"
         return logits
 
 
 def fault_of(entry: int, fault: RowFault) -> Fault:
-    """What is wrong with a row, said of its entry."""
+    """The fault of a row as the fault of its entry."""
     return Fault(entry, str(fault), fault.is_caller_error)
 
 
 def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Runs of so many rows whose logits are not too large at once."""
+    """Slices of `num_rows` rows, each with at most `SLICE_BYTES` of logits."""
     size = max(1, SLICE_BYTES // (4 * vocab_size))
     return (slice(first, first + size) for first in range(0, num_rows, size))

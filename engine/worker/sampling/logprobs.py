@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: of the model's own distribution, in float32."""
+"""Log-probabilities of tokens under the model's own distribution, in float32."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,25 +9,25 @@ from torch import Tensor
 from engine.step import TokenLogprobs
 
 
-class Likelihoods(NamedTuple):
-    """How likely one id of each row is, and the likeliest ones; where the logits are."""
+class RowLogprobs(NamedTuple):
+    """Log-probabilities of one id per row and of the most likely ids, on the logits' device."""
 
     logprobs: Tensor  # [rows]
     ranks: Tensor  # [rows]
-    ids: Tensor  # [rows, most]
-    likeliest: Tensor  # [rows, most]
+    top_ids: Tensor  # [rows, most]
+    top_logprobs: Tensor  # [rows, most]
     are_finite: Tensor  # [rows], whether the row has neither NaN nor infinity
 
 
-def likelihoods(logits: Tensor, ids: Tensor, most: int) -> Likelihoods:
-    """Of `ids[i]` in row i of `[rows, vocab]`, and of the `most` likeliest ids.
+def row_logprobs(logits: Tensor, ids: Tensor, most: int) -> RowLogprobs:
+    """Of `ids[i]` in row i of `[rows, vocab]`, and of the `most` most likely ids.
 
-    Of equally likely ids any may be the likeliest.
+    The order of equally likely ids is not defined.
     """
     total = logits.logsumexp(dim=-1)
     chosen = logits.gather(1, ids[:, None])
     best = logits.topk(min(most, logits.shape[1]), dim=-1)
-    return Likelihoods(
+    return RowLogprobs(
         chosen[:, 0] - total,
         (logits > chosen).sum(dim=-1) + 1,
         best.indices,
@@ -36,8 +36,8 @@ def likelihoods(logits: Tensor, ids: Tensor, most: int) -> Likelihoods:
     )
 
 
-def tell(found: Likelihoods, tops: Sequence[int]) -> list[TokenLogprobs | None]:
-    """In plain numbers, with the `tops[i]` likeliest of row i; None for a row with NaN."""
+def to_token_logprobs(found: RowLogprobs, tops: Sequence[int]) -> list[TokenLogprobs | None]:
+    """As Python numbers, with the `tops[i]` most likely ids of row i; None for a row with NaN."""
     return [
         TokenLogprobs(logprob, rank, tuple(zip(top_ids, top, strict=True))[:count])
         if is_fine
@@ -51,9 +51,9 @@ def tell(found: Likelihoods, tops: Sequence[int]) -> list[TokenLogprobs | None]:
 def log_probabilities(
     logits: Tensor, ids: Sequence[int], tops: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """How likely `ids[i]` is in row i of `[rows, vocab]`, and the `tops[i]` likeliest ids.
+    """Of `ids[i]` in row i of `[rows, vocab]`, with the `tops[i]` most likely ids.
 
-    None for a row that has NaN or infinity. Of equally likely ids any may be the likeliest.
+    None for a row that has NaN or infinity. The order of equally likely ids is not defined.
     """
-    asked = torch.tensor(ids, device=logits.device)
-    return tell(likelihoods(logits, asked, max(tops)), tops)
+    chosen = torch.tensor(ids, device=logits.device)
+    return to_token_logprobs(row_logprobs(logits, chosen, max(tops)), tops)

@@ -1,10 +1,10 @@
 """Logits to tokens on the last stage, in vLLM's order of processors.
 
-What a grammar allows comes first. Then logit bias, banned ids, penalties (repetition over prompt
-and output, presence and frequency over output); then greedy, or temperature, min-p, top-k, top-p
-and one draw. Each row is worked on by itself in an order fixed by its ids, and its one uniform
-number is a function of (seed, position), so batch mates never change a row's token. What is wrong
-with one row is its fault and nobody else's.
+The grammar's mask comes first. Then logit bias, banned ids, penalties (repetition over prompt and
+output, presence and frequency over output); then greedy, or temperature, min-p, top-k, top-p and
+one sample. Each row is computed alone, in an order fixed by its ids, and its one uniform random
+number is a function of (seed, position), so the other rows of a batch never change a row's token.
+An error in one row is that row's fault and does not affect the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ from engine.grammar import Mask
 from engine.step import SampleSpec, TokenLogprobs
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats
-from engine.worker.sampling.logits_processors import process, strangers
+from engine.worker.sampling.logits_processors import invalid_id_fields, process
 from engine.worker.sampling.logprobs import log_probabilities
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# The most that the logits of eight ids may be, for each byte of a mask: infinite, or minus that.
+# Upper bounds of the logits of eight ids for each byte of a mask: infinity, or minus infinity.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_MOST = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
-_COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
+_BOUNDS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
+_GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 
 
 class RowFault(Exception):
-    """Nothing can be drawn from a row; `is_caller_error` if the request's own demands are why."""
+    """No token can be sampled from a row; `is_caller_error` if the request's parameters are why."""
 
     def __init__(self, line: str, *, is_caller_error: bool = False) -> None:
         super().__init__(line)
@@ -40,7 +40,7 @@ class RowFault(Exception):
 
 
 class Masks(NamedTuple):
-    """What grammars allow in constrained rows; `late` rows have no mask, and draw nothing."""
+    """What grammars allow, by constrained row. `late` rows have no mask yet and sample no token."""
 
     allowed: Mapping[int, Mask] = MappingProxyType({})
     faults: Mapping[int, RowFault] = MappingProxyType({})
@@ -50,10 +50,10 @@ class Masks(NamedTuple):
 NO_MASKS = Masks()
 
 
-class SampledToken(NamedTuple):
-    """What came of each row: a token, which means nothing where the row is among `faults`.
+class SampledBatch(NamedTuple):
+    """The outcome of sampling a batch: a token per row, meaningless for rows in `faults`.
 
-    `logprobs` are empty if nobody asks, and None for who does not.
+    `logprobs` is empty if no row requests them, and None for the rows that do not.
     """
 
     tokens: tuple[int, ...]
@@ -74,157 +74,158 @@ def uniform(seed: int, position: int) -> float:
     return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def is_plain(draw: SampleSpec) -> bool:
-    """Whether nothing is done to its logits."""
-    sampling = draw.sampling
-    return not (draw.banned or draw.grammar or sampling.logit_bias or sampling.reads_output)
+def is_plain(spec: SampleSpec) -> bool:
+    """Whether no processor changes the row's logits."""
+    sampling = spec.sampling
+    return not (spec.banned or spec.grammar or sampling.logit_bias or sampling.reads_output)
 
 
-def is_greedy(draw: SampleSpec) -> bool:
-    """Whether the likeliest id is taken."""
-    return draw.sampling.temperature < _COLDEST
+def is_greedy(spec: SampleSpec) -> bool:
+    """Whether the most likely id is taken."""
+    return spec.sampling.temperature < _GREEDY_BELOW
 
 
-def constrain(logits: Floats, mask: Mask, draw: SampleSpec) -> SampleSpec:
-    """Leave what the grammar allows of one row, in place; the draw, less bans that would end it.
+def constrain(logits: Floats, mask: Mask, spec: SampleSpec) -> SampleSpec:
+    """Mask one row's logits in place; returns the spec, without bans that would leave no token.
 
-    End tokens are allowed when the grammar accepts the output. (One that is text to the grammar
-    is allowed as text, and ends the answer all the same.) Raises `RowFault`.
+    End tokens are allowed when the grammar accepts the output. (An end token that the grammar
+    allows as text is allowed, and ends the output all the same.) Raises `RowFault`.
     """
     bits = np.frombuffer(mask.bits, dtype=np.uint8)
-    most = _MOST.take(bits, axis=0).reshape(-1)[: len(logits)]
+    most = _BOUNDS.take(bits, axis=0).reshape(-1)[: len(logits)]
     if mask.accepts:
-        most[list(draw.end_ids)] = np.inf
+        most[list(spec.end_ids)] = np.inf
     np.minimum(logits, most, out=logits)
     if most.max() < 0:
         raise RowFault("its grammar allows no token here", is_caller_error=True)
-    if draw.banned and mask.accepts:
-        most[list(draw.banned)] = -np.inf
+    if spec.banned and mask.accepts:
+        most[list(spec.banned)] = -np.inf
         if most.max() < 0:
-            return draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
-    return draw
+            return spec._replace(banned=tuple(set(spec.banned) - set(spec.end_ids)))
+    return spec
 
 
-class Draws(Protocol):
-    """What draws one token per row."""
+class Sampler(Protocol):
+    """Samples one token per row."""
 
     @property
     def vocab_size(self) -> int: ...
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
-        draws: Sequence[SampleSpec],
+        specs: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
-    ) -> SampledToken:
+    ) -> SampledBatch:
         """One id per row of `[rows, vocab]` float32; may overwrite `logits`.
 
-        `positions[i]` is where row i's new token will stand.
+        `positions[i]` is the position of row i's new token in its request.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
-    """See `Draws`; the larger part in numpy."""
+class HostSampler:
+    """A `Sampler` mostly in numpy, on any device."""
 
     vocab_size: int
     operators: Operators
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
-        draws: Sequence[SampleSpec],
+        specs: Sequence[SampleSpec],
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
-    ) -> SampledToken:
-        """See `Draws`."""
-        asking = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
-        untouched = logits[asking] if asking else None
+    ) -> SampledBatch:
+        with_logprobs = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
+        raw_logits = logits[with_logprobs] if with_logprobs else None
         largest = self.operators.argmax(logits)
         tokens: list[int] = largest.ids.tolist()
-        faults = {**_blemishes(largest.values), **masks.faults}
-        worked_on = [row for row, draw in enumerate(draws) if not is_plain(draw)]
-        if worked_on:
-            rows = [row for row in worked_on if not (row in faults or row in masks.late)]
-            self._work_on(logits, {row: draws[row] for row in rows}, masks, tokens, faults)
+        faults = {**_not_finite_faults(largest.values), **masks.faults}
+        processed = [row for row, spec in enumerate(specs) if not is_plain(spec)]
+        if processed:
+            rows = [row for row in processed if not (row in faults or row in masks.late)]
+            self._process(logits, {row: specs[row] for row in rows}, masks, tokens, faults)
         idle = masks.late.union(faults)
-        drawn = [row for row, draw in enumerate(draws) if not (is_greedy(draw) or row in idle)]
-        if drawn:
-            samplings = [draws[row].sampling for row in drawn]
-            points = [uniform(draws[row].sampling.seed, positions[row]) for row in drawn]
-            found = self.operators.sample(logits, drawn, samplings, points)
-            for row, token in zip(drawn, found, strict=True):
+        sampled = [row for row, spec in enumerate(specs) if not (is_greedy(spec) or row in idle)]
+        if sampled:
+            samplings = [specs[row].sampling for row in sampled]
+            points = [uniform(specs[row].sampling.seed, positions[row]) for row in sampled]
+            found = self.operators.sample(logits, sampled, samplings, points)
+            for row, token in zip(sampled, found, strict=True):
                 tokens[row] = token
-        logprobs = () if untouched is None else _tell(untouched, draws, tokens)
-        return SampledToken(tuple(tokens), logprobs, tuple(faults.items()))
+        logprobs = () if raw_logits is None else _tell(raw_logits, specs, tokens)
+        return SampledBatch(tuple(tokens), logprobs, tuple(faults.items()))
 
-    def _work_on(
+    def _process(
         self,
         logits: Tensor,
-        draws: dict[int, SampleSpec],
+        specs: dict[int, SampleSpec],
         masks: Masks,
         tokens: list[int],
         faults: dict[int, RowFault],
     ) -> None:
-        """Process these rows in place; their largest ids, and what is wrong with some of them."""
+        """Apply the processors to these rows in place; updates their greedy tokens and faults."""
         values: Floats = logits.numpy(force=True)
-        faults.update(foreign(draws, self.vocab_size))
-        left: dict[int, SampleSpec] = {}
-        for row, draw in draws.items():
+        faults.update(invalid_id_faults(specs, self.vocab_size))
+        valid: dict[int, SampleSpec] = {}
+        for row, spec in specs.items():
             mask = masks.allowed.get(row)
             try:
                 if row not in faults:
-                    left[row] = draw if mask is None else constrain(values[row], mask, draw)
+                    valid[row] = spec if mask is None else constrain(values[row], mask, spec)
             except RowFault as fault:
                 faults[row] = fault
-        process(values, list(left), list(left.values()))
-        for row in left:
+        process(values, list(valid), list(valid.values()))
+        for row in valid:
             tokens[row] = token = int(values[row].argmax())
             if not np.isfinite(values[row, token]):
-                faults[row] = nothing_left()
+                faults[row] = all_banned_fault()
 
 
-def blemish() -> RowFault:
+def not_finite_fault() -> RowFault:
     """The fault of a row whose logits are not all finite."""
     return RowFault("the model computed NaN or infinite logits")
 
 
-def nothing_left() -> RowFault:
-    """The fault of a row of which everything is forbidden."""
-    return RowFault("no token is left to draw: every one is banned", is_caller_error=True)
+def all_banned_fault() -> RowFault:
+    """The fault of a row whose tokens are all banned."""
+    return RowFault("no token can be sampled: all are banned", is_caller_error=True)
 
 
-def foreign(draws: Mapping[int, SampleSpec], vocab_size: int) -> dict[int, RowFault]:
-    """A fault for each row whose draw names an id that there is not."""
-    rows = list(draws)
+def invalid_id_faults(specs: Mapping[int, SampleSpec], vocab_size: int) -> dict[int, RowFault]:
+    """A fault for each row whose spec names an id outside the vocabulary."""
+    rows = list(specs)
     return {
         rows[place]: RowFault(
             f"{name} holds an id outside the vocabulary of {vocab_size}", is_caller_error=True
         )
-        for place, name in strangers(list(draws.values()), vocab_size).items()
+        for place, name in invalid_id_fields(list(specs.values()), vocab_size).items()
     }
 
 
-def _blemishes(largest: Tensor) -> dict[int, RowFault]:
-    """A fault for each row with NaN or infinite logits, of which the largest tells."""
+def _not_finite_faults(largest: Tensor) -> dict[int, RowFault]:
+    """A fault for each row with NaN or infinite logits: then its largest is not finite."""
     values: list[float] = largest.tolist()
     if isfinite(sum(values)):  # in float64, which float32s cannot overflow
         return {}
-    return {row: blemish() for row, value in enumerate(values) if not isfinite(value)}
+    return {row: not_finite_fault() for row, value in enumerate(values) if not isfinite(value)}
 
 
 def _tell(
-    untouched: Tensor, draws: Sequence[SampleSpec], tokens: Sequence[int]
+    raw_logits: Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Log-probabilities for the draws that ask, whose logits are the rows of `untouched`."""
-    asking = [
-        (draw.logprobs, token)
-        for draw, token in zip(draws, tokens, strict=True)
-        if draw.logprobs is not None
+    """Log-probabilities for the specs that request them; `raw_logits` has those rows only."""
+    requested = [
+        (spec.logprobs, token)
+        for spec, token in zip(specs, tokens, strict=True)
+        if spec.logprobs is not None
     ]
-    told = iter(
-        log_probabilities(untouched, [token for _, token in asking], [top for top, _ in asking])
+    found = iter(
+        log_probabilities(
+            raw_logits, [token for _, token in requested], [top for top, _ in requested]
+        )
     )
-    return tuple(None if draw.logprobs is None else next(told) for draw in draws)
+    return tuple(None if spec.logprobs is None else next(found) for spec in specs)

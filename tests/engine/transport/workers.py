@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
-from engine.worker.launched import Collected, Done, Launched
+from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
 
 GARBAGE = b"Traceback (most recent call last):"
 
@@ -59,8 +59,8 @@ class UnconnectedWorker:
     def learn(self, step: Step) -> None:
         """Nothing to prepare."""
 
-    def launch(self: RunsSteps, step: Step) -> Launched:
-        return Done(Collected(self.run(step), self.times))
+    def launch(self: RunsSteps, step: Step) -> StepInFlight:
+        return CompletedStep(StepOutcome(self.run(step), self.times))
 
     def abandon(self, step: Step, line: str) -> None:
         """No other worker waits for this step."""

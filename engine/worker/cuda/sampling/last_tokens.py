@@ -30,7 +30,7 @@ class LastTokensTensor(Protocol):
 
 class _LastToken(NamedTuple):
     places: dict[RequestId, int]
-    drawn: LastTokensTensor | None  # None if the step failed: placeholders then
+    sampled: LastTokensTensor | None  # None if the step failed: placeholders then
 
 
 class Source(NamedTuple):
@@ -51,13 +51,13 @@ class DeviceLastTokens:
 
     def open(self, step: Step) -> None:
         """Begin a step: until `keep` is called its tokens are placeholders."""
-        draws = [entry.request_id for entry in step.entries if entry.sample is not None]
+        specs = [entry.request_id for entry in step.entries if entry.sample is not None]
         self._before = self._now
-        self._now = _LastToken({request_id: at for at, request_id in enumerate(draws)}, None)
+        self._now = _LastToken({request_id: at for at, request_id in enumerate(specs)}, None)
 
-    def keep(self, drawn: LastTokensTensor) -> None:
+    def keep(self, sampled: LastTokensTensor) -> None:
         """Keep the tokens that the open step sampled."""
-        self._now = self._now._replace(drawn=drawn)
+        self._now = self._now._replace(sampled=sampled)
 
     def source(self, step: Step) -> Source:
         """Where the tokens are that the open step's entries continue from, in the entries' order.
@@ -68,14 +68,14 @@ class DeviceLastTokens:
         if not held:
             return NO_SOURCE
         places = np.array([self._place(request_id) for request_id in held], dtype=np.int64)
-        return Source(None if self._before.drawn is None else self._before.drawn.ids, places)
+        return Source(None if self._before.sampled is None else self._before.sampled.ids, places)
 
     def complete(self, step: Step) -> Step:
         """The open step with the tokens filled in that the host needs; may wait for them."""
         if not any(_needs_token(entry) for entry in step.entries):
             return step
-        drawn = self._before.drawn
-        known = [0] * len(self._before.places) if drawn is None else drawn.known()
+        sampled = self._before.sampled
+        known = [0] * len(self._before.places) if sampled is None else sampled.known()
         entries = tuple([self._completed(entry, known) for entry in step.entries])
         return replace(step, entries=entries)
 
@@ -93,5 +93,5 @@ class DeviceLastTokens:
 
 def _needs_token(entry: StepEntry) -> bool:
     """Whether the host needs the token that the entry continues from."""
-    draw = entry.sample
-    return entry.tokens[0] == LAST_TOKEN and draw is not None and draw.reads_output
+    spec = entry.sample
+    return entry.tokens[0] == LAST_TOKEN and spec is not None and spec.reads_output

@@ -14,8 +14,8 @@ from engine.worker.cuda.transfers import CopyToHost, HostTransfer
 from engine.worker.ports import RaggedLayout
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import Head, LogitsOutput, fault_of, slices
-from engine.worker.sampling.logprobs import Likelihoods, likelihoods, tell
-from engine.worker.sampling.sampler import SampledToken
+from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
+from engine.worker.sampling.sampler import SampledBatch
 
 
 class _PendingTokens(NamedTuple):
@@ -33,7 +33,7 @@ class _PendingScores(NamedTuple):
     tops: list[int]
 
     def read(self) -> list[TokenLogprobs | None]:
-        return tell(Likelihoods(*self.copy.wait()), self.tops)
+        return to_token_logprobs(RowLogprobs(*self.copy.wait()), self.tops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +58,18 @@ class PendingOutput:
 
     def read(self) -> LogitsOutput:
         """The result; waits for the copies."""
-        drawn, late_rows = SampledToken(()), frozenset[int]()
+        sampled, late_rows = SampledBatch(()), frozenset[int]()
         if self.tokens is not None:
             pending, copy, late_rows = self.tokens
-            drawn = pending.finish(copy.wait())
+            sampled = pending.finish(copy.wait())
         entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
-        faults = [fault_of(entries[row], fault) for row, fault in drawn.faults]
+        faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
         told = self._prompt_logprobs()
         line = "the model computed NaN or infinite logits for the prompt"
         faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
         scores = tuple(tuple(one for one in found if one is not None) for found in told)
         late = tuple(entries[row] for row in late_rows)
-        return LogitsOutput(drawn.tokens, drawn.logprobs, scores, tuple(faults), late)
+        return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
 
     def _prompt_logprobs(self) -> list[list[TokenLogprobs | None]]:
         if not self.scoring:
@@ -94,18 +94,18 @@ class DeviceOutputReader:
         `hidden` `[sampled rows, then scored rows, hidden]`. Waits for grammar masks, which host
         threads compute while the layers run.
         """
-        num_draws = len(layout.sampled_rows)
-        tokens = self._draw(step, layout, hidden[:num_draws]) if num_draws else None
-        scoring = self._score(step, hidden[num_draws:]) if len(layout.scored_rows) else ()
+        num_samples = len(layout.sampled_rows)
+        tokens = self._sample(step, layout, hidden[:num_samples]) if num_samples else None
+        scoring = self._score(step, hidden[num_samples:]) if len(layout.scored_rows) else ()
         return PendingOutput(step, tokens, scoring)
 
-    def _draw(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> _PendingTokens:
+    def _sample(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> _PendingTokens:
         wanted = self.constraints.begin(step)
-        draws = [entry.sample for entry in step.entries if entry.sample is not None]
+        specs = [entry.sample for entry in step.entries if entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
-        pending = self.sampler.begin(logits, draws, positions, masks)
+        pending = self.sampler.begin(logits, specs, positions, masks)
         return _PendingTokens(pending, self.transfer.start(*pending.sources), masks.late)
 
     def _score(self, step: Step, hidden: Tensor) -> tuple[_PendingScores, ...]:
@@ -115,7 +115,7 @@ class DeviceOutputReader:
         ids = self.sampler.put(np.array(targets, dtype=np.int64))
         found = []
         for part in slices(len(targets), self.sampler.vocab_size):
-            likely = likelihoods(self._logits(hidden[part]), ids[part], max(tops[part]))
+            likely = row_logprobs(self._logits(hidden[part]), ids[part], max(tops[part]))
             found.append(_PendingScores(self.transfer.start(*likely), tops[part]))
         return tuple(found)
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from engine.grammar import Mask
 from engine.step import SampleSpec
 from engine.worker.cuda.sampling.sampling_kernels import Put
-from engine.worker.sampling.logits_processors import Places, biased, distinct, places_of
+from engine.worker.sampling.logits_processors import LogitIndices, biased_ids, distinct, indices_of
 from engine.worker.sampling.sampler import RowFault
 
 Bools = NDArray[np.bool_]
 
 
-def permitted(mask: Mask, draw: SampleSpec, vocab_size: int) -> tuple[Bools, SampleSpec]:
+def permitted(mask: Mask, spec: SampleSpec, vocab_size: int) -> tuple[Bools, SampleSpec]:
     """The ids that the grammar allows, and the row without bans that would leave no token.
 
     Raises `RowFault` if the grammar allows no token.
@@ -30,15 +30,15 @@ def permitted(mask: Mask, draw: SampleSpec, vocab_size: int) -> tuple[Bools, Sam
     bits = np.unpackbits(np.frombuffer(mask.bits, dtype=np.uint8), bitorder="little")
     allowed = bits[:vocab_size].astype(np.bool_)
     if mask.accepts:
-        allowed[list(draw.end_ids)] = True
+        allowed[list(spec.end_ids)] = True
     if not allowed.any():
         raise RowFault("its grammar allows no token here", is_caller_error=True)
-    if draw.banned and mask.accepts:
+    if spec.banned and mask.accepts:
         left = allowed.copy()
-        left[list(draw.banned)] = False
+        left[list(spec.banned)] = False
         if not left.any():
-            return allowed, draw._replace(banned=tuple(set(draw.banned) - set(draw.end_ids)))
-    return allowed, draw
+            return allowed, spec._replace(banned=tuple(set(spec.banned) - set(spec.end_ids)))
+    return allowed, spec
 
 
 @dataclass(slots=True)
@@ -57,18 +57,18 @@ class _UploadedEdits:
 
 
 def edit(
-    logits: Tensor, draws: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put
+    logits: Tensor, specs: Mapping[int, SampleSpec], allowed: Mapping[int, Bools], put: Put
 ) -> None:
     """Apply logits processors to these rows of `[rows, vocab]` float32 in place, in vLLM's
     order."""
     if allowed:
         _forbid(logits, allowed, put)
-    rows, some, vocab = list(draws), list(draws.values()), logits.shape[1]
+    rows, some, vocab = list(specs), list(specs.values()), logits.shape[1]
     bias, amounts = _bias(rows, some, vocab)
     seen, penalties = _repetition(rows, some, vocab)
     told, costs = _presence_and_frequency(rows, some, vocab)
     places, numbers = _UploadedEdits(np.int64), _UploadedEdits(np.float32)
-    for one in (bias, places_of(rows, [draw.banned for draw in some]), seen, told):
+    for one in (bias, indices_of(rows, [spec.banned for spec in some]), seen, told):
         places.load(one.rows * vocab + one.ids)
     for each in (amounts, penalties, costs):
         numbers.load(each)
@@ -93,46 +93,46 @@ def _forbid(logits: Tensor, allowed: Mapping[int, Bools], put: Put) -> None:
 
 
 def _bias(
-    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
-) -> tuple[Places, NDArray[Any]]:
-    """Each biased position once, with the sum of its biases."""
-    each = places_of(rows, [biased(draw) for draw in draws])
-    amounts = [amount for draw in draws for _, amount in draw.sampling.logit_bias]
+    rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int
+) -> tuple[LogitIndices, NDArray[Any]]:
+    """Each biased_ids position once, with the sum of its biases."""
+    each = indices_of(rows, [biased_ids(spec) for spec in specs])
+    amounts = [amount for spec in specs for _, amount in spec.sampling.logit_bias]
     keys, inverse = np.unique(each.rows * vocab + each.ids, return_inverse=True)
     sums = np.zeros(len(keys), dtype=np.float32)
     np.add.at(sums, inverse, np.array(amounts, dtype=np.float32))
-    return Places(*np.divmod(keys, vocab)), sums
+    return LogitIndices(*np.divmod(keys, vocab)), sums
 
 
 def _repetition(
-    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
-) -> tuple[Places, NDArray[Any]]:
+    rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int
+) -> tuple[LogitIndices, NDArray[Any]]:
     """Each distinct token of prompt and output, with its row's repetition penalty."""
-    penalties = [draw.sampling.repetition_penalty for draw in draws]
+    penalties = [spec.sampling.repetition_penalty for spec in specs]
     seen = [
-        draw.prompt + draw.output if penalty != 1.0 else ()
-        for draw, penalty in zip(draws, penalties, strict=True)
+        spec.prompt + spec.output if penalty != 1.0 else ()
+        for spec, penalty in zip(specs, penalties, strict=True)
     ]
-    places, _ = distinct(places_of(rows, seen), vocab)
+    places, _ = distinct(indices_of(rows, seen), vocab)
     return places, _of_rows(rows, penalties, places)
 
 
 def _presence_and_frequency(
-    rows: Sequence[int], draws: Sequence[SampleSpec], vocab: int
-) -> tuple[Places, NDArray[Any]]:
+    rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int
+) -> tuple[LogitIndices, NDArray[Any]]:
     """Each distinct output token, with its presence and frequency penalty."""
-    presence = [draw.sampling.presence_penalty for draw in draws]
-    frequency = [draw.sampling.frequency_penalty for draw in draws]
+    presence = [spec.sampling.presence_penalty for spec in specs]
+    frequency = [spec.sampling.frequency_penalty for spec in specs]
     output = [
-        draw.output if once or each else ()
-        for draw, once, each in zip(draws, presence, frequency, strict=True)
+        spec.output if once or each else ()
+        for spec, once, each in zip(specs, presence, frequency, strict=True)
     ]
-    places, counts = distinct(places_of(rows, output), vocab)
+    places, counts = distinct(indices_of(rows, output), vocab)
     each = _of_rows(rows, frequency, places) * counts.astype(np.float32)
     return places, each + _of_rows(rows, presence, places)
 
 
-def _of_rows(rows: Sequence[int], numbers: Sequence[float], places: Places) -> NDArray[Any]:
+def _of_rows(rows: Sequence[int], numbers: Sequence[float], places: LogitIndices) -> NDArray[Any]:
     """The value of each position's row, float32."""
     table = np.zeros(max(rows) + 1, dtype=np.float32)
     table[list(rows)] = numbers

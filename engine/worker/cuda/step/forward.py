@@ -76,13 +76,13 @@ class Forward:
 
     def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:
         """The inputs of the layers; tokens that only the device knows are copied there."""
-        held = layout.held_rows if source.ids is not None else source.places[:0]
+        held = layout.last_token_rows if source.ids is not None else source.places[:0]
         places = source.places if source.ids is not None else source.places[:0]
-        ids, positions, rows, held_rows, held_places = self._arena.put(
+        ids, positions, rows, last_token_rows, held_places = self._arena.put(
             layout.token_ids, layout.positions, _rows(layout), held, places
         )
         if source.ids is not None:
-            ids.index_copy_(0, held_rows, source.ids.index_select(0, held_places))
+            ids.index_copy_(0, last_token_rows, source.ids.index_select(0, held_places))
         return _Inputs(ids, positions, rows)
 
 

@@ -24,7 +24,7 @@ from engine.worker.cuda.sampling.last_tokens import DeviceLastTokens
 from engine.worker.cuda.sampling.logits_output import DeviceOutputReader, PendingOutput
 from engine.worker.cuda.step.forward import Forward
 from engine.worker.cuda.step.kv_mover import DeviceMover
-from engine.worker.launched import Collected, Launched
+from engine.worker.launched import StepInFlight, StepOutcome
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.sampling.logits_output import LogitsOutput
 from engine.worker.sampling.outputs import OutputMemory
@@ -43,10 +43,10 @@ class LaunchedStep:
     pending: PendingOutput | None  # None if the step reads no hidden states
 
     @property
-    def is_late(self) -> bool:
+    def may_wait(self) -> bool:
         return True
 
-    def collect(self) -> Collected:
+    def collect(self) -> StepOutcome:
         """Wait for the step and its moves; its result and times."""
         self.ended.wait()
         if self.moved is not None:
@@ -56,7 +56,7 @@ class LaunchedStep:
         idle = 0.0 if self.before is None else self.began.seconds_since(self.before)
         now = time.monotonic()
         result = StepResult(step_id=self.step.step_id, seconds=seconds, **output._asdict())
-        return Collected(result, StepTimes(None, now - seconds, now, max(0.0, idle)))
+        return StepOutcome(result, StepTimes(None, now - seconds, now, max(0.0, idle)))
 
 
 class StepLauncher:
@@ -79,7 +79,7 @@ class StepLauncher:
         self._outputs = OutputMemory()
         self._before: StreamEvent | None = None  # the end of the last launched step
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepInFlight:
         """Submit the step. An exception fails this step; `WorkerLost` ends the worker."""
         try:
             with torch.inference_mode():

@@ -13,7 +13,7 @@ from adapters.attention.reference import ReferenceAttention
 from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.step import Step, StepResult, WorkerSettings
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
-from engine.worker.launched import Launched
+from engine.worker.launched import StepInFlight
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -78,7 +78,7 @@ class LaunchesSteps(Protocol):
     @property
     def worker(self) -> Worker: ...
 
-    def launch(self, step: Step) -> Launched: ...
+    def launch(self, step: Step) -> StepInFlight: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class OnStandIns:
     device: StandInDevice
     heard: list[tuple[str, int, int]]
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepInFlight:
         """Within the rules of a step."""
         with self.device.streams.stepping():
             return self.worker.launch(step)
@@ -114,7 +114,7 @@ class LaunchingExecutor:
     random: Random
     is_alive: bool = True
     on_failure: Callable[[Step], None] = lambda step: None
-    _in_flight: deque["tuple[Launched | Exception, asyncio.Future[StepResult]]"] = field(
+    _in_flight: deque["tuple[StepInFlight | Exception, asyncio.Future[StepResult]]"] = field(
         default_factory=deque
     )
 
@@ -126,7 +126,7 @@ class LaunchingExecutor:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[StepResult] = loop.create_future()
         try:
-            launched: Launched | Exception = self.worker.launch(step)
+            launched: StepInFlight | Exception = self.worker.launch(step)
         except WorkerLost:
             raise
         except Exception as error:

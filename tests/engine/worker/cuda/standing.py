@@ -64,8 +64,8 @@ class StandingGpu:
     def put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.place)
 
-    def carrier(self, dtype: torch.dtype) -> "StandingCarrier":
-        return StandingCarrier(dtype)
+    def tensor_transport(self, dtype: torch.dtype) -> "StandingTransport":
+        return StandingTransport(dtype)
 
     def streams(self) -> StandInStreams:
         return self.of_it
@@ -82,7 +82,7 @@ class StandingGpu:
 
 
 @dataclass
-class StandingCarrier:
+class StandingTransport:
     """Carries as NCCL does: what arrives must not be read before it was settled."""
 
     dtype: torch.dtype

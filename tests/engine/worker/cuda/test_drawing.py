@@ -1,4 +1,4 @@
-"""Draws of many rows at once against the plain filters, row by row."""
+"""Sampler of many rows at once against the plain filters, row by row."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.step import SamplingParams
-from engine.worker.cuda.sampling import sampling_kernels as drawing
+from engine.worker.cuda.sampling import sampling_kernels as sampling_kernels
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
@@ -44,10 +44,10 @@ def test_the_same_ids_are_kept_with_the_same_weights(
     asked: list[SamplingParams], vocab: int, seed: int, ties: bool
 ) -> None:
     logits = rows_of(seed, len(asked), vocab, ties=ties)
-    found = drawing.probabilities(
+    found = sampling_kernels.probabilities(
         torch.from_numpy(logits), wishes(asked, [0.0] * len(asked), vocab)
     )
-    assert found.shape[1] % drawing.RUN == 0
+    assert found.shape[1] % sampling_kernels.RUN == 0
     assert not found[:, vocab:].any()
     for row, sampling in enumerate(asked):
         exact = filters.probabilities(logits[row], sampling)
@@ -84,9 +84,9 @@ def test_the_same_point_is_the_same_id(
     weights = rng.random((len(points), vocab), dtype=np.float32)
     weights *= rng.random(weights.shape) < share
     weights[:, rng.integers(vocab)] = 1
-    wide = np.zeros((len(points), vocab + -vocab % drawing.RUN), dtype=np.float32)
+    wide = np.zeros((len(points), vocab + -vocab % sampling_kernels.RUN), dtype=np.float32)
     wide[:, :vocab] = weights
-    found = drawing.pick(torch.from_numpy(wide), torch.tensor(points, dtype=torch.float64))
+    found = sampling_kernels.pick(torch.from_numpy(wide), torch.tensor(points, dtype=torch.float64))
     for row, point in enumerate(points):
         cumulative = np.cumsum(weights[row], dtype=np.float64)
         token = int(found[row])
@@ -100,7 +100,7 @@ def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
     logits = rows_of(1, 1, 700, ties=False)
     points = ((np.arange(count) + 0.5) / count).tolist()
     some = torch.from_numpy(logits).expand(count, -1)
-    ids = drawing.sample(some, wishes([asked] * count, points, 700)).numpy()
+    ids = sampling_kernels.sample(some, wishes([asked] * count, points, 700)).numpy()
     exact = filters.probabilities(logits[0], asked).astype(np.float64)
     found = np.bincount(ids, minlength=700) / count
     np.testing.assert_allclose(found, exact / exact.sum(), atol=2 / count)
@@ -115,9 +115,9 @@ def test_batch_mates_do_not_change_a_rows_token() -> None:
     ]
     logits = torch.from_numpy(rows_of(3, 4, 2000, ties=True))
     points = [0.1, 0.5, 0.9, 0.999]
-    together = drawing.sample(logits, wishes(asked, points, 2000))
+    together = sampling_kernels.sample(logits, wishes(asked, points, 2000))
     for row in range(4):
-        alone = drawing.sample(
+        alone = sampling_kernels.sample(
             logits[row : row + 1], wishes(asked[row : row + 1], points[row : row + 1], 2000)
         )
         assert alone.tolist() == [int(together[row])]
@@ -129,9 +129,9 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
 ) -> None:
     logits = torch.from_numpy(rows_of(4, 3, 600, ties=False))
     asked = [SamplingParams(top_p=0.9, top_k=7, min_p=0.01)] * 3
-    before = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
+    before = sampling_kernels.sample(logits, wishes(asked, [0.3] * 3, 600))
     logits[1] = value
-    after = drawing.sample(logits, wishes(asked, [0.3] * 3, 600))
+    after = sampling_kernels.sample(logits, wishes(asked, [0.3] * 3, 600))
     assert after[[0, 2]].tolist() == before[[0, 2]].tolist()
     assert 0 <= int(after[1]) < 600
 
@@ -147,5 +147,5 @@ def test_nothing_of_a_draw_is_read_by_the_host() -> None:
         there = SamplingTensors.of(
             [asked] * 3, [0.5] * 3, 3000, lambda a: torch.from_numpy(a).to(nowhere)
         )
-        ids = drawing.sample(torch.empty(3, 3000, device=nowhere), there)
+        ids = sampling_kernels.sample(torch.empty(3, 3000, device=nowhere), there)
         assert (ids.shape, ids.dtype, ids.device.type) == ((3,), torch.int64, "meta")

@@ -41,10 +41,10 @@ def on_gpu(model: Path) -> OnStandIns:
     return on_stand_ins(model, max_batch_size=4, max_batch_tokens=16, host_kv_bytes=1 << 16)
 
 
-def entry(request: int, start: int, *tokens: int, draw: SampleSpec | None = GREEDY) -> StepEntry:
+def entry(request: int, start: int, *tokens: int, spec: SampleSpec | None = GREEDY) -> StepEntry:
     """Request n has blocks 4n, 4n + 1, …"""
     blocks = np.arange(4 * request, 4 * request + 4, dtype="<i4").tobytes()
-    return StepEntry(RequestId(request), start, tokens, blocks, draw)
+    return StepEntry(RequestId(request), start, tokens, blocks, spec)
 
 
 def step(number: int, *entries: StepEntry, moves: tuple[BlockMove, ...] = ()) -> Step:
@@ -55,12 +55,12 @@ def test_a_step_goes_on_from_a_token_that_nobody_has_read(on_gpu: OnStandIns, mo
     plain = load_worker(model)
     (first,) = plain.run(step(0, entry(0, 0, 7, 8, 9))).tokens
     told = SampleSpec(replace(PENALISED.sampling), output=(first,))
-    (second,) = plain.run(step(1, entry(0, 3, first, draw=told))).tokens
+    (second,) = plain.run(step(1, entry(0, 3, first, spec=told))).tokens
     launched = [
-        on_gpu.launch(step(0, entry(0, 0, 7, 8, 9, draw=PENALISED))),
-        on_gpu.launch(step(1, entry(0, 3, LAST_TOKEN, draw=PENALISED._replace(continues=True)))),
+        on_gpu.launch(step(0, entry(0, 0, 7, 8, 9, spec=PENALISED))),
+        on_gpu.launch(step(1, entry(0, 3, LAST_TOKEN, spec=PENALISED._replace(continues=True)))),
     ]
-    assert all(one.is_late for one in launched)
+    assert all(one.may_wait for one in launched)
     results = [one.collect() for one in launched]
     assert [found.result.tokens for found in results] == [(first,), (second,)]
     assert all(found.result.seconds > 0 for found in results)
@@ -132,7 +132,7 @@ def test_moves_are_done_when_the_result_is_there_and_awaited_ones_before_the_lay
 
     out = move(Direction.OUT, 12, 1, is_awaited=False)
     on_gpu.launch(step(1, entry(0, 0, 1), moves=(out,))).collect()
-    on_gpu.worker.run(step(2, entry(3, 0, 60, 61, 62, 63, draw=None)))  # overwrites the block
+    on_gpu.worker.run(step(2, entry(3, 0, 60, 61, 62, 63, spec=None)))  # overwrites the block
     back = move(Direction.IN, 12, 1, is_awaited=True)
     again = on_gpu.launch(step(3, entry(3, 7, 8), moves=(back,)))
     assert again.collect().result.tokens == tokens

@@ -13,19 +13,19 @@ from torch import distributed
 
 from engine.errors import StartupError
 from engine.worker.cuda.device import CudaDevice
-from engine.worker.cuda.nccl import NcclCarrier
+from engine.worker.cuda.nccl import NcclTransport
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
-from tests.engine.worker.cuda.standing import StandingCarrier, StandingGpu
+from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.engine.worker.process.fleet import Fleet, placements
 
 
 class Watched(StandingGpu):
-    """A GPU whose carrier is known."""
+    """A GPU whose transport is known."""
 
-    def carrier(self, dtype: torch.dtype) -> StandingCarrier:
-        self.carried = super().carrier(dtype)
+    def tensor_transport(self, dtype: torch.dtype) -> StandingTransport:
+        self.carried = super().tensor_transport(dtype)
         return self.carried
 
 
@@ -68,4 +68,4 @@ def test_shards_on_gpus_compute_what_one_computes(
 def test_without_nccl_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
     with pytest.raises(StartupError, match="several workers on GPUs need NCCL, which torch "):
-        NcclCarrier.open(torch.device("cuda", 0), torch.bfloat16)
+        NcclTransport.open(torch.device("cuda", 0), torch.bfloat16)

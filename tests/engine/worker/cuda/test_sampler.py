@@ -13,7 +13,7 @@ from engine.grammar import Mask
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.sampler import Masks, RowFault, SampledToken, Sampler
+from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, SampledBatch
 
 VOCAB = 37
 NOWHERE = torch.device("meta")
@@ -32,7 +32,7 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(ids, st.floats(-8, 8, width=32)), max_size=3).map(tuple),
     seed=st.integers(0, 99),
 )
-draws = st.builds(
+specs = st.builds(
     SampleSpec,
     sampling=samplings,
     banned=some_ids,
@@ -57,24 +57,24 @@ def logits_of(rows: int, seed: int) -> Tensor:
 
 def both(
     logits: Tensor, asked: list[SampleSpec], given_masks: Masks
-) -> tuple[SampledToken, SampledToken]:
-    """What the CPU draws, and what the device does."""
+) -> tuple[SampledBatch, SampledBatch]:
+    """What the CPU specs, and what the device does."""
     places = [17 * row for row in range(len(asked))]
-    plain = Sampler(VOCAB, TorchOperators())
+    plain = HostSampler(VOCAB, TorchOperators())
     device = DeviceSampler(VOCAB, torch.from_numpy)
     return (
-        plain.draw(logits.clone(), asked, places, given_masks),
-        device.draw(logits.clone(), asked, places, given_masks),
+        plain.sample(logits.clone(), asked, places, given_masks),
+        device.sample(logits.clone(), asked, places, given_masks),
     )
 
 
-def told(drawn: SampledToken) -> dict[int, tuple[str, bool]]:
-    return {row: (str(fault), fault.is_caller_error) for row, fault in drawn.faults}
+def told(sampled: SampledBatch) -> dict[int, tuple[str, bool]]:
+    return {row: (str(fault), fault.is_caller_error) for row, fault in sampled.faults}
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    asked=st.lists(st.tuples(draws, masks), min_size=1, max_size=7),
+    asked=st.lists(st.tuples(specs, masks), min_size=1, max_size=7),
     seed=st.integers(0, 999),
     late=st.sets(st.integers(0, 6), max_size=1),
     broken=st.sets(st.integers(0, 6), max_size=2),
@@ -89,7 +89,7 @@ def test_both_samplers_say_the_same(
             logits[row, seed % VOCAB] = torch.nan
     allowed = {row: mask for row, (_, mask) in enumerate(asked) if mask is not None}
     given_masks = Masks(allowed, {}, frozenset(row for row in late if row < count))
-    exact, found = both(logits, [draw for draw, _ in asked], given_masks)
+    exact, found = both(logits, [spec for spec, _ in asked], given_masks)
     assert told(found) == told(exact)
     means_nothing = {*given_masks.late, *told(exact)}
     for row in range(count):

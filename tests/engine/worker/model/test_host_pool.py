@@ -51,7 +51,7 @@ def first_slots(keys: torch.Tensor) -> list[int]:
     return [int(number) for number in keys[:, 0, 0, 0]]
 
 
-def test_what_goes_out_comes_back_wherever_it_is_put() -> None:
+def test_a_swapped_block_can_come_back_to_any_block() -> None:
     moves, keys = pool(6, 3)
     make(moves, [BlockMove(Direction.OUT, table(4, 1, 2), table(2, 0, 1), is_awaited=False)])
     keys.fill_(9)
@@ -74,7 +74,7 @@ def test_moves_are_made_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_blocks", [1, 5])
-def test_a_block_comes_back_with_all_that_it_consists_of(
+def test_a_swapped_block_comes_back_with_keys_values_and_scales(
     dtype: torch.dtype, num_blocks: int
 ) -> None:
     device = allocate(SHAPE, 2, num_blocks, 4, dtype)
@@ -102,14 +102,14 @@ def test_a_block_comes_back_with_all_that_it_consists_of(
         (table(0, 1), table(0), "2 device and 1 host blocks"),
     ],
 )
-def test_a_wrong_move_is_refused(device: bytes, host: bytes, named: str) -> None:
+def test_a_move_out_of_range_is_rejected(device: bytes, host: bytes, named: str) -> None:
     moves, keys = pool(6, 3)
     with pytest.raises(ValueError, match=named):
         make(moves, [BlockMove(Direction.IN, device, host, is_awaited=True)])
     assert first_slots(keys) == list(range(6))
 
 
-def test_host_memory_that_cannot_be_had_is_refused() -> None:
+def test_more_host_kv_than_memory_is_rejected() -> None:
     def chosen(host_kv_bytes: int) -> int:
         return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
 
@@ -170,9 +170,7 @@ def serve(
 
 
 @pytest.mark.parametrize("swap", [SwapMode.REACTIVE, SwapMode.PROACTIVE])
-def test_who_was_swapped_out_and_in_writes_the_same_text_bit_for_bit(
-    runner: Worker | Fleet, swap: SwapMode
-) -> None:
+def test_swapped_requests_produce_the_same_text(runner: Worker | Fleet, swap: SwapMode) -> None:
     asks = [
         RequestSpec(
             prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),

@@ -46,7 +46,7 @@ def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
     assert blocks() == 4 * GIB // BLOCK
 
 
-def test_without_an_order_no_more_is_taken_than_requests_can_use() -> None:
+def test_without_a_setting_kv_takes_no_more_than_requests_can_use() -> None:
     assert blocks(max_model_len=100, max_batch_size=5) == 5 * 7
 
 
@@ -72,7 +72,7 @@ def test_blocks_take_the_bytes_that_are_counted_for_them(dtype: torch.dtype) -> 
     assert num_bytes == 5 * bytes_per_block(SHAPE, 3, 16, dtype)
 
 
-def test_the_cache_has_its_own_room_for_each_layer_key_and_value() -> None:
+def test_keys_and_values_of_layers_do_not_overlap() -> None:
     cache = allocate(SHAPE, 3, 5, 16, torch.float32)
     assert (cache.num_blocks, cache.block_size) == (5, 16)
     tensors = (*cache.keys, *cache.values)

@@ -25,7 +25,7 @@ from engine.step import (
     StepId,
 )
 from engine.transport.inline import InlineExecutor
-from engine.worker.model.last_tokens import STAND_IN, LastTokens
+from engine.worker.model.last_tokens import PLACEHOLDER, LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
@@ -116,8 +116,8 @@ def test_remembered_outputs_change_no_text(
     assert texts(worker, specs, 0, num_blocks) == remembered
 
 
-def entry(number: int, token: int, draw: SampleSpec | None = None) -> StepEntry:
-    return StepEntry(RequestId(number), 3, (token,), bytes(4), draw or SampleSpec(GREEDY))
+def entry(number: int, token: int, spec: SampleSpec | None = None) -> StepEntry:
+    return StepEntry(RequestId(number), 3, (token,), bytes(4), spec or SampleSpec(GREEDY))
 
 
 def complete(held: LastTokens, *entries: StepEntry) -> tuple[list[int], tuple[StepEntry, ...]]:
@@ -136,7 +136,7 @@ def run(held: LastTokens, tokens: Sequence[int], *entries: StepEntry) -> None:
     held.keep(step, tokens, ())
 
 
-def test_tokens_are_filled_in_where_they_are_held_back() -> None:
+def test_last_tokens_are_filled_into_the_entries_that_continue_from_them() -> None:
     held = LastTokens(num_steps=1)
     run(held, [70, 71], entry(0, 1), entry(1, 2))
     ids, entries = complete(held, entry(1, LAST_TOKEN), entry(5, 9), entry(0, LAST_TOKEN))
@@ -144,26 +144,26 @@ def test_tokens_are_filled_in_where_they_are_held_back() -> None:
     assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
 
 
-def test_of_a_step_that_failed_a_stand_in_is_held() -> None:
+def test_a_failed_step_leaves_placeholder_tokens() -> None:
     held = LastTokens(num_steps=1)
     run(held, (), entry(0, 1))
-    assert complete(held, entry(0, LAST_TOKEN))[0] == [STAND_IN]
+    assert complete(held, entry(0, LAST_TOKEN))[0] == [PLACEHOLDER]
 
 
-def test_of_a_row_that_failed_a_stand_in_is_held() -> None:
+def test_a_failed_row_leaves_a_placeholder_token() -> None:
     held = LastTokens(num_steps=1)
     step = Step(StepId(0), (entry(0, 1), entry(1, 1)))
     held.open(step)
     held.keep(step, [999, 71], [Fault(0, "it failed")])
-    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [STAND_IN, 71]
+    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [PLACEHOLDER, 71]
 
 
-def test_tokens_are_held_for_as_many_steps_as_are_asked_for() -> None:
+def test_tokens_are_kept_for_num_steps_steps() -> None:
     held = LastTokens(num_steps=2)
     run(held, [70], entry(0, 1))
     run(held, [71], entry(1, 1))
     assert complete(held, entry(0, LAST_TOKEN))[0] == [70]
-    with pytest.raises(ValueError, match="request 0: no token of it is held"):
+    with pytest.raises(ValueError, match="request 0: its last token is not on this worker"):
         complete(LastTokens(1), entry(0, LAST_TOKEN))
 
 

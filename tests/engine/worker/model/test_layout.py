@@ -9,9 +9,9 @@ from engine.worker.model.layout import LayoutLimits, build_layout, padded
 LIMITS = LayoutLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
 
 
-def entry(start: int, tokens: tuple[int, ...], blocks: list[int], draws: bool = True) -> StepEntry:
-    draw = SampleSpec(SamplingParams()) if draws else None
-    return StepEntry(RequestId(7), start, tokens, np.array(blocks, "<i4").tobytes(), draw)
+def entry(start: int, tokens: tuple[int, ...], blocks: list[int], specs: bool = True) -> StepEntry:
+    spec = SampleSpec(SamplingParams()) if specs else None
+    return StepEntry(RequestId(7), start, tokens, np.array(blocks, "<i4").tobytes(), spec)
 
 
 def step(*entries: StepEntry) -> Step:
@@ -23,7 +23,7 @@ def test_a_mixed_step_on_paper() -> None:
         step(
             entry(4, (50,), [3, 9, 8]),  # one more block than it needs yet
             entry(3, (51,), [5]),
-            entry(2, (60, 61, 62), [7, 2], draws=False),
+            entry(2, (60, 61, 62), [7, 2], specs=False),
             entry(0, (70, 71), [0]),
         ),
         LIMITS,
@@ -64,12 +64,12 @@ def test_index_arrays_have_the_types_that_attention_kernels_take() -> None:
         (step(entry(4, (1,), [1])), "request 7: 1 blocks do not cover 5 tokens"),
     ],
 )
-def test_a_step_that_would_leave_its_bounds_is_refused(wrong: Step, named: str) -> None:
+def test_an_index_out_of_bounds_is_rejected(wrong: Step, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         build_layout(wrong, LIMITS)
 
 
-def test_padding_adds_requests_of_one_token_in_a_block_of_nobody() -> None:
+def test_padding_adds_requests_of_one_token_in_the_spare_block() -> None:
     layout = build_layout(step(entry(4, (50,), [3, 9]), entry(3, (51,), [5])), LIMITS)
     wide = padded(layout, 4, spare_block=10)
     assert wide.token_ids.tolist() == [50, 51, 0, 0]

@@ -90,19 +90,19 @@ def test_logits_of_a_ragged_mix_are_those_of_one_worker(alone: Worker, together:
 
 def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> None:
     one, many = Driver(alone, seed=1), Driver(together, seed=2)
-    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     prompt = text(11, seed=8)
     assert many.generate(0, prompt, 20) == one.generate(0, prompt, 20)
-    assert many.tokens((1, prompt, drawn)) == one.tokens((1, prompt, drawn))
+    assert many.tokens((1, prompt, sampled)) == one.tokens((1, prompt, sampled))
 
 
-def test_a_piece_of_a_prompt_yields_no_token_anywhere(together: Fleet) -> None:
+def test_a_prompt_chunk_yields_no_token_on_any_worker(together: Fleet) -> None:
     driver = Driver(together)
     piece = driver.entry(0, [1, 2, 3], None)
     assert together.run(Step(StepId(41), (piece,))).tokens == ()
 
 
-def test_a_step_that_is_wrong_is_refused_alike_and_the_next_one_runs(together: Fleet) -> None:
+def test_every_rank_rejects_a_wrong_step_and_runs_the_next(together: Fleet) -> None:
     expected = Driver(together).generate(0, [1, 2, 3], 4)
     outside = StepEntry(RequestId(0), 0, (97,), bytes(4), SampleSpec(GREEDY))
     wrong = Step(StepId(0), (outside,))
@@ -112,7 +112,7 @@ def test_a_step_that_is_wrong_is_refused_alike_and_the_next_one_runs(together: F
     assert Driver(together).generate(0, [1, 2, 3], 4) == expected
 
 
-def test_a_stage_that_fails_tells_the_stages_after_it_why(tmp_path: Path) -> None:
+def test_a_failing_stage_sends_the_reason_to_later_stages(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with fleet(tmp_path, 3, 1) as workers:
         first, *later = workers.workers
@@ -128,14 +128,14 @@ def test_a_stage_that_fails_tells_the_stages_after_it_why(tmp_path: Path) -> Non
         assert Driver(workers).generate(0, [1, 2, 3], 4) == expected
 
 
-def test_a_rank_that_leaves_its_stage_in_the_middle_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_fails_inside_a_collective_is_lost(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with fleet(tmp_path, 1, 2) as workers:
         first = workers.workers[0]
         step = Step(StepId(7), (Driver(workers).entry(0, [5, 6], SampleSpec(GREEDY)),))
         with failing_layers(), pytest.raises(ZeroDivisionError):
             first.run(step)
-        with pytest.raises(WorkerLost, match="in the middle of step 7: no luck"):
+        with pytest.raises(WorkerLost, match=r"step 7 failed while other ranks wait.*no luck"):
             first.abandon(step, "no luck")
 
 
@@ -157,7 +157,7 @@ def test_hidden_states_come_in_while_the_stage_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 2), (2, 1), (3, 1), (2, 2)])
-def test_steps_go_on_from_tokens_that_only_the_workers_know(
+def test_steps_continue_from_tokens_that_only_the_workers_know(
     tmp_path: Path, stages: int, ranks: int
 ) -> None:
     alone = Driver(load_worker(make_checkpoint(tmp_path)))
@@ -177,7 +177,7 @@ def test_steps_go_on_from_tokens_that_only_the_workers_know(
     assert {request: told[request::stages] for request in prompts} == expected
 
 
-def test_a_step_that_failed_still_lets_the_first_stage_go_on(tmp_path: Path) -> None:
+def test_the_first_stage_continues_after_a_failed_step(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with fleet(tmp_path, 2, 1, lookahead=1) as workers:
         first, last = workers.workers
@@ -209,7 +209,7 @@ def failing_layers() -> Iterator[None]:
         yield
 
 
-def test_workers_agree_on_the_blocks_of_the_poorest(
+def test_workers_use_the_smallest_number_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = iter([1 << 20, 1 << 19])
@@ -245,7 +245,7 @@ def test_each_layer_head_and_id_is_on_one_stage_and_rank() -> None:
     assert [shard.kv_heads.run.start for shard in shards] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_a_heavy_head_leaves_the_last_stage_fewer_layers() -> None:
+def test_the_stage_with_a_large_head_has_fewer_layers() -> None:
     assert layer_spans(replace(SHAPE, vocab_size=1), 2) == [range(6), range(6, 12)]
     head_of_four_layers = replace(SHAPE, vocab_size=4000)
     assert layer_spans(head_of_four_layers, 2) == [range(8), range(8, 12)]
@@ -259,12 +259,12 @@ def test_a_heavy_head_leaves_the_last_stage_fewer_layers() -> None:
 @pytest.mark.parametrize(
     ("placement", "line"),
     [
-        (Placement(num_stages=13), "12 layers cannot be shared by 13 stages"),
-        (Placement(num_ranks=3), "8 attention heads cannot be shared evenly by 3 ranks"),
-        (Placement(num_ranks=16), "8 attention heads cannot be shared evenly by 16 ranks"),
+        (Placement(num_stages=13), "12 layers cannot be divided among 13 stages"),
+        (Placement(num_ranks=3), "8 attention heads cannot be divided evenly among 3 ranks"),
+        (Placement(num_ranks=16), "8 attention heads cannot be divided evenly among 16 ranks"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused(placement: Placement, line: str) -> None:
+def test_more_stages_than_layers_are_rejected(placement: Placement, line: str) -> None:
     with pytest.raises(StartupError, match=line):
         Shard.of(SHAPE, placement, None)
 
@@ -272,14 +272,14 @@ def test_a_model_that_cannot_be_cut_so_is_refused(placement: Placement, line: st
 @pytest.mark.parametrize(
     ("shape", "line"),
     [
-        (replace(SHAPE, inner_size=255), "255 MLP columns cannot be shared evenly by 2 ranks"),
+        (replace(SHAPE, inner_size=255), "255 MLP columns cannot be divided evenly among 2 ranks"),
         (
             replace(SHAPE, num_heads=6, num_kv_heads=3),
-            "3 key-value heads cannot be shared evenly by 2 ranks",
+            "3 key-value heads cannot be divided evenly among 2 ranks",
         ),
     ],
 )
-def test_a_layer_that_cannot_be_cut_so_is_refused(shape: ModelShape, line: str) -> None:
+def test_a_layer_that_ranks_cannot_divide_is_rejected(shape: ModelShape, line: str) -> None:
     with pytest.raises(StartupError, match=line):
         Shard.of(shape, Placement(num_ranks=2), None)
 

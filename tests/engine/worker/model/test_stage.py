@@ -54,7 +54,7 @@ def layout(num_tokens: int) -> RaggedLayout:
 
 @pytest.mark.parametrize("variant", ["llama", "llama_tied", "qwen3", "gpt2", "gpt2_untied"])
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2)])
-def test_stages_hand_on_what_the_whole_computes(
+def test_stages_together_compute_what_the_whole_model_computes(
     tmp_path: Path, variant: str, cuts: tuple[int, ...]
 ) -> None:
     make_checkpoint(tmp_path, variant)
@@ -71,14 +71,14 @@ def test_stages_hand_on_what_the_whole_computes(
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-6)
 
 
-def test_a_stage_takes_only_its_share_of_the_weights(tmp_path: Path) -> None:
+def test_a_stage_loads_only_its_share_of_the_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     _, whole = make_stage(tmp_path, range(LAYERS))
     shares = [make_stage(tmp_path, range(i, i + 1))[1] for i in range(LAYERS)]
     assert sum(share.num_loaded for share in shares) == whole.num_loaded
 
 
-def test_logits_come_for_the_sampled_rows_only(tmp_path: Path) -> None:
+def test_logits_are_computed_for_sampled_rows_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     stage, _ = make_stage(tmp_path, range(LAYERS))
     with torch.inference_mode():

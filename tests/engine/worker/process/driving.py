@@ -98,7 +98,7 @@ class Driver:
         self.free = list(range(self.worker.report.num_blocks))
         Random(self.seed).shuffle(self.free)
 
-    def entry(self, request: int, tokens: Sequence[int], draw: SampleSpec | None) -> StepEntry:
+    def entry(self, request: int, tokens: Sequence[int], spec: SampleSpec | None) -> StepEntry:
         """The next tokens of a request; takes blocks as needed."""
         start = self.lengths.get(request, 0)
         self.lengths[request] = start + len(tokens)
@@ -106,19 +106,19 @@ class Driver:
         while len(table) * self.worker.report.block_size < self.lengths[request]:
             table.append(self.free.pop())
         return StepEntry(
-            RequestId(request), start, tuple(tokens), np.array(table, "<i4").tobytes(), draw
+            RequestId(request), start, tuple(tokens), np.array(table, "<i4").tobytes(), spec
         )
 
     def logits(self, *pieces: tuple[int, Sequence[int]]) -> Tensor:
         """One step over (request, tokens) pieces; logits after each piece's last token."""
-        draw = SampleSpec(GREEDY)
-        entries = tuple(self.entry(request, tokens, draw) for request, tokens in pieces)
+        spec = SampleSpec(GREEDY)
+        entries = tuple(self.entry(request, tokens, spec) for request, tokens in pieces)
         logits = self.worker.logits(Step(StepId(0), entries))
         assert logits is not None, "a worker that holds the head"
         return logits
 
     def tokens(self, *pieces: tuple[int, Sequence[int], SamplingParams]) -> tuple[int, ...]:
-        """One step over (request, tokens, sampling) pieces; the token drawn for each."""
+        """One step over (request, tokens, sampling) pieces; the token sampled for each."""
         entries = tuple(
             self.entry(request, tokens, SampleSpec(sampling))
             for request, tokens, sampling in pieces

@@ -50,7 +50,7 @@ def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPa
     assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
 
 
-def test_a_form_of_kv_that_the_cpu_does_not_hold_is_refused(
+def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = replace(SETTINGS, device="cpu", threads=1)
@@ -64,7 +64,7 @@ def test_a_form_of_kv_that_the_cpu_does_not_hold_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])
-def test_a_device_that_nobody_knows_is_refused(device: str) -> None:
+def test_an_unknown_device_is_rejected(device: str) -> None:
     says = f"device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     assert refusal(replace(SETTINGS, device=device)) == says
 
@@ -87,7 +87,7 @@ def test_what_is_missing_for_a_gpu_is_named(with_gpu: pytest.MonkeyPatch) -> Non
     assert "is built without CUDA" in line
 
 
-def test_plain_torch_on_a_gpu_wants_no_flashinfer(with_gpu: pytest.MonkeyPatch) -> None:
+def test_plain_torch_on_a_gpu_needs_no_flashinfer(with_gpu: pytest.MonkeyPatch) -> None:
     with_gpu.setattr("importlib.util.find_spec", lambda name: None)
     assert lacking.missing(wants_kernels=False) == ""
     assert "flashinfer" in lacking.missing(wants_kernels=True)
@@ -113,7 +113,7 @@ class Spec:
     submodule_search_locations: tuple[str, ...] = ()
 
 
-def test_auto_falls_back_to_the_cpu_and_says_why(
+def test_auto_falls_back_to_the_cpu_and_logs_why(
     with_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_gpu.setattr("importlib.util.find_spec", lambda name: None)
@@ -152,7 +152,7 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
         ({"attention": "reference", "weights": "int8"}, "weights in int8 need another attention"),
     ],
 )
-def test_what_the_cpu_does_not_do_is_refused(settings: dict[str, str], says: str) -> None:
+def test_what_the_cpu_does_not_support_is_rejected(settings: dict[str, str], says: str) -> None:
     assert refusal(replace(SETTINGS, device="cpu", **settings)).startswith(says)  # type: ignore[arg-type]
 
 
@@ -160,7 +160,7 @@ def test_what_the_cpu_does_not_do_is_refused(settings: dict[str, str], says: str
     ("available", "neighbours", "usual"),
     [(100 << 30, 1, 4 << 30), (4 << 30, 1, 1 << 30), (100 << 30, 4, 1 << 30)],
 )
-def test_on_the_cpu_kv_usually_takes_4_gib_or_a_quarter_of_what_there_is(
+def test_on_the_cpu_kv_takes_4_gib_or_a_quarter_of_the_memory(
     available: int, neighbours: int, usual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available_bytes", lambda: available)

@@ -68,7 +68,7 @@ def line() -> Iterator[Line]:
     gc.unfreeze()  # a worker freezes what it has loaded
 
 
-def test_a_conversation_is_progress_then_the_report_then_answers_in_order(line: Line) -> None:
+def test_a_worker_sends_progress_then_its_report_then_results_in_order(line: Line) -> None:
     line.send(
         LOAD, RunStep(a_step(1, 10)), RunStep(a_step(2, Command.RAISE)), RunStep(a_step(3, 30, 40))
     )
@@ -83,14 +83,14 @@ def test_a_conversation_is_progress_then_the_report_then_answers_in_order(line: 
 
 
 @pytest.mark.parametrize("before", [[], [LOAD], [LOAD, RunStep(a_step(1, 10))]])
-def test_a_parent_that_hangs_up_ends_the_conversation(line: Line, before: list[ToWorker]) -> None:
+def test_a_worker_ends_when_its_parent_hangs_up(line: Line, before: list[ToWorker]) -> None:
     line.send(*before)
     line.ours.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
         line.serve()
 
 
-def test_a_parent_that_left_ends_the_loading(line: Line) -> None:
+def test_loading_ends_when_the_parent_has_closed_the_connection(line: Line) -> None:
     line.send(LOAD)
     line.ours.close()
     with pytest.raises(ConnectionError):
@@ -103,16 +103,16 @@ def test_the_settings_come_first(line: Line) -> None:
         line.serve()
 
 
-def test_what_a_refusal_says_is_one_line_and_not_too_long(line: Line) -> None:
-    line.send(LoadWorker(WorkerSettings(model="refuse")))
+def test_a_startup_error_is_sent_as_one_short_line(line: Line) -> None:
+    line.send(LoadWorker(WorkerSettings(model="fail")))
     assert line.serve() == 1
     assert line.received()[-1] == LoadFailed("layers: no such thing")
     assert len(one_line("x " * 1000)) == MAX_LINE_LEN
 
 
-def test_a_worker_whose_device_is_gone_does_not_answer(line: Line) -> None:
+def test_a_worker_whose_device_is_lost_sends_no_result(line: Line) -> None:
     line.send(LOAD, RunStep(a_step(1, Command.LOSE)), RunStep(a_step(2, 20)))
-    with pytest.raises(WorkerLost, match="beyond use"):
+    with pytest.raises(WorkerLost, match="the device is unusable"):
         line.serve()
     assert line.received() == LOADING
 
@@ -132,7 +132,7 @@ def test_the_process_exits_with_0_when_its_parent_hangs_up(line: Line) -> None:
         assert process.wait(60) == 0
 
 
-def test_the_process_exits_with_1_when_it_does_not_understand(line: Line) -> None:
+def test_the_process_exits_with_1_after_an_unknown_message(line: Line) -> None:
     line.send(Goodbye())
     with process_of(line.theirs, os.getpid()) as process:
         assert process.wait(60) == 1

@@ -15,28 +15,28 @@ from engine.transport.wire import (
     TraceEvents,
     read_from_worker,
 )
-from engine.worker.launched import Collected, Done
-from engine.worker.process.results import Failure, ResultSender, StepOrder
+from engine.worker.launched import CompletedStep, StepOutcome
+from engine.worker.process.results import Failure, ReceivedStep, ResultSender
 from tests.fakes import a_step
 
 TIMES = StepTimes(None, 1.0, 2.0)
-PATIENCE = 60.0
+MASK_WAIT_SECONDS = 60.0
 
 
-def collected(number: int) -> Collected:
-    return Collected(StepResult(StepId(number), (number,), 0.5), TIMES)
+def collected(number: int) -> StepOutcome:
+    return StepOutcome(StepResult(StepId(number), (number,), 0.5), TIMES)
 
 
 @dataclass
 class Late:
     """A step that comes back when it is let, with a result or an error."""
 
-    outcome: Collected | Exception
+    outcome: StepOutcome | Exception
     returns: threading.Event = field(default_factory=threading.Event)
-    is_late: bool = True
+    may_wait: bool = True
 
-    def collect(self) -> Collected:
-        assert self.returns.wait(PATIENCE)
+    def collect(self) -> StepOutcome:
+        assert self.returns.wait(MASK_WAIT_SECONDS)
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -59,21 +59,21 @@ class Wire:
 
     def wait_for(self, count: int) -> None:
         with self.news:
-            assert self.news.wait_for(lambda: len(self.heard) >= count, PATIENCE)
+            assert self.news.wait_for(lambda: len(self.heard) >= count, MASK_WAIT_SECONDS)
 
 
 def answers_to(wire: Wire, *, answers: bool = True, traces: bool = False) -> ResultSender:
     return ResultSender(wire.send, wire.ends.append, answers=answers, traces=traces)
 
 
-def order(number: int) -> StepOrder:
-    return StepOrder(a_step(number, 1), 0.25)
+def order(number: int) -> ReceivedStep:
+    return ReceivedStep(a_step(number, 1), 0.25)
 
 
-def test_a_worker_that_computes_while_it_launches_is_answered_for_at_once() -> None:
+def test_a_step_computed_at_launch_is_sent_at_once() -> None:
     wire = Wire()
     answers = answers_to(wire, traces=True)
-    answers.put(order(1), Done(collected(1)))
+    answers.put(order(1), CompletedStep(collected(1)))
     answers.put(order(2), Failure("it failed", TIMES))
     assert wire.heard == [
         StepRan(collected(1).result),
@@ -85,7 +85,7 @@ def test_a_worker_that_computes_while_it_launches_is_answered_for_at_once() -> N
     answers.finish()
 
 
-def test_late_steps_are_answered_in_order_while_others_are_launched() -> None:
+def test_steps_in_flight_are_sent_in_order_while_others_are_launched() -> None:
     wire, first, third = Wire(), Late(collected(1)), Late(collected(3))
     answers = answers_to(wire)
     answers.put(order(1), first)
@@ -108,7 +108,7 @@ def test_late_steps_are_answered_in_order_while_others_are_launched() -> None:
     ("error", "line"),
     [(StepFailed("the stage before"), "the stage before"), (ValueError("odd"), "ValueError: odd")],
 )
-def test_a_step_that_fails_on_the_way_answers_for_itself(error: Exception, line: str) -> None:
+def test_a_step_that_fails_in_flight_sends_its_own_failure(error: Exception, line: str) -> None:
     wire, first, second = Wire(), Late(error), Late(collected(2))
     answers = answers_to(wire)
     for number, late in enumerate((first, second), 1):
@@ -118,12 +118,12 @@ def test_a_step_that_fails_on_the_way_answers_for_itself(error: Exception, line:
     assert wire.heard == [StepFailure(StepId(1), line), StepRan(collected(2).result)]
 
 
-def test_a_device_that_is_lost_on_the_way_ends_it_all_and_nothing_is_sent_after() -> None:
+def test_after_a_lost_device_nothing_more_is_sent() -> None:
     wire = Wire()
     answers = answers_to(wire, traces=True)
     lost = Late(WorkerLost("the device is gone"))
     answers.put(order(1), lost)
-    answers.put(order(2), Done(collected(2)))
+    answers.put(order(2), CompletedStep(collected(2)))
     lost.returns.set()
     with pytest.raises(WorkerLost, match="the device is gone"):
         answers.finish()
@@ -131,9 +131,9 @@ def test_a_device_that_is_lost_on_the_way_ends_it_all_and_nothing_is_sent_after(
     assert [str(error) for error in wire.ends] == ["the device is gone"]
 
 
-def test_one_who_does_not_answer_still_traces() -> None:
+def test_a_worker_that_sends_no_results_still_sends_traces() -> None:
     wire = Wire()
     answers = answers_to(wire, answers=False, traces=True)
-    answers.put(order(1), Done(collected(1)))
+    answers.put(order(1), CompletedStep(collected(1)))
     answers.finish()
     assert wire.heard == [TraceEvents(StepId(1), 0.25, TIMES)]

@@ -64,8 +64,8 @@ def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Work
             if arrives[request] > turn or len(out[request]) >= wanted[request]:
                 continue
             size = len(rest) if len(rest) == 1 else rng.randrange(1, len(rest) + 1)
-            draw = SampleSpec(sampling_of(request)) if size == len(rest) else None
-            entries.append((request, driver.entry(request, rest[:size], draw)))
+            spec = SampleSpec(sampling_of(request)) if size == len(rest) else None
+            entries.append((request, driver.entry(request, rest[:size], spec)))
             left[request] = rest[size:]
         if not entries:
             break
@@ -81,7 +81,7 @@ def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Work
         assert out[request] == alone(worker, request, prompt, wanted[request])
 
 
-def test_logits_are_the_same_bits_however_the_tokens_are_cut(worker: Worker) -> None:
+def test_logits_are_bit_identical_however_the_tokens_are_split_into_steps(worker: Worker) -> None:
     tokens, mates = text(60, 1), [text(40, seed) for seed in (2, 3, 4)]
     (whole,) = Driver(worker).logits((0, tokens))
     cut = Driver(worker, seed=1)
@@ -122,7 +122,7 @@ def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) -> None:
+def test_int8_weights_keep_the_most_likely_tokens(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family)
     exact, rounded = (
         load_worker(tmp_path, attention="cpu", weights=weights) for weights in ("float32", "int8")
@@ -136,7 +136,7 @@ def test_with_int8_weights_the_likely_stays_likely(tmp_path: Path, family: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
+def test_a_small_kv_dtype_keeps_the_most_likely_tokens_and_is_deterministic(
     tmp_path: Path, dtype: str
 ) -> None:
     model = make_checkpoint(tmp_path, "llama")
@@ -145,7 +145,7 @@ def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
     plain = load_worker(model, kv_dtype=dtype)
     assert small.report.kv_dtype == dtype
     assert small.report.bytes_per_block * 2 <= exact.report.bytes_per_block
-    test_logits_are_the_same_bits_however_the_tokens_are_cut(small)
+    test_logits_are_bit_identical_however_the_tokens_are_split_into_steps(small)
     logits, found, oracle = (
         Driver(each, seed=1).logits((0, text(60, 1))) for each in (exact, small, plain)
     )
@@ -155,7 +155,7 @@ def test_with_small_kv_the_likely_stays_likely_and_logits_keep_their_bits(
     assert not torch.equal(found, logits)
 
 
-def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_weights_that_a_backend_does_not_support_are_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(StartupError, match="weights 'int3' is not supported on cpu; known: auto, "):
         load_worker(tmp_path, weights="int3")
@@ -163,7 +163,7 @@ def test_weights_that_a_backend_does_not_have_are_refused(tmp_path: Path) -> Non
         load_worker(tmp_path, attention="reference", weights="int8")
 
 
-def test_a_piece_of_a_prompt_yields_no_token(worker: Worker) -> None:
+def test_a_prompt_chunk_yields_no_token(worker: Worker) -> None:
     driver = Driver(worker)
     piece = driver.entry(0, [1, 2, 3], None)
     result = worker.run(Step(StepId(41), (driver.entry(1, [5], SampleSpec(GREEDY)), piece)))
@@ -182,9 +182,7 @@ def test_a_wrong_step_fails_and_the_next_one_runs(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
-def test_a_weight_that_is_no_number_fails_the_requests_that_meet_it(
-    tmp_path: Path, attention: str
-) -> None:
+def test_a_nan_weight_fails_only_the_requests_that_use_it(tmp_path: Path, attention: str) -> None:
     path = make_checkpoint(tmp_path) / "model.safetensors"
     expected = Driver(load_worker(tmp_path, attention=attention)).generate(0, [1, 2, 3], 4)
     absent = next(token for token in range(4, VOCAB) if token not in expected)
@@ -201,7 +199,7 @@ def test_a_weight_that_is_no_number_fails_the_requests_that_meet_it(
     assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
 
 
-def test_weights_that_are_no_numbers_are_refused_at_start(tmp_path: Path) -> None:
+def test_nan_weights_are_rejected_at_start(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path) / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = float("nan")
@@ -210,7 +208,7 @@ def test_weights_that_are_no_numbers_are_refused_at_start(tmp_path: Path) -> Non
         load_worker(tmp_path, attention="cpu")
 
 
-def test_a_new_worker_goes_on_where_another_stopped(worker: Worker) -> None:
+def test_a_new_worker_continues_where_another_stopped(worker: Worker) -> None:
     """Recompute after a loss: prompt and output as one prompt give the same next tokens."""
     sampling = SamplingParams(temperature=1.0, seed=11)
     driver, out, feed = Driver(worker), [], text(20, 8)
@@ -233,7 +231,7 @@ def test_threads_do_not_change_the_bits(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
-def test_the_context_ends_where_it_was_set(tmp_path: Path) -> None:
+def test_max_model_len_limits_the_context(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     settings = WorkerSettings(model=str(tmp_path), max_model_len=20, kv_slots=64)
     worker = Worker.load(settings, lambda *_: None)

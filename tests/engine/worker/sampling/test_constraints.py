@@ -1,4 +1,4 @@
-"""Places in grammars: kept, made again when missing, never waited for by batch mates."""
+"""LogitIndices in grammars: kept, made again when missing, never waited for by batch mates."""
 
 import threading
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from engine.step import (
     StepId,
 )
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.constraints import MAX_PLACES, Constraints
-from engine.worker.sampling.sampler import Masks, RowFault, Sampler, constrain
+from engine.worker.sampling.constraints import MAX_MATCHERS, Constraints
+from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, constrain
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 16
@@ -73,8 +73,8 @@ def an_entry(
     request: int, text: str | None, output: tuple[int, ...] = (), *, may_be_late: bool = True
 ) -> StepEntry:
     grammar = None if text is None else Grammar(GrammarKind.REGEX, text)
-    draw = SampleSpec(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
-    return StepEntry(RequestId(request), 0, (1,), bytes(4), draw)
+    spec = SampleSpec(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
+    return StepEntry(RequestId(request), 0, (1,), bytes(4), spec)
 
 
 def masks_of(constraints: Constraints, *entries: StepEntry) -> Masks:
@@ -95,7 +95,7 @@ def test_each_row_has_the_mask_of_its_own_output() -> None:
     assert not found.late
 
 
-def test_a_place_is_kept_and_a_grammar_compiled_once() -> None:
+def test_a_matcher_is_cached_and_a_grammar_compiled_once() -> None:
     compiler = Counting()
     constraints = Constraints(compiler.open)
     for length in range(6):
@@ -104,25 +104,25 @@ def test_a_place_is_kept_and_a_grammar_compiled_once() -> None:
     assert (compiler.num_opened, compiler.compiled, compiler.num_fed) == (1, ["a"], 5)
 
 
-def test_a_place_for_another_output_or_grammar_is_made_again() -> None:
+def test_a_matcher_of_another_output_or_grammar_is_made_again() -> None:
     constraints = Constraints(Counting().open)
     for text, output in (("a", (1, 2, 3)), ("a", (1, 4)), ("b", (1, 4, 5)), ("b", ())):
         assert sizes(masks_of(constraints, an_entry(0, text, output))) == {0: len(output) + 1}
 
 
-def test_places_are_bounded_and_who_lost_one_gets_it_again() -> None:
+def test_matchers_are_bounded_and_an_evicted_one_is_made_again() -> None:
     compiler = Counting()
     constraints = Constraints(compiler.open)
-    for request in range(MAX_PLACES + 1):
+    for request in range(MAX_MATCHERS + 1):
         masks_of(constraints, an_entry(request, "a", (1, 2)))
     fed = compiler.num_fed
     assert sizes(masks_of(constraints, an_entry(0, "a", (1, 2, 3)))) == {0: 4}
     assert compiler.num_fed == fed + 3
-    assert sizes(masks_of(constraints, an_entry(MAX_PLACES, "a", (1, 2, 3)))) == {0: 4}
+    assert sizes(masks_of(constraints, an_entry(MAX_MATCHERS, "a", (1, 2, 3)))) == {0: 4}
     assert compiler.num_fed == fed + 4
 
 
-def test_a_grammar_in_the_making_makes_its_request_late_and_nobody_else() -> None:
+def test_a_grammar_being_compiled_makes_only_its_own_row_late() -> None:
     compiler = Counting()
     constraints = Constraints(compiler.open)
     masks_of(constraints, an_entry(1, "a"))
@@ -133,7 +133,7 @@ def test_a_grammar_in_the_making_makes_its_request_late_and_nobody_else() -> Non
     assert (sizes(found), found.late) == ({0: 1}, frozenset())
 
 
-def test_who_may_not_be_late_is_waited_for() -> None:
+def test_a_row_that_may_not_be_late_is_waited_for() -> None:
     compiler = Counting()
     constraints = Constraints(compiler.open)
     wanted = constraints.begin(Step(StepId(0), (an_entry(0, "slow", may_be_late=False),)))
@@ -141,14 +141,14 @@ def test_who_may_not_be_late_is_waited_for() -> None:
     assert sizes(constraints.collect(wanted)) == {0: 1}
 
 
-def test_what_is_wrong_with_a_grammar_or_an_output_is_a_fault_of_its_row() -> None:
+def test_an_invalid_grammar_or_output_is_a_fault_of_its_row() -> None:
     constraints = Constraints(Counting().open)
     entries = an_entry(0, "bad"), an_entry(1, "a", (13,)), an_entry(2, "a")
     for _ in range(2):
         found = masks_of(constraints, *entries)
         assert {row: str(fault) for row, fault in found.faults.items()} == {
-            0: "its grammar: no such thing",
-            1: "its grammar: unlucky",
+            0: "grammar: no such thing",
+            1: "grammar: unlucky",
         }
         assert all(fault.is_caller_error for fault in found.faults.values())
         assert sizes(found) == {2: 1}
@@ -160,7 +160,7 @@ def mask(*ids: int, accepts: bool = False) -> Mask:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "draw", "left"),
+    ("allowed", "spec", "left"),
     [
         (mask(1, 2), SampleSpec(GREEDY, end_ids=(9,)), {1, 2}),
         (mask(1, 2, accepts=True), SampleSpec(GREEDY, end_ids=(9,)), {1, 2, 9}),
@@ -171,38 +171,38 @@ def mask(*ids: int, accepts: bool = False) -> Mask:
         (mask(9, accepts=True), SampleSpec(GREEDY, end_ids=(9,), banned=(9,)), {9}),
     ],
 )
-def test_end_tokens_come_when_the_grammar_accepts(
-    allowed: Mask, draw: SampleSpec, left: set[int]
+def test_end_tokens_are_allowed_when_the_grammar_accepts(
+    allowed: Mask, spec: SampleSpec, left: set[int]
 ) -> None:
     grammar = Grammar(GrammarKind.REGEX, "x")
     found = set()
     for token in range(VOCAB):
         bias = ((token, 50.0),)
-        wish = draw._replace(
+        wish = spec._replace(
             sampling=SamplingParams(temperature=0.0, logit_bias=bias), grammar=grammar
         )
-        sampler = Sampler(VOCAB, TorchOperators())
-        drawn = sampler.draw(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
-        assert not drawn.faults
-        found.add(drawn.tokens[0])
+        sampler = HostSampler(VOCAB, TorchOperators())
+        sampled = sampler.sample(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
+        assert not sampled.faults
+        found.add(sampled.tokens[0])
     assert found == left
 
 
-def test_a_dead_end_is_a_fault() -> None:
+def test_a_grammar_that_allows_no_token_is_a_fault() -> None:
     with pytest.raises(RowFault, match="allows no token"):
         constrain(np.zeros(VOCAB, dtype=np.float32), mask(), SampleSpec(GREEDY, end_ids=(9,)))
 
 
-def test_rows_that_are_late_draw_nothing_and_change_nobody() -> None:
-    sampler = Sampler(VOCAB, TorchOperators())
+def test_late_rows_sample_nothing_and_change_no_other_row() -> None:
+    sampler = HostSampler(VOCAB, TorchOperators())
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     grammar = Grammar(GrammarKind.REGEX, "x")
-    draws = [
+    specs = [
         SampleSpec(SamplingParams(seed=1)),
         SampleSpec(SamplingParams(seed=2), grammar=grammar),
         SampleSpec(SamplingParams(seed=3)),
     ]
-    alone = sampler.draw(logits[[0, 2]], [draws[0], draws[2]], [4, 4])
-    drawn = sampler.draw(logits.clone(), draws, [4] * 3, Masks(late=frozenset({1})))
-    assert drawn.tokens[::2] == alone.tokens
-    assert not drawn.faults
+    alone = sampler.sample(logits[[0, 2]], [specs[0], specs[2]], [4, 4])
+    sampled = sampler.sample(logits.clone(), specs, [4] * 3, Masks(late=frozenset({1})))
+    assert sampled.tokens[::2] == alone.tokens
+    assert not sampled.faults

@@ -10,7 +10,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats
-from engine.worker.sampling.sampler import Sampler
+from engine.worker.sampling.sampler import HostSampler
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -24,7 +24,7 @@ def noise(vocab: int, seed: int = 0) -> Floats:
     return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
 
 
-def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: Operators) -> None:
+def test_log_probabilities_are_those_of_the_raw_logits(operators: Operators) -> None:
     logits = torch.from_numpy(np.stack([noise(300, seed) for seed in range(4)]))
     expected = logits.log_softmax(-1)
     samplings = [
@@ -33,13 +33,13 @@ def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: 
         SamplingParams(logit_bias=((7, 99.0),)),
         SamplingParams(temperature=0.0, presence_penalty=2.0, repetition_penalty=5.0),
     ]
-    draws = [
+    specs = [
         SampleSpec(
             sampling, banned=(int(logits[0].argmax()),), prompt=(1, 2), output=(3,), logprobs=row
         )
         for row, sampling in enumerate(samplings)
     ]
-    tokens, logprobs, _ = Sampler(300, operators).draw(logits, draws, [0] * 4)
+    tokens, logprobs, _ = HostSampler(300, operators).sample(logits, specs, [0] * 4)
     assert tokens[2] == 7
     for row, (token, told) in enumerate(zip(tokens, logprobs, strict=True)):
         assert told is not None
@@ -50,11 +50,11 @@ def test_log_probabilities_are_those_before_anything_is_done_to_them(operators: 
         assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_only_who_asks_is_told_log_probabilities(operators: Operators) -> None:
-    sampler, logits = Sampler(9, operators), torch.rand(3, 9)
-    assert sampler.draw(logits, [SampleSpec(GREEDY)] * 3, [0] * 3).logprobs == ()
-    draws = [SampleSpec(GREEDY), SampleSpec(GREEDY, logprobs=0), SampleSpec(GREEDY, logprobs=50)]
-    first, second, third = sampler.draw(logits, draws, [0] * 3).logprobs
+def test_only_rows_that_request_log_probabilities_get_them(operators: Operators) -> None:
+    sampler, logits = HostSampler(9, operators), torch.rand(3, 9)
+    assert sampler.sample(logits, [SampleSpec(GREEDY)] * 3, [0] * 3).logprobs == ()
+    specs = [SampleSpec(GREEDY), SampleSpec(GREEDY, logprobs=0), SampleSpec(GREEDY, logprobs=50)]
+    first, second, third = sampler.sample(logits, specs, [0] * 3).logprobs
     assert first is None
     assert second is not None
     assert second.top == ()

@@ -1,4 +1,4 @@
-"""Each processor against its formula, the draws against the exact distribution."""
+"""Each processor against its formula, the specs against the exact distribution."""
 
 from dataclasses import replace
 from random import Random
@@ -18,7 +18,7 @@ from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats, pick, probabilities
 from engine.worker.sampling.logits_processors import process
-from engine.worker.sampling.sampler import Sampler, uniform
+from engine.worker.sampling.sampler import HostSampler, uniform
 
 Doubles = NDArray[np.float64]
 
@@ -34,9 +34,9 @@ def noise(vocab: int, seed: int = 0) -> Floats:
     return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
 
 
-def processed(logits: Floats, draw: SampleSpec) -> Floats:
+def processed(logits: Floats, spec: SampleSpec) -> Floats:
     out = logits.copy()
-    process(out[None], [0], [draw])
+    process(out[None], [0], [spec])
     return out
 
 
@@ -65,34 +65,34 @@ def normal(weights: Doubles | Floats) -> Doubles:
 
 
 def test_logit_bias_is_added() -> None:
-    draw = SampleSpec(SamplingParams(logit_bias=((3, 2.5), (5, -100.0))))
+    spec = SampleSpec(SamplingParams(logit_bias=((3, 2.5), (5, -100.0))))
     expected = noise(8)
     expected[3] += 2.5
     expected[5] -= 100
-    np.testing.assert_allclose(processed(noise(8), draw), expected)
+    np.testing.assert_allclose(processed(noise(8), spec), expected)
 
 
-def test_banned_ids_cannot_be_drawn_even_when_biased_up() -> None:
-    draw = SampleSpec(SamplingParams(logit_bias=((3, 100.0),)), banned=(3, 1))
-    found = processed(noise(8), draw)
+def test_banned_ids_are_not_sampled_even_with_a_high_bias() -> None:
+    spec = SampleSpec(SamplingParams(logit_bias=((3, 100.0),)), banned=(3, 1))
+    found = processed(noise(8), spec)
     assert found[3] == found[1] == -np.inf
     assert np.isfinite(np.delete(found, [1, 3])).all()
 
 
-def test_repetition_penalty_shrinks_what_prompt_or_output_hold() -> None:
+def test_repetition_penalty_reduces_logits_of_prompt_and_output() -> None:
     logits = np.array([2.0, -2.0, 1.0, 4.0], dtype=np.float32)
-    draw = SampleSpec(SamplingParams(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
-    assert processed(logits, draw).tolist() == [1.0, -4.0, 1.0, 4.0]
+    spec = SampleSpec(SamplingParams(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
+    assert processed(logits, spec).tolist() == [1.0, -4.0, 1.0, 4.0]
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = np.zeros(4, dtype=np.float32)
-    draw = SampleSpec(
+    spec = SampleSpec(
         SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
         prompt=(0,),
         output=(1, 2, 1, 1),
     )
-    assert processed(logits, draw).tolist() == [0.0, -1.25, -0.75, 0.0]
+    assert processed(logits, spec).tolist() == [0.0, -1.25, -0.75, 0.0]
 
 
 def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
@@ -104,7 +104,7 @@ def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
 def test_rows_are_processed_together_as_each_alone() -> None:
     rng, vocab = Random(2), 60
     rows = [noise(vocab, seed) for seed in range(40)]
-    draws = [
+    specs = [
         SampleSpec(
             SamplingParams(
                 logit_bias=tuple((rng.randrange(vocab), rng.uniform(-9, 9)) for _ in range(bias)),
@@ -120,9 +120,9 @@ def test_rows_are_processed_together_as_each_alone() -> None:
     ]
     together = np.stack(rows)
     places = [row for row in range(40) if row % 7]
-    process(together, places, [draws[row] for row in places])
+    process(together, places, [specs[row] for row in places])
     for row in range(40):
-        alone = processed(rows[row], draws[row]) if row % 7 else rows[row]
+        alone = processed(rows[row], specs[row]) if row % 7 else rows[row]
         np.testing.assert_array_equal(together[row], alone)
 
 
@@ -132,7 +132,7 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
     np.testing.assert_allclose(found, softmax(noise(300), temperature), rtol=1e-4, atol=1e-12)
 
 
-def test_min_p_is_measured_by_the_largest() -> None:
+def test_min_p_is_relative_to_the_largest_probability() -> None:
     expected = softmax(noise(300))
     expected[expected < 0.1 * expected.max()] = 0
     found = normal(probabilities(noise(300), SamplingParams(min_p=0.1)))
@@ -165,7 +165,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(
     assert found[order[0]] > 0
 
 
-def test_filters_follow_one_another_on_what_is_left() -> None:
+def test_each_filter_applies_to_what_the_previous_one_kept() -> None:
     sampling = SamplingParams(temperature=0.8, min_p=0.01, top_k=20, top_p=0.7)
     probs = softmax(noise(300), 0.8)
     probs[probs < 0.01 * probs.max()] = 0
@@ -227,14 +227,14 @@ def test_pick_is_exact_over_many_runs(vocab: int, point: float, seed: int) -> No
         SamplingParams(temperature=1.5, top_k=12, min_p=0.02),
     ],
 )
-def test_draws_follow_the_filtered_distribution(
+def test_samples_follow_the_filtered_distribution(
     operators: Operators, sampling: SamplingParams
 ) -> None:
     logits, count = noise(40), 4000
     probs = normal(probabilities(logits, sampling))
     rows = torch.from_numpy(logits).repeat(count, 1)
-    draws = [SampleSpec(replace(sampling, seed=seed)) for seed in range(count)]
-    tokens = Sampler(40, operators).draw(rows, draws, [5] * count).tokens
+    specs = [SampleSpec(replace(sampling, seed=seed)) for seed in range(count)]
+    tokens = HostSampler(40, operators).sample(rows, specs, [5] * count).tokens
     counts = np.bincount(tokens, minlength=40)
     assert counts[probs == 0].sum() == 0
     frequent = probs * count >= 5
@@ -245,10 +245,10 @@ def test_draws_follow_the_filtered_distribution(
     assert chi_square(bins, shares) < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_batch_mates_and_batch_order_change_nothing(operators: Operators) -> None:
+def test_other_rows_and_batch_order_change_no_token(operators: Operators) -> None:
     vocab, rng = 700, Random(3)
     rows = [noise(vocab, seed) for seed in range(12)]
-    draws = [
+    specs = [
         SampleSpec(
             SamplingParams(
                 temperature=rng.choice([0.0, 0.5, 1.0]),
@@ -263,16 +263,16 @@ def test_batch_mates_and_batch_order_change_nothing(operators: Operators) -> Non
         for seed in range(12)
     ]
     positions = [rng.randrange(100) for _ in range(12)]
-    sampler = Sampler(vocab, operators)
+    sampler = HostSampler(vocab, operators)
     alone = [
-        sampler.draw(torch.from_numpy(rows[i].copy())[None], [draws[i]], [positions[i]]).tokens[0]
+        sampler.sample(torch.from_numpy(rows[i].copy())[None], [specs[i]], [positions[i]]).tokens[0]
         for i in range(12)
     ]
     order = list(range(12))
     rng.shuffle(order)
-    together, _, faults = sampler.draw(
+    together, _, faults = sampler.sample(
         torch.from_numpy(np.stack([rows[i] for i in order])),
-        [draws[i] for i in order],
+        [specs[i] for i in order],
         [positions[i] for i in order],
     )
     assert not faults
@@ -294,7 +294,7 @@ GRID = 500
         min_p=st.sampled_from([0.0, 0.07]),
     ),
 )
-def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
+def test_a_grid_of_points_hits_each_id_in_proportion_to_its_probability(
     operators: Operators, logits: Floats, divisor: float, sampling: SamplingParams
 ) -> None:
     scaled = logits / np.float32(divisor)
@@ -306,7 +306,7 @@ def test_points_on_a_grid_meet_each_id_as_often_as_it_is_probable(
     assert counts[expected == 0].sum() == 0
 
 
-def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
+def test_all_operators_sample_the_same_from_a_large_vocabulary(operators: Operators) -> None:
     rows = torch.from_numpy(np.stack([noise(50257, seed) for seed in range(8)]))
     samplings = [
         SamplingParams(),
@@ -320,55 +320,58 @@ def test_a_large_vocabulary_is_drawn_alike_by_all(operators: Operators) -> None:
     assert operators.argmax(rows).ids.tolist() == rows.argmax(-1).tolist()
 
 
-def test_a_row_without_any_id_left_fails_alone(operators: Operators) -> None:
-    draws = [
+def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: Operators) -> None:
+    specs = [
         SampleSpec(GREEDY),
         SampleSpec(GREEDY, banned=(0, 1, 2)),
         SampleSpec(SamplingParams(), banned=(0, 1, 2)),
     ]
-    drawn = Sampler(3, operators).draw(torch.eye(3), draws, [0, 0, 0])
-    assert drawn.tokens[0] == 0
-    assert [(row, fault.is_caller_error) for row, fault in drawn.faults] == [(1, True), (2, True)]
-    assert "banned" in str(drawn.faults[0][1])
+    sampled = HostSampler(3, operators).sample(torch.eye(3), specs, [0, 0, 0])
+    assert sampled.tokens[0] == 0
+    assert [(row, fault.is_caller_error) for row, fault in sampled.faults] == [(1, True), (2, True)]
+    assert "banned" in str(sampled.faults[0][1])
 
 
 def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [77, 4100]] = 9.0
-    assert Sampler(5000, operators).draw(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (77, 0)
+    assert HostSampler(5000, operators).sample(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (
+        77,
+        0,
+    )
 
 
-def test_greedy_heeds_bans_bias_and_penalties(operators: Operators) -> None:
+def test_greedy_sampling_applies_bans_bias_and_penalties(operators: Operators) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
-    draws = [
+    specs = [
         SampleSpec(GREEDY, banned=(0,)),
         SampleSpec(SamplingParams(temperature=0.0, logit_bias=((3, 10.0),))),
         SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
         SampleSpec(SamplingParams(temperature=1e-6)),
     ]
-    assert Sampler(4, operators).draw(logits, draws, [0] * 4).tokens == (1, 3, 1, 0)
+    assert HostSampler(4, operators).sample(logits, specs, [0] * 4).tokens == (1, 3, 1, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(), SamplingParams(presence_penalty=1.0)]
 )
-def test_logits_that_are_no_numbers_fail_their_row_only(
+def test_nan_logits_fail_their_row_only(
     operators: Operators, bad: float, sampling: SamplingParams
 ) -> None:
     logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
-    draws = [SampleSpec(sampling, output=(1,), logprobs=2)] * 3
-    whole = Sampler(50, operators).draw(logits.clone(), draws, [0] * 3)
+    specs = [SampleSpec(sampling, output=(1,), logprobs=2)] * 3
+    whole = HostSampler(50, operators).sample(logits.clone(), specs, [0] * 3)
     logits[1, 20] = bad
-    drawn = Sampler(50, operators).draw(logits, draws, [0] * 3)
-    ((row, fault),) = drawn.faults
+    sampled = HostSampler(50, operators).sample(logits, specs, [0] * 3)
+    ((row, fault),) = sampled.faults
     assert (row, fault.is_caller_error) == (1, False)
     assert "NaN or infinite" in str(fault)
-    assert (drawn.tokens[::2], drawn.logprobs[::2]) == (whole.tokens[::2], whole.logprobs[::2])
+    assert (sampled.tokens[::2], sampled.logprobs[::2]) == (whole.tokens[::2], whole.logprobs[::2])
 
 
 @pytest.mark.parametrize(
-    ("draw", "named"),
+    ("spec", "named"),
     [
         (SampleSpec(GREEDY, banned=(50,)), "banned"),
         (SampleSpec(SamplingParams(logit_bias=((-1, 1.0),))), "logit_bias"),
@@ -376,10 +379,10 @@ def test_logits_that_are_no_numbers_fail_their_row_only(
         (SampleSpec(SamplingParams(presence_penalty=1.1), output=(50,)), "output"),
     ],
 )
-def test_ids_outside_the_vocabulary_fail_their_row_only(draw: SampleSpec, named: str) -> None:
+def test_ids_outside_the_vocabulary_fail_their_row_only(spec: SampleSpec, named: str) -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = 1.0
-    drawn = Sampler(50, TorchOperators()).draw(logits, [draw, SampleSpec(GREEDY)], [0, 0])
-    ((row, fault),) = drawn.faults
-    assert (row, fault.is_caller_error, drawn.tokens[1]) == (0, True, 7)
+    sampled = HostSampler(50, TorchOperators()).sample(logits, [spec, SampleSpec(GREEDY)], [0, 0])
+    ((row, fault),) = sampled.faults
+    assert (row, fault.is_caller_error, sampled.tokens[1]) == (0, True, 7)
     assert named in str(fault)

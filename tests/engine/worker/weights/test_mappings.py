@@ -47,7 +47,7 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
         mapped.close()
 
 
-def test_a_loaded_worker_holds_few_pages_of_its_file_and_says_the_same(tmp_path: Path) -> None:
+def test_a_loaded_worker_keeps_few_file_pages_and_computes_the_same(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     path = tmp_path / "model.safetensors"
     worker = load_worker(tmp_path, attention="cpu")

@@ -24,7 +24,7 @@ def load(name: str, *shape: int, rows: range | None = None, columns: range | Non
     return source().tensor(TensorSlice(name, shape, rows, columns))
 
 
-def test_a_part_is_the_same_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_equals_that_part_of_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "CHUNK", 100)
     whole = load("a.weight", 37, 24)
     assert torch.equal(load("a.weight", 37, 24, rows=range(5, 30)), whole[5:30])
