@@ -28,8 +28,8 @@ def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available
         )
     if setting > available:
         raise StartupError(
-            f"--host-kv-memory {size_text(setting)} is more than the {size_text(available)} of host "
-            "memory that are available; lower it"
+            f"--host-kv-memory {size_text(setting)} is more than the {size_text(available)} of "
+            "host memory that are available; lower it"
         )
     return setting // block_bytes
 
