@@ -18,6 +18,7 @@ from gateway.errors import ModelNotFound
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
+from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
@@ -85,6 +86,7 @@ class Service:
     limits: BodyLimits
     pace: Pace
     store: Store
+    request_log: RequestLog
     quotas: Quotas = field(default_factory=Quotas)
     running: RunningResponses = field(default_factory=RunningResponses)
     origins: OriginPolicy = field(default_factory=OriginPolicy)

@@ -42,13 +42,14 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import Step, StepEntry, StepResult
-from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics
+from gateway.observe.request_log import RequestLog
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
 from gateway.serve.server import tune_collector
@@ -150,21 +151,21 @@ def no_grammars() -> GrammarCompiler:
 
 def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
     """A service over the mock executor, with everything that is on in production."""
-    metrics, quotas = Metrics(), Quotas()
+    metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
     scheduler = IterationScheduler(
         SchedulerSettings(
             max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
         ),
         KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
         FirstComeFirstServed(),
-        ObserverGroup(metrics, RequestLog(), quotas),
+        ObserverGroup(metrics, request_log, quotas),
     )
     tokenizer, store = Words(), open_store(None, StoreLimits())
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(no_grammars()),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,
@@ -174,6 +175,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         pace=Pace(),
         quotas=quotas,
         store=store,
+        request_log=request_log,
     )
     return service, metrics
 

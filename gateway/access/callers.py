@@ -1,24 +1,20 @@
-"""Callers: the identity of each HTTP request, the limits on its body, and the request log."""
+"""Callers: the identity of each HTTP request, and the limits on its body."""
 
 import asyncio
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.events import NullObserver
 from gateway.access.key_file import Key
 from gateway.errors import BodyTooLarge, BodyTooSlow, WrongMediaType
+from gateway.observe.request_log import RequestRecord
 from gateway.schema.dialect import OPENAI, ApiDialect
 from gateway.schema.unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from engine.request import Request
-
-logger = logging.getLogger(__name__)
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
@@ -32,7 +28,7 @@ class Caller:
     under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any).
     `cache_domain` names the requests that share cached prefixes; None: all of the server.
     `limits` are the response headers about the key's rate limits. `dialect` renders the errors and
-    headers of the path's API.
+    headers of the path's API. `record` is the request's entry in the request log.
     """
 
     request_id: str
@@ -44,10 +40,13 @@ class Caller:
     limits: Mapping[str, str] = field(default_factory=dict)
     dialect: ApiDialect = OPENAI
     unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
+    record: RequestRecord | None = field(default=None, compare=False)
 
     def authenticated(self, key: Key) -> "Caller":
         """The same request with the name and the rights of its API key."""
         allowance = key.allowance
+        if self.record is not None:
+            self.record.key = key.name
         return replace(
             self,
             tenant=key.name,
@@ -55,6 +54,11 @@ class Caller:
             urgent=allowance.priority,
             cache_domain=key.cache_domain,
         )
+
+    def note(self, error_code: str) -> None:
+        """The request log's reason of this request."""
+        if self.record is not None:
+            self.record.reason = error_code
 
     def salt(self, cache_salt: str) -> str:
         """The engine's salt for a request with this `cache_salt`: no two pairs of domain and
@@ -135,27 +139,3 @@ def _check_media_type(http: "HttpRequest") -> None:
 def _check_length(declared: str | None, max_bytes: int) -> None:
     if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise BodyTooLarge(max_bytes)
-
-
-class RequestLog(NullObserver):
-    """An observer that logs one line for each request that has ended."""
-
-    def ended(self, request: "Request", now: float) -> None:
-        """Log it; `reason` is its finish reason or its abort reason."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        finish, abort = request.finish, request.abort
-        reason = finish.value if finish else abort.value if abort else request.state.value
-        logger.info(
-            "%s prompt_len=%d produced=%d ttft=%s jct=%s reason=%s",
-            request.spec.label or request.request_id,
-            request.prompt_len,
-            request.produced,
-            _since(request, request.first_token_at),
-            _since(request, now),
-            reason,
-        )
-
-
-def _since(request: "Request", moment: float | None) -> str:
-    return "-" if moment is None else f"{moment - request.arrived_at:.3f}"

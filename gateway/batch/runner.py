@@ -7,7 +7,8 @@ and the next start runs the others.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from gateway.batch.lines import (
 from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, verdict
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import generate_body
+from gateway.observe.request_log import RequestRecord
 from gateway.schema.dialect import OPENAI
 from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
@@ -192,24 +194,52 @@ class _Run:
         return lines[0] if lines else None
 
     async def _store_answer(self, line: BatchLine) -> None:
-        record = self._record
-        try:
-            body = await self._answer(line)
-        except EngineError as error:
-            answer = _failed(record, line, error)
-        except Exception as error:  # a bug in one line must not end the other lines
-            logger.exception("batch %s line %d", record.id, line.number)
-            answer = _failed(record, line, error)
-        else:
-            text = answer_line(record, line, 200, body)
-            answer = LineAnswer(line.number, text, is_error=False, tokens=tokens_of(body))
+        answer = await self._line_answer(line)
         while True:
             try:
-                await self._batches.answer(record.id, answer)
+                await self._batches.answer(self._record.id, answer)
             except StoreOutOfSpace:
                 await self._batches.wait_for_room()
             else:
                 return
+
+    async def _line_answer(self, line: BatchLine) -> LineAnswer:
+        """The line's response or error, with an entry in the request log."""
+        record = self._record
+        with self._logged(line) as entry:
+            try:
+                body = await self._answer(line)
+            except Exception as error:  # an error or a bug in one line must not end the others
+                if not isinstance(error, EngineError):
+                    logger.exception("batch %s line %d", record.id, line.number)
+                row = verdict(error)
+                entry.status, entry.reason = row.status, row.code
+                body = OPENAI.error_body(error, "")
+                text = answer_line(record, line, row.status, body)
+                return LineAnswer(line.number, text, is_error=True)
+            entry.status = 200
+            text = answer_line(record, line, 200, body)
+            return LineAnswer(line.number, text, is_error=False, tokens=tokens_of(body))
+
+    @contextmanager
+    def _logged(self, line: BatchLine) -> Iterator[RequestRecord]:
+        record, log = self._record, self._service.request_log
+        entry = RequestRecord(
+            request_id(record, line),
+            self._service.clock(),
+            method="BATCH",
+            path=record.endpoint,
+            route=record.endpoint,
+            key=record.tenant,
+        )
+        log.watch(entry)
+        try:
+            yield entry
+        except asyncio.CancelledError:
+            entry.reason = "batch_stopped"
+            raise
+        finally:
+            log.close(entry)
 
     async def _answer(self, line: BatchLine) -> bytes:
         """The body of its response. Retries while the queue is full or there is no worker, and up
@@ -266,8 +296,3 @@ class _Run:
 
 async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> "GenerationPlan":
     raise PathNotFound("This server no longer has the endpoint of this batch.")
-
-
-def _failed(record: BatchRecord, line: BatchLine, error: Exception) -> LineAnswer:
-    text = answer_line(record, line, verdict(error).status, OPENAI.error_body(error, ""))
-    return LineAnswer(line.number, text, is_error=True)

@@ -34,7 +34,9 @@ def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 2
 
 
 def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
-    """The status, headers and body of an error, from the table in `gateway.errors`."""
+    """The status, headers and body of an error, from the table in `gateway.errors`. Its code is
+    the reason in the request log."""
+    caller.note(verdict(error).code)
     headers = caller.headers(clock()) | error_headers(error)
     body = caller.dialect.error_body(error, caller.request_id)
     return Response(body, verdict(error).status, headers, JSON)

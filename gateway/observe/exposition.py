@@ -4,10 +4,10 @@ Gauges are read on each scrape. Metrics that vLLM has, too, are repeated under v
 that its dashboards and autoscalers work.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -19,21 +19,15 @@ from prometheus_client.registry import Collector
 
 from engine.policy import name_of
 from engine.request import State
+from gateway.observe.families import Described, histograms_of, labelled, table
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
-    from gateway.observe.metrics import Histogram, Metrics
+    from gateway.observe.metrics import Metrics
+    from gateway.observe.request_log import RequestLog
     from gateway.store.database import Database
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-
-
-class Described(NamedTuple):
-    """A metric's name and help text; `alias` is vLLM's name, "" if it has none."""
-
-    name: str
-    help: str
-    alias: str = ""
 
 
 class Exposition(Collector):
@@ -45,13 +39,16 @@ class Exposition(Collector):
         scheduler: "IterationScheduler",
         model: str,
         database: "Database",
+        request_log: "RequestLog",
     ) -> None:
         self._metrics = metrics
         self._scheduler = scheduler
         self._model = model
         self._database = database
+        self._request_log = request_log
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
         """The page of `/metrics`, of media type `CONTENT_TYPE`."""
@@ -69,10 +66,32 @@ class Exposition(Collector):
         yield from self._counters()
         yield from self._prefixes()
         yield from self._histograms()
+        yield from self._http()
         yield self._policy()
         yield from self._gauge(
             Described("podway_store_writable", "1 if the store can be written, 0 if it is full."),
             self._database.is_writable,
+        )
+
+    def _http(self) -> Iterator[Metric]:
+        log = self._request_log
+        yield table(
+            "podway_http_requests_total",
+            "HTTP requests that ended or were rejected, and batch lines.",
+            ("path", "method", "status"),
+            log.requests,
+        )
+        yield table(
+            "podway_key_requests_total",
+            "The same by API key.",
+            ("key", "status"),
+            log.key_requests,
+        )
+        yield table(
+            "podway_key_tokens_total",
+            "Tokens of ended requests by API key.",
+            ("key", "kind"),
+            log.key_tokens,
         )
 
     def _policy(self) -> Metric:
@@ -145,22 +164,20 @@ class Exposition(Collector):
 
     def _outcomes(self) -> Iterator[Metric]:
         metrics = self._metrics
-        yield _labelled(
-            "podway_requests_total", "Requests that ended.", "outcome", metrics.outcomes
-        )
-        yield _labelled(
+        yield labelled("podway_requests_total", "Requests that ended.", "outcome", metrics.outcomes)
+        yield labelled(
             "podway_aborts_total",
             "Requests that were aborted.",
             "reason",
             {reason.value: count for reason, count in metrics.aborts.items()},
         )
-        yield _labelled(
+        yield labelled(
             "podway_preemptions_total",
             "Requests that were preempted.",
             "kind",
             metrics.preemptions,
         )
-        yield _labelled(
+        yield labelled(
             "podway_swapped_blocks_total",
             "KV blocks moved between device and host.",
             "direction",
@@ -207,13 +224,13 @@ class Exposition(Collector):
         hits, queries = self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
         text = "Prompt tokens found in the prefix cache (hit) or computed (miss)."
         counts = {"hit": hits, "miss": queries - hits}
-        yield _labelled("podway_prefix_tokens_total", text, "result", counts)
+        yield labelled("podway_prefix_tokens_total", text, "result", counts)
         for alias, count in (("hits", hits), ("queries", queries)):
             name = f"vllm:prefix_cache_{alias}"
             yield self._aliased(CounterMetricFamily, name, f"Prefix cache {alias}, tokens.", count)
 
     def _histograms(self) -> Iterator[Metric]:
-        for described, observed in _histograms_of(self._metrics):
+        for described, observed in histograms_of(self._metrics):
             histogram = HistogramMetricFamily(described.name, described.help)
             histogram.add_metric([], observed.buckets(), observed.sum)
             yield histogram
@@ -239,74 +256,3 @@ class Exposition(Collector):
         metric = family(name, text, labels=["model_name"])
         metric.add_metric([self._model], value)
         return metric
-
-
-def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
-
-
-def _histograms_of(metrics: "Metrics") -> "list[tuple[Described, Histogram]]":
-    return [
-        (
-            Described("podway_iteration_seconds", "Duration of an iteration in the worker."),
-            metrics.iteration_seconds,
-        ),
-        (
-            Described("podway_iteration_requests", "Requests in an iteration."),
-            metrics.iteration_requests,
-        ),
-        (
-            Described(
-                "podway_iteration_tokens",
-                "Tokens computed in an iteration.",
-                "vllm:iteration_tokens_total",
-            ),
-            metrics.iteration_tokens,
-        ),
-        (
-            Described(
-                "podway_time_to_first_token_seconds",
-                "From arrival to the first token (TTFT).",
-                "vllm:time_to_first_token_seconds",
-            ),
-            metrics.time_to_first_token,
-        ),
-        (
-            Described(
-                "podway_inter_token_seconds",
-                "Between two tokens of a request (ITL).",
-                "vllm:inter_token_latency_seconds",
-            ),
-            metrics.inter_token,
-        ),
-        (
-            Described(
-                "podway_request_seconds",
-                "From arrival to the last token (JCT).",
-                "vllm:e2e_request_latency_seconds",
-            ),
-            metrics.request_seconds,
-        ),
-        (
-            Described(
-                "podway_queue_seconds",
-                "From arrival to the first KV slot.",
-                "vllm:request_queue_time_seconds",
-            ),
-            metrics.queue_seconds,
-        ),
-        (
-            Described(
-                "podway_cancel_to_free_iterations",
-                "Iterations from a cancel until its KV slots are free.",
-            ),
-            metrics.cancel_to_free,
-        ),
-        (
-            Described("podway_loop_lag_seconds", "Delay of the event loop's timers."),
-            metrics.loop_lag,
-        ),
-    ]

@@ -21,6 +21,10 @@ SECONDS = (
     300.0,
 )  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+    500_000, 1_000_000,
+)  # fmt: skip
 ITERATIONS = (0, 1, 2, 3, 4, 8)
 
 
@@ -74,6 +78,10 @@ class Metrics(NullObserver):
         self.inter_token = Histogram(SECONDS)
         self.request_seconds = Histogram(SECONDS)
         self.queue_seconds = Histogram(SECONDS)
+        self.prefill_seconds = Histogram(SECONDS)
+        self.decode_seconds = Histogram(SECONDS)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
         self.cancel_to_free = Histogram(ITERATIONS)
         self.loop_lag = Histogram(SECONDS)
         self._last_tokens: dict[StepId, list[float | None]] = {}
@@ -126,8 +134,18 @@ class Metrics(NullObserver):
         if request.outcome == "finished":
             self.finishes[request.finish.value if request.finish else "stop"] += 1
             self.request_seconds.add(now - request.arrived_at)
+            self._count_phases(request, now)
         if request.admitted_at is not None:
             self.queue_seconds.add(request.admitted_at - request.arrived_at)
+
+    def _count_phases(self, request: "Request", now: float) -> None:
+        """A finished request's tokens, and its time before and after the first token."""
+        self.prompt_tokens.add(request.prompt_len)
+        self.generation_tokens.add(request.produced)
+        first, admitted = request.first_token_at, request.admitted_at
+        if first is not None and admitted is not None:
+            self.prefill_seconds.add(first - admitted)
+            self.decode_seconds.add(now - first)
 
     def freed(self, request: "Request", iterations: int) -> None:
         self.cancel_to_free.add(iterations)

@@ -26,7 +26,7 @@ from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
-from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.access.quotas import Quotas
@@ -37,6 +37,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
+from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
@@ -66,6 +67,7 @@ class ControlPlane(NamedTuple):
     quotas: Quotas
     live: LiveView
     timelines: Timelines
+    request_log: RequestLog
 
 
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
@@ -134,7 +136,7 @@ def build_service(
         engine=engine,
         model=_served_model(settings, loaded),
         grammars=GrammarCheck(loaded.texts.grammars),
-        exposition=Exposition(metrics, scheduler, loaded.name, store.database),
+        exposition=Exposition(metrics, scheduler, loaded.name, store.database, plane.request_log),
         watch=LoopWatch(time.perf_counter, metrics.loop_lag),
         clock=time.perf_counter,
         unix_now=unix_now,
@@ -149,6 +151,7 @@ def build_service(
         rejects_unknown_fields=settings.unknown_fields == "reject",
         policies=_policy_settings(settings),
         store=store,
+        request_log=plane.request_log,
         live=plane.live,
         timelines=plane.timelines,
         has_page=settings.page,
@@ -166,13 +169,14 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
     runner = BatchRunner(service, ENDPOINTS, settings.max_batch_size, limits)
     app = build_app(service)
     return Server(
-        app,
-        service.engine,
-        service.watch,
-        runner,
-        settings.drain_seconds,
-        bounds,
-        credentials.tls,
+        app=app,
+        engine=service.engine,
+        watch=service.watch,
+        runner=runner,
+        drain_seconds=settings.drain_seconds,
+        request_log=service.request_log,
+        bounds=bounds,
+        tls=credentials.tls,
     )
 
 
@@ -182,12 +186,13 @@ def build_control_plane(
     """The scheduler and its observers. `stack` closes the recording, if there is one."""
     header = _recording_header(settings, loaded)
     metrics, quotas, live, timelines = Metrics(), Quotas(), LiveView(), Timelines()
-    observers: list[Observer] = [metrics, RequestLog(), quotas, live, timelines]
+    request_log = RequestLog(time.perf_counter)
+    observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
     scheduler = header.build(cost, ObserverGroup(*observers))
     timelines.attach(scheduler)
-    return ControlPlane(scheduler, metrics, quotas, live, timelines)
+    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:

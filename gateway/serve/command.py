@@ -8,13 +8,14 @@ import argparse
 import logging
 import sys
 
+from gateway.observe.request_log import JsonFormatter
 from gateway.serve.assemble import serve
 from gateway.serve.load import LoadedModel
 from gateway.serve.terminal import LoadingBars, banner, url_of
 from gateway.settings.flags import Parser
 from gateway.settings.options import Option
 from gateway.settings.server import LOCAL_FILE
-from gateway.settings.settings import load, options
+from gateway.settings.settings import Settings, load, options
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     and `KeyboardInterrupt` after Ctrl-C."""
     flags = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
-    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, force=True)
+    _set_up_logging(settings)
     with LoadingBars(sys.stderr) as progress:
 
         def announce(port: int, loaded: LoadedModel) -> None:
@@ -66,6 +67,13 @@ def main(argv: list[str]) -> int:
 
         serve(settings, progress=progress, announce=announce)
     return 0
+
+
+def _set_up_logging(settings: Settings) -> None:
+    handler = logging.StreamHandler()
+    is_json = settings.log_format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_LOG_FORMAT))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 
 def _help(option: Option) -> str:

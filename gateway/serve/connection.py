@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway.observe.request_log import RequestLog, RequestRecord
+
 MAX_HEAD_BYTES = 64 << 10  # request line, headers and trailers
 HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
@@ -41,9 +43,17 @@ class Connection(HttpToolsProtocol):
     """Counts the bytes of each request's head and trailers, and runs two timers: one while a
     request arrives, one while the client does not read."""
 
-    def __init__(self, *args: Any, bounds: ConnectionBounds | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        log: RequestLog,
+        bounds: ConnectionBounds | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._log = log
         self._bounds = bounds or ConnectionBounds()
+        self._began_at = log.clock()  # the current request
         self._is_in_head = False
         self._fields_bytes = 0  # of the request line, the headers and trailers that are complete
         self._open_bytes = 0  # received since a header, trailer or chunk began that is incomplete
@@ -103,6 +113,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._began_at = self._log.clock()
         self._is_in_head = True
         self._fields_bytes = self._chunk = self._num_chunks = 0
         self._arm(HEAD_SECONDS, self._head_too_slow)
@@ -189,10 +200,12 @@ class Connection(HttpToolsProtocol):
     def _reject(
         self, status: int, message: str, kind: str = _INVALID, code: str = _INVALID
     ) -> None:
-        """Respond with the error, if no other response has begun, and close the connection."""
+        """Respond with the error, if no other response has begun, and close the connection. The
+        app logs a request that it has got, with the error that the scope then contains."""
         self._disarm()
         self._chunk = 0
         has_begun = self._ends_other_response()
+        is_in_head = self._is_in_head or self.cycle is None
         self._is_in_head = False
         if self.transport.is_closing():
             return
@@ -203,7 +216,20 @@ class Connection(HttpToolsProtocol):
                 b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
             )
             self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+            if is_in_head:
+                self._log.close(self._record(status, message))
+            else:
+                self.cycle.scope["podway.rejection"] = (status, message)  # type: ignore[typeddict-unknown-key] # ours
         self.transport.close()
+
+    def _record(self, status: int, message: str) -> RequestRecord:
+        """The entry of a rejected request in the request log."""
+        method = self.parser.get_method().decode("latin-1") if self._fields_bytes else "-"
+        path = (getattr(self, "url", b"") or b"-").partition(b"?")[0][:1000].decode("latin-1")
+        client = self.client[0] if self.client else "-"
+        record = RequestRecord("-", self._began_at, method, path, client)
+        record.status, record.reason = status, message
+        return record
 
     def _ends_other_response(self) -> bool:
         """Whether the bytes that are written next belong to a response of the app. If the app has

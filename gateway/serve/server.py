@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.loop import Engine
     from gateway.batch.runner import BatchRunner
     from gateway.observe.backpressure import LoopWatch
+    from gateway.observe.request_log import RequestLog
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class Server:
     watch: "LoopWatch"
     runner: "BatchRunner"
     drain_seconds: float
+    request_log: "RequestLog"
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     tls: "ssl.SSLContext | None" = None
 
@@ -202,6 +204,7 @@ class Server:
             server_state=server.server_state,
             app_state=server.lifespan.state,
             bounds=self.bounds,
+            log=self.request_log,
         )
         connections = server.server_state.connections
         await TlsListener(self.tls, make, connections, self.bounds.max_connections).run(listener)
@@ -246,7 +249,7 @@ def raise_file_limit() -> int:
 def _config(server: Server) -> uvicorn.Config:
     return uvicorn.Config(
         server.app,
-        http=partial(Connection, bounds=server.bounds),  # type: ignore[arg-type] # it is called only
+        http=partial(Connection, bounds=server.bounds, log=server.request_log),  # type: ignore[arg-type] # it is called only
         ws="none",
         lifespan="off",
         log_config=None,

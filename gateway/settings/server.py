@@ -82,6 +82,9 @@ class ServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "lowest level of the lines that are logged"
     )
+    log_format: Literal["text", "json"] = _option(
+        "text", "server", "format of the log on stderr; json: one object per line"
+    )
     config: Path | None = _option(
         None,
         "server",

@@ -104,7 +104,7 @@ def build_app(service: Service) -> "ASGIApp":
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.simulations = asyncio.Semaphore(1)
-    return IdentifyCaller(app, service)
+    return IdentifyCaller(app, service, ROUTES)
 
 
 async def _error(http: "HttpRequest", error: Exception) -> Response:

@@ -16,12 +16,16 @@ from gateway.access.callers import Caller, valid_request_id
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
-from gateway.errors import Forbidden, InvalidApiKey, Superseded
+from gateway.errors import Forbidden, InvalidApiKey, Superseded, verdict
 from gateway.generation.reply import error_response
+from gateway.observe.request_log import OTHER, RequestRecord
 from gateway.schema.dialect import dialect_of
 from gateway.schema.unknown_fields import HEADER, UnknownFields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from gateway.access.retries import Attempt
@@ -52,8 +56,9 @@ EXPOSED = (
 class IdentifyCaller:
     """The outermost app: gives every HTTP request an id and a `Caller`."""
 
-    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+    def __init__(self, app: "ASGIApp", service: "Service", routes: "Sequence[Route]") -> None:
         self._service = service
+        self._routes = routes
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -65,22 +70,46 @@ class IdentifyCaller:
             )
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "http":
-            service = self._service
-            given_id = _header(scope, b"x-request-id")
-            request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
-            dialect = dialect_of(scope["path"])
-            scope["podway.caller"] = Caller(
-                request_id,
-                service.clock(),
-                dialect=dialect,
-                unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
-            )
-            scope["podway.send"] = send
-        try:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        record = self._identify(scope)
+        scope["podway.send"] = send
+
+        async def send_and_note(message: "Message") -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
         finally:
             scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
+            record.route = self._route_of(scope)
+            if rejection := scope.get("podway.rejection"):  # by the connection
+                record.status, record.reason = rejection
+            self._service.request_log.close(record)
+
+    def _identify(self, scope: "Scope") -> RequestRecord:
+        """Set the scope's `Caller`; returns its entry in the request log."""
+        service, now = self._service, self._service.clock()
+        given_id = _header(scope, b"x-request-id")
+        request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
+        client = (scope.get("client") or ("-",))[0]
+        record = RequestRecord(request_id, now, scope["method"], scope["path"], client)
+        scope["podway.caller"] = Caller(
+            request_id,
+            now,
+            dialect=dialect_of(scope["path"]),
+            unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
+            record=record,
+        )
+        return record
+
+    def _route_of(self, scope: "Scope") -> str:
+        """The template of the request's path."""
+        path = scope["path"]
+        return next((each.path for each in self._routes if each.path_regex.match(path)), OTHER)
 
 
 class AccessControl:
@@ -101,6 +130,8 @@ class AccessControl:
         try:
             key = self._authenticate(scope)
             caller = caller.authenticated(key)
+            if caller.record is not None:
+                service.request_log.watch(caller.record)
             if is_metered:
                 caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
         except EngineError as error:
@@ -153,6 +184,7 @@ class AccessControl:
         """End the response that the app left open; its connection may still be alive."""
         caller: Caller = scope["podway.caller"]
         error = Superseded()
+        caller.note(verdict(error).code)
         if not response.has_started:
             whole = error_response(error, caller, self._service.clock)
             await whole(scope, attempt.receive, response.send)

@@ -20,7 +20,7 @@ from engine.control.admission import Admission
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.events import ObserverGroup
+from engine.events import NullObserver, ObserverGroup
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
@@ -29,7 +29,7 @@ from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepEntry, StepResult, TokenLogprobs
-from gateway.access.callers import BodyLimits, RequestLog
+from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.key_file import Allowance, KeyDefaults
 from gateway.access.keys import Keys
@@ -41,6 +41,7 @@ from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
+from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.ports import Dialect
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
@@ -245,14 +246,13 @@ class Rig:
         return self.service.engine
 
 
-class Ends(RequestLog):
+class Ends(NullObserver):
     """Collects the requests that have ended."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
     def ended(self, request: Request, now: float) -> None:
-        super().ended(request, now)
         self.requests.append(request)
 
 
@@ -288,7 +288,7 @@ def build_rig(setting: Setting) -> Rig:
     """The parts, assembled as the server does it."""
     clock = asyncio.get_running_loop().time
     metrics, ends, quotas = Metrics(), Ends(), Quotas()
-    view, timelines = LiveView(), Timelines()
+    view, timelines, request_log = LiveView(), Timelines(), RequestLog(clock)
     born_at = clock()
     cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     live = LiveCost(UNMEASURED)
@@ -303,7 +303,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        ObserverGroup(metrics, ends, quotas, view, timelines),
+        ObserverGroup(metrics, request_log, ends, quotas, view, timelines),
         live,
     )
     timelines.attach(scheduler)
@@ -326,7 +326,7 @@ def build_rig(setting: Setting) -> Rig:
             sampling_defaults=setting.sampling_defaults,
         ),
         grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
@@ -347,6 +347,7 @@ def build_rig(setting: Setting) -> Rig:
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
         store=store,
+        request_log=request_log,
     )
     runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)

@@ -129,6 +129,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "drain_seconds": "1.5",
         "unknown_fields": "reject",
         "log_level": "debug",
+        "log_format": "json",
     }
     assert values.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
     by_flag = load(values)

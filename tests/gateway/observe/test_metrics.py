@@ -1,9 +1,6 @@
 """What the observer counts."""
 
 import asyncio
-import logging
-
-import pytest
 
 from engine.request import Abort
 from engine.step import Direction
@@ -45,18 +42,6 @@ def test_aborts_are_counted_by_reason() -> None:
     assert metrics.outcomes["finished"] == 1
     assert metrics.outcomes["cancelled"] == 1
     assert metrics.finishes["stop"] == 1
-
-
-def test_one_line_is_logged_per_request(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), {"x-request-id": "mine"}) as exchange:
-            await exchange.json()
-
-    with caplog.at_level(logging.INFO, "gateway.access.callers"):
-        play(scene)
-    (record,) = [record for record in caplog.records if record.name == "gateway.access.callers"]
-    expected = "mine prompt_len=8 produced=7 ttft=0.250 jct=1.750 reason=stop"
-    assert record.getMessage() == expected
 
 
 def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:

@@ -61,6 +61,7 @@ def listening(
                 watch=rig.service.watch,
                 runner=rig.runner,
                 drain_seconds=drain_seconds,
+                request_log=rig.service.request_log,
                 bounds=bounds or ConnectionBounds(),
                 tls=tls,
             )

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from engine.simulated.virtual_loop import run_virtual
+from gateway.observe.request_log import RequestLog
 from gateway.serve.connection import (
     BODY_BYTES_PER_SECOND,
     GRACE_SECONDS,
@@ -61,11 +62,15 @@ async def reads_on(scope: Any, receive: Any, send: Any) -> None:
 
 
 def connect(
-    bounds: ConnectionBounds | None = None, state: ServerState | None = None, app: Any = app
+    bounds: ConnectionBounds | None = None,
+    state: ServerState | None = None,
+    app: Any = app,
 ) -> tuple[Connection, RecordingTransport]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=Connection)
     config.load()
-    connection = Connection(config, state or ServerState(), {}, bounds=bounds)
+    connection = Connection(
+        config, state or ServerState(), {}, bounds=bounds, log=RequestLog(lambda: 0.0)
+    )
     peer = RecordingTransport()
     connection.connection_made(cast("asyncio.Transport", peer))
     return connection, peer
@@ -328,3 +333,35 @@ def test_a_closed_connection_is_freed_without_the_garbage_collector(ending: byte
 
     with without_collector():
         run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("expected", "request_bytes"),
+    [
+        ("method=GET path=/a status=400", b"GET /a?b=c HTTP/1.1\r\n\r\n"),
+        ("method=- path=- status=400", b"no http\r\n\r\n"),
+        ("method=POST path=/ status=400", CHUNKED.replace(b"hi", b"h") + b"xyz\r\n"),
+    ],
+)
+def test_a_request_rejected_by_the_connection_is_one_line(
+    expected: str, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The app logs a request that it has got; here the app is not ours, so the scope says it."""
+    scopes: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+        await reply_after_the_body(scope, receive, send)
+
+    async def main() -> None:
+        connection, _ = connect(app=app)
+        connection.data_received(request_bytes)
+        await asyncio.sleep(1)
+        connection.connection_lost(None)
+
+    with caplog.at_level("INFO", "gateway.observe.request_log"):
+        run_virtual(main())
+    lines = [m for m in caplog.messages if m.startswith("id=")]
+    lines += [f"method=POST path=/ status={scope['podway.rejection'][0]}" for scope in scopes]
+    assert len(lines) == 1
+    assert expected in lines[0]

@@ -1,0 +1,225 @@
+"""One line per request that ended or was rejected, and the counts by route and by key."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.access.key_file import Allowance
+from gateway.observe.request_log import JsonFormatter, RequestLog, RequestRecord, as_text
+from tests.gateway.forms import chat_lines, ended, started
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+
+LOGGER = "gateway.observe.request_log"
+LONG = "a long story " * 5
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
+    """The fields of the lines that were logged at INFO or above."""
+    caplog.set_level(logging.INFO)
+    found: list[dict[str, Any]] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (fields := getattr(record, "fields", None)) is not None:
+                found.append(fields)
+
+    logging.getLogger(LOGGER).addHandler(handler := Collect())
+    yield found
+    logging.getLogger(LOGGER).removeHandler(handler)
+
+
+def picked(fields: dict[str, Any], *names: str) -> list[Any]:
+    return [fields[name] for name in names]
+
+
+def test_a_request_that_ended_is_one_line(
+    lines: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(rig: Rig) -> None:
+        headers = {"x-request-id": "mine", "x-api-key": "k"}
+        async with rig.client.post(CHAT, chat(), headers) as exchange:
+            await exchange.json()
+
+    play(scene, Setting(keys=("alice=k",)))
+    assert len(lines) == 1
+    (message,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert message == (
+        f"id=mine key=alice client=127.0.0.1 method=POST path={CHAT} status=200 reason=stop "
+        "prompt_tokens=8 cached_tokens=0 output_tokens=7 ttft=0.250 jct=1.750"
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_is_logged_with_its_tokens(
+    lines: list[dict[str, Any]], stream: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+            await asyncio.sleep(4.5 * STEP)
+            exchange.disconnect()
+            await exchange.ended()
+
+    play(scene, Setting(texts=(LONG,)))
+    (line,) = lines
+    assert picked(line, "status", "reason") == [200 if stream else 499, "client_gone"]
+    assert line["output_tokens"] > 0
+
+
+def test_all_choices_are_one_line(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(n=3)) as exchange:
+            await exchange.json()
+
+    play(scene)
+    (line,) = lines
+    assert line["output_tokens"] == 3 * 7
+
+
+def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        for path, key, body in (
+            (CHAT, "no", chat()),
+            (CHAT, "k", chat(temperature=-1)),
+            (CHAT, "k", chat()),
+            ("/v1/nothing", "k", {}),
+        ):
+            async with rig.client.post(path, body, {"x-api-key": key}) as exchange:
+                await exchange.read()
+
+    play(scene, Setting(keys=("alice=k",), allowance=Allowance(requests_per_minute=1)))
+    assert [picked(line, "key", "status", "reason") for line in lines] == [
+        ["", 401, "invalid_api_key"],
+        ["alice", 400, "invalid_request_error"],
+        ["alice", 429, "rate_limit_exceeded"],
+        ["alice", 429, "rate_limit_exceeded"],
+    ]
+
+
+def test_a_superseded_stream_says_so(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        headers = {"idempotency-key": "x"}
+        async with rig.client.post(CHAT, chat(stream=True), headers) as earlier:
+            await asyncio.sleep(3 * STEP)
+            async with rig.client.post(CHAT, chat(stream=True), headers) as later:
+                await later.read()
+                await earlier.read()
+
+    play(scene, Setting(texts=(LONG,)))
+    assert [line["reason"] for line in lines] == ["superseded", "stop"]
+
+
+def test_lines_of_a_batch_are_logged(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        await ended(rig, await started(rig, chat_lines(2)))
+
+    play(scene)
+    batch = [line for line in lines if line["method"] == "BATCH"]
+    assert [picked(line, "path", "status", "reason", "output_tokens") for line in batch] == [
+        [CHAT, 200, "stop", 7]
+    ] * 2
+
+
+def test_probes_that_succeed_are_not_logged(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        for path in ("/health", "/ready", "/metrics"):
+            async with rig.client.get(path) as exchange:
+                await exchange.read()
+        async with rig.client.get("/metrics", {"x-api-key": "no"}) as exchange:
+            await exchange.read()
+
+    play(scene)
+    assert not lines
+    play(scene, Setting(keys=("k",)))
+    assert [line["path"] for line in lines] == ["/ready", "/metrics", "/metrics"]
+
+
+def test_requests_with_the_same_id_are_two_lines(lines: list[dict[str, Any]]) -> None:
+    async def scene(rig: Rig) -> None:
+        headers = {"x-request-id": "same"}
+        async with rig.client.post(CHAT, chat(), headers) as one:
+            async with rig.client.post(CHAT, chat(), headers) as two:
+                await two.read()
+            await one.read()
+
+    rig = play(scene)
+    assert [line["id"] for line in lines] == ["same", "same"]
+    assert sum(line["output_tokens"] for line in lines) == 14
+    assert not rig.service.request_log._running
+
+
+def test_metrics_count_requests_by_route_and_by_key() -> None:
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        key = {"x-api-key": "k"}
+        for path, headers in ((CHAT, key), (CHAT, {}), ("/v1/x\"'\n", key), ("/v1/files/a", key)):
+            method = "GET" if "files" in path else "POST"
+            body = json.dumps(chat()).encode()
+            async with rig.client.send(method, path, [body], headers) as exchange:
+                await exchange.read()
+        async with rig.client.send("BREW", "/v1/models", headers=key) as exchange:
+            await exchange.read()
+        async with rig.client.get("/metrics", key) as exchange:
+            pages.append((await exchange.read()).decode())
+
+    play(scene, Setting(keys=("alice=k",)))
+    counts = dict(re.findall(r"^podway_((?:http|key)_[^ ]*) ([0-9.]+)$", pages[0], re.M))
+    assert counts == {
+        f'http_requests_total{{method="POST",path="{CHAT}",status="200"}}': "1.0",
+        f'http_requests_total{{method="POST",path="{CHAT}",status="401"}}': "1.0",
+        'http_requests_total{method="POST",path="other",status="404"}': "1.0",
+        'http_requests_total{method="GET",path="/v1/files/{file_id}",status="404"}': "1.0",
+        'http_requests_total{method="other",path="/v1/models",status="405"}': "1.0",
+        'key_requests_total{key="",status="401"}': "1.0",
+        'key_requests_total{key="alice",status="200"}': "1.0",
+        'key_requests_total{key="alice",status="404"}': "2.0",
+        'key_requests_total{key="alice",status="405"}': "1.0",
+        'key_tokens_total{key="",kind="prompt"}': "0.0",
+        'key_tokens_total{key="",kind="output"}': "0.0",
+        'key_tokens_total{key="alice",kind="prompt"}': "8.0",
+        'key_tokens_total{key="alice",kind="output"}': "7.0",
+    }
+    for name in ("process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"):
+        assert f"\n{name} " in pages[0]
+
+
+def test_vllms_histograms_of_a_request_are_filled() -> None:
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as exchange:
+            await exchange.read()
+        async with rig.client.get("/metrics") as exchange:
+            pages.append((await exchange.read()).decode())
+
+    play(scene)
+    sums = dict(re.findall(r"^vllm:(request_\w+)_sum\{[^}]*\} ([0-9.]+)$", pages[0], re.M))
+    assert sums["request_prompt_tokens"] == "8.0"
+    assert sums["request_generation_tokens"] == "7.0"
+    assert sums["request_prefill_time_seconds"] == "0.25"
+    assert sums["request_decode_time_seconds"] == "1.5"
+
+
+def test_a_client_cannot_add_fields_or_lines() -> None:
+    record = RequestRecord("id", 0.0, "GET", '/a b="\n2026 INFO', "::1")
+    line = as_text(record.fields(1.0))
+    assert "\n" not in line
+    assert 'path="/a b=\\"\\n2026 INFO" status=0' in line
+
+
+def test_json_lines_have_the_fields_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(lambda: 2.0)
+    with caplog.at_level(logging.INFO):
+        log.close(RequestRecord("id", 0.5, "GET", "/v1/models", "::1", status=200))
+        logging.getLogger("other").warning("a %s", "message")
+    request, other = (json.loads(JsonFormatter().format(each)) for each in caplog.records)
+    assert request["id"] == "id"
+    assert (request["jct"], request["ttft"], request["status"]) == (1.5, None, 200)
+    assert "message" not in request
+    assert (other["message"], other["level"], other["logger"]) == ("a message", "warning", "other")
