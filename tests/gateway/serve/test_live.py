@@ -131,7 +131,7 @@ def wait_for_end(live: Live) -> None:
 
 def a_request(**fields: object) -> bytes:
     body = json.dumps({"model": MODEL, "messages": HI, **fields}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
@@ -141,7 +141,7 @@ def a_request(**fields: object) -> bytes:
         (b"this is no http\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 400_000, 431),
         (b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n", 413),
     ],
 )
 def test_broken_http_gets_json_and_the_connection_is_closed(
@@ -166,7 +166,7 @@ def receive(peer: socket.socket) -> bytes:
 
 def test_a_chunked_body_is_stopped_at_the_limit(live: Live) -> None:
     with live.connect() as peer:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         peer.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         for _ in range(17):
@@ -191,7 +191,7 @@ def test_a_port_in_use_is_rejected_in_one_line(live: Live) -> None:
 
 def test_requests_leave_no_garbage_that_only_the_collector_frees(live: Live) -> None:
     """Its memory would stay for long: the server collects rarely, see `tune_collector`."""
-    rejected = b"GET /v1/nothing HTTP/1.1\r\nhost: x\r\n\r\n"
+    rejected = b"GET /v1/nothing HTTP/1.1\r\nhost: localhost\r\n\r\n"
     served = a_request(max_tokens=1)
     exchange(live, served, rejected)
     gc.collect()
