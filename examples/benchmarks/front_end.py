@@ -134,7 +134,9 @@ def _requests(load: argparse.Namespace) -> Iterator[bytes]:
         prompt = [draw.randrange(LOWEST_ID, load.highest_id) for _ in range(load.prompt_tokens)]
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": load.output_tokens}
         body = json.dumps(asked | {"stream": True, "ignore_eos": True, "temperature": 0}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         yield head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 

@@ -131,7 +131,8 @@ def wait_for_end(live: Live) -> None:
 
 def a_request(**fields: object) -> bytes:
     body = json.dumps({"model": MODEL, "messages": HI, **fields}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += "content-type: application/json\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
@@ -141,7 +142,10 @@ def a_request(**fields: object) -> bytes:
         (b"this is no http\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 400_000, 431),
         (b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n", 413),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
+            413,
+        ),
     ],
 )
 def test_broken_http_gets_json_and_the_connection_is_closed(
@@ -166,7 +170,8 @@ def receive(peer: socket.socket) -> bytes:
 
 def test_a_chunked_body_is_stopped_at_the_limit(live: Live) -> None:
     with live.connect() as peer:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"content-type: application/json\r\n"
         peer.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         for _ in range(17):
