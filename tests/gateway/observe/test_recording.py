@@ -23,9 +23,17 @@ COST = CostModel.linear(0.5, 0.125, 0.0)
 HEADER = RecordingHeader("fcfs", PolicySettings(), SchedulerSettings(64), 10, 4, 1, COST)
 
 
+class Blocks:
+    """The blocks of a prompt, whose hashes the recording's thread computes."""
+
+    def hashes(self) -> list[bytes]:
+        return [b"x"]
+
+
 def rows(count: int) -> Iterator[Row]:
     for number in range(count):
-        yield {"at": number / 2, "arrived": number, "prompt": 9, "max_tokens": 5, "blocks": (b"x",)}
+        row = {"at": number / 2, "arrived": number, "prompt": 9, "max_tokens": 5}
+        yield row | {"blocks": Blocks()}
 
 
 def test_every_row_is_in_the_file_in_order_when_it_is_closed(tmp_path: Path) -> None:
