@@ -11,6 +11,7 @@ from starlette.responses import Response
 from engine.request import Abort
 from gateway.errors import error_headers, verdict
 from gateway.generation.choices import ChoiceGroup
+from gateway.observe.timelines import phase_seconds, slowest
 from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished_choice
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JSON = "application/json"
+TIMING = b"x-podway-timing"  # with this request header, a response has timing headers
 _MANY_TOKENS = 500  # reported one by one; more of them are rendered in a thread
 
 
@@ -56,7 +58,16 @@ class Reply:
         body = await unless_disconnected(receive, work, self._on_disconnect)
         if body is not None:
             response = json_response(body, self._plan.caller, self._service.clock)
+            if TIMING in dict(scope["headers"]):
+                response.headers.update(self._timing())
             await response(scope, receive, send)
+
+    def _timing(self) -> dict[str, str]:
+        """Milliseconds of each phase of the slowest choice, one header for each."""
+        caller, now = self._plan.caller, self._service.clock()
+        timelines = self._service.timelines.find(caller.request_id, caller.tenant)
+        phases = phase_seconds(slowest(timelines, now), now)
+        return {f"x-podway-{name}-ms": f"{seconds * 1e3:.1f}" for name, seconds in phases.items()}
 
     def _on_disconnect(self) -> None:
         self._group.close(Abort.CLIENT_GONE)

@@ -191,12 +191,23 @@ class Timelines(NullObserver):
         )
 
 
+def slowest(timelines: "Sequence[Timeline]", now: float) -> Timeline:
+    """The choice of a request that took the longest."""
+    return max(timelines, key=lambda each: sum(span.seconds for span in each.spans(now)))
+
+
+def phase_seconds(timeline: Timeline, now: float) -> dict[str, float]:
+    """Seconds by phase, in order of the phases' first occurrence."""
+    seconds: dict[str, float] = {}
+    for span in timeline.spans(now):
+        seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
+    return seconds
+
+
 def explain(timelines: "Sequence[Timeline]", reader_wait: float, now: float) -> str:
     """One sentence: the phase that cost a request the most time, its cause, and what would help."""
-    slowest = max(timelines, key=lambda each: sum(span.seconds for span in each.spans(now)))
-    costs: dict[str, float] = {"reader": reader_wait}
-    for span in slowest.spans(now):
-        costs[span.phase] = costs.get(span.phase, 0.0) + span.seconds
+    longest = slowest(timelines, now)
+    costs = {"reader": reader_wait, **phase_seconds(longest, now)}
     costs["preempted"] = costs.get("preempted", 0.0) + costs.pop("recomputed", 0.0)
     delays = {
         phase: costs.get(phase, 0.0) for phase in ("queued", "preempted", "swapped", "reader")
@@ -204,8 +215,8 @@ def explain(timelines: "Sequence[Timeline]", reader_wait: float, now: float) -> 
     phase = max(delays, key=lambda each: delays[each])
     work = costs.get("prefill", 0.0) + costs.get("decode", 0.0)
     if delays[phase] < max(SHORT, 0.1 * work):
-        return _working(slowest, costs)
-    return _DELAYS[phase](slowest, delays[phase])
+        return _working(longest, costs)
+    return _DELAYS[phase](longest, delays[phase])
 
 
 def _working(timeline: Timeline, costs: dict[str, float]) -> str:

@@ -87,3 +87,13 @@ def test_a_closed_model_rejects_requests() -> None:
     model.close()
     with pytest.raises(Unavailable, match="closed"):
         model.generate("Hello")
+
+
+def test_a_terminal_shows_progress(
+    model: Podway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.generate(["a", "b"], max_tokens=1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    model.generate(["a", "b"], max_tokens=1)
+    assert "2/2" in capsys.readouterr().err

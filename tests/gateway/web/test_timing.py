@@ -1,0 +1,31 @@
+"""Timing headers of a response, on request."""
+
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+
+TIMING = {"x-podway-timing": "1"}
+
+
+def timing_of(headers: dict[str, str]) -> dict[str, float]:
+    return {name: float(value) for name, value in headers.items() if name.startswith("x-podway-")}
+
+
+def test_a_response_has_the_milliseconds_of_each_phase() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(), TIMING) as exchange:
+            tokens = (await exchange.json())["usage"]["completion_tokens"]
+        timing = timing_of(dict(exchange.headers))
+        step = STEP * 1e3
+        assert timing["x-podway-queued-ms"] == 0.0
+        assert timing["x-podway-prefill-ms"] == step
+        assert timing["x-podway-decode-ms"] == (tokens - 1) * step
+
+    play(scene, Setting(texts=("hello",)))
+
+
+def test_without_the_request_header_there_are_none() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat()) as exchange:
+            await exchange.json()
+        assert timing_of(dict(exchange.headers)) == {}
+
+    play(scene)
