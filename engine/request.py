@@ -61,6 +61,7 @@ class State(StrEnum):
         return self in TERMINAL
 
 
+LATE_INTERVAL = 16  # tokens; see `Request.may_be_late`
 TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.FAILED, State.EXPIRED})
 
 
@@ -207,6 +208,7 @@ class Request:
     produced_at_start: int = 0  # `produced` when it last got its KV
     num_step_overs: int = 0  # later requests admitted before it since it last got its KV
     num_crashes: int = 0  # worker crashes while it was in flight, since its last token
+    has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
     finish: FinishReason | None = None
     abort: Abort | None = None
     error: "EngineError | None" = None
@@ -273,11 +275,21 @@ class Request:
         assert self.error is not None, f"request {self.request_id} has no reason to end"
         return Move.FAIL
 
-    @property
-    def awaits_grammar(self) -> bool:
-        """Whether the worker may still have to compile its grammar: it has produced no token since
-        it last got its KV."""
-        return self.spec.grammar is not None and self.produced == self.produced_at_start
+    def may_be_late(self, index: int) -> bool:
+        """Whether output token `index` may be late because of the grammar, so that no iteration
+        can be planned ahead of it.
+
+        The first token after it got its KV may be, since the worker may have to compile the
+        grammar; every `LATE_INTERVAL`-th, to find out whether masks are slow; and all if one was.
+        """
+        if self.spec.grammar is None:
+            return False
+        return self.has_slow_masks or (index - self.produced_at_start) % LATE_INTERVAL == 0
+
+    def was_late(self) -> None:
+        """The worker did not have its mask in time, so it got no token from an iteration."""
+        if self.produced > self.produced_at_start:  # otherwise the grammar was being compiled
+            self.has_slow_masks = True
 
     def reset_to(self, num_computed: int) -> None:
         """The request is in no iteration, and the KV of its first `num_computed` tokens is kept."""

@@ -105,14 +105,14 @@ class BatchBuilder:
             return SampleSpec(sampling, banned, logprobs=spec.logprobs)
         request.sampled_at = self._step_id
         end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
-        is_late = request.awaits_grammar
+        may_be_late = request.may_be_late(request.produced + request.num_pending)
         if sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS:
             return SampleSpec(
                 sampling,
                 banned,
                 logprobs=spec.logprobs,
                 end_ids=end_ids,
-                may_be_late=is_late,
+                may_be_late=may_be_late,
                 continues=True,
             )
         return SampleSpec(
@@ -123,7 +123,7 @@ class BatchBuilder:
             logprobs=spec.logprobs,
             grammar=spec.grammar,
             end_ids=end_ids,
-            may_be_late=is_late,
+            may_be_late=may_be_late,
         )
 
 

@@ -365,6 +365,7 @@ class IterationScheduler:
             count(request, num_tokens, seconds, now)
             if without_token and request in without_token:
                 request.reset_to(request.num_computed - 1)
+                request.was_late()
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
@@ -433,7 +434,7 @@ class IterationScheduler:
 def _may_go_ahead(request: Request) -> bool:
     """Whether a request in flight can be planned again: it has a next token, as far as is known."""
     is_once = request.state is State.RUNNING and request.num_in_flight == 1
-    if request.num_pending and request.awaits_grammar:
+    if request.num_pending and request.may_be_late(request.produced + request.num_pending - 1):
         return False
     return is_once and request.produced + request.num_pending < request.spec.max_tokens
 

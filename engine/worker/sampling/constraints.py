@@ -4,9 +4,12 @@
 
 Each request has a matcher, which has read the request's output so far. Matchers are cached: one
 that is missing, or that has read another output (after a preemption, in a new worker), is made
-again from the output. Grammars are compiled in a thread of their own; a request whose grammar is
-not compiled yet is late: the other rows of the batch do not wait for it, and its token is sampled
-in a later step.
+again from the output. Grammars are compiled in a thread of their own.
+
+A row whose grammar is not compiled yet, or whose mask takes long, is late: the other rows of the
+batch do not wait for it, and its token is sampled in a later step, which takes the mask that is
+still being computed. If that takes more than `MASK_SECONDS` the row fails. Rows whose last mask
+was slow have a thread of their own, so that other rows do not queue behind them.
 """
 
 import time
@@ -24,37 +27,59 @@ from engine.worker.sampling.sampler import Masks, RowFault
 MASK_THREADS = 2
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
-MASK_WAIT_SECONDS = 0.005  # that a batch waits for grammars being compiled
+MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows; a mask that takes more is slow
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same if all rows of the batch are constrained
+MASK_SECONDS = 2.0  # after which a row fails
 
 
 class _MatcherPosition:
-    """A request's matcher and the output tokens that it has read."""
+    """A request's matcher and the output tokens that it has read, or is reading."""
 
-    __slots__ = ("grammar", "matcher", "seen")
+    __slots__ = ("began_at", "grammar", "is_slow", "mask", "matcher", "seen")
 
     def __init__(self, grammar: Grammar, matcher: Matcher) -> None:
         self.grammar = grammar
         self.matcher = matcher
         self.seen: tuple[int, ...] = ()
+        self.mask: Future[Mask] | None = None  # after the tokens `seen`
+        self.began_at: float | None = None  # while a thread computes the mask
+        self.is_slow = False  # whether the last mask was
 
     def is_for(self, spec: SampleSpec) -> bool:
+        if self.mask is not None and not self.mask.done() and spec.output != self.seen:
+            return False  # the matcher is in use
         return self.grammar == spec.grammar and spec.output[: len(self.seen)] == self.seen
 
-    def mask(self, output: tuple[int, ...]) -> Mask:
-        self.matcher.feed(output[len(self.seen) :])
-        self.seen = output
-        return self.matcher.mask()
+    def start(self, pool: ThreadPoolExecutor, output: tuple[int, ...]) -> "Future[Mask]":
+        """Compute the mask after `output`, unless that has already begun."""
+        if self.mask is None or output != self.seen:
+            unread, self.seen = output[len(self.seen) :], output
+            self.mask = pool.submit(self._compute, unread)
+        return self.mask
+
+    @property
+    def is_overdue(self) -> bool:
+        began_at = self.began_at
+        return began_at is not None and time.perf_counter() - began_at > MASK_SECONDS
+
+    def _compute(self, unread: tuple[int, ...]) -> Mask:
+        self.began_at = began_at = time.perf_counter()
+        try:
+            self.matcher.feed(unread)
+            return self.matcher.mask()
+        finally:
+            self.began_at = None
+            self.is_slow = time.perf_counter() - began_at > MASK_WAIT_SECONDS
 
 
 class _MaskJob(NamedTuple):
-    """A row that needs a mask; `mask` is None while its grammar is being compiled."""
+    """A row that needs a mask; `position` is None while its grammar is being compiled."""
 
     row: int
     request_id: RequestId
     spec: SampleSpec
     compiled: "Future[Matcher] | None"
-    mask: "Future[Mask] | None"
+    position: _MatcherPosition | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +102,7 @@ class Constraints:
         self._opened: Future[GrammarCompiler] | None = None
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
+        self._slow_masking = ThreadPoolExecutor(1, thread_name_prefix="slow mask")
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
 
@@ -115,16 +141,16 @@ class Constraints:
         faults: dict[int, RowFault] = {}
         late: set[int] = set()
         for one in wanted.rows:
-            if one.compiled is not None and one.spec.may_be_late:
-                wait([one.compiled], max(0.0, deadline - time.perf_counter()))
-                if not one.compiled.done():
-                    late.add(one.row)
-                    continue
             try:
-                allowed[one.row] = self._mask(one)
+                mask = self._mask(one, deadline)
             except (GrammarError, EngineError) as error:
                 line = f"grammar: {error}"
                 faults[one.row] = RowFault(line, is_caller_error=isinstance(error, GrammarError))
+                continue
+            if mask is None:
+                late.add(one.row)
+            else:
+                allowed[one.row] = mask
         return Masks(allowed, faults, frozenset(late))
 
     def _want(self, row: int, request_id: RequestId, spec: SampleSpec) -> _MaskJob:
@@ -135,19 +161,40 @@ class Constraints:
             if not compiled.done() or compiled.exception() is not None:
                 return _MaskJob(row, request_id, spec, compiled, None)
             position = _MatcherPosition(spec.grammar, compiled.result().copy())
-        self._keep(request_id, position)
-        mask = self._masking.submit(position.mask, spec.output)
-        return _MaskJob(row, request_id, spec, None, mask)
+        self._start(request_id, position, spec)
+        return _MaskJob(row, request_id, spec, None, position)
 
-    def _mask(self, one: _MaskJob) -> Mask:
-        """Raises `GrammarError`; the matcher is then unusable."""
-        if one.mask is None:
+    def _mask(self, one: _MaskJob, deadline: float) -> Mask | None:
+        """The mask; None if the row is late. Raises `GrammarError`; the matcher is then unusable.
+
+        Rows that may be late are waited for until `deadline`.
+        """
+        position = one.position
+        if position is None:
             assert one.compiled is not None, "a row waits for its grammar or for its mask"
             assert one.spec.grammar is not None, "only constrained rows are wanted"
+            wait([one.compiled], _seconds_until(deadline) if one.spec.may_be_late else None)
+            if not one.compiled.done():
+                return None
             position = _MatcherPosition(one.spec.grammar, one.compiled.result().copy())
-            self._keep(one.request_id, position)
-            return position.mask(one.spec.output)
-        return one.mask.result()
+            self._start(one.request_id, position, one.spec)
+        assert position.mask is not None, "the mask is being computed"
+        if one.spec.may_be_late:
+            wait([position.mask], _seconds_until(deadline))
+            if not position.mask.done() and not position.is_overdue:
+                return None
+        else:
+            wait([position.mask], MASK_SECONDS)
+        # This process may have been suspended meanwhile: its threads get a last chance.
+        wait([position.mask], MASK_WAIT_SECONDS_ALONE)
+        if not position.mask.done():
+            self._positions.pop(one.request_id, None)
+            raise GrammarError(f"the allowed tokens cannot be computed within {MASK_SECONDS:g} s")
+        return position.mask.result()
+
+    def _start(self, request_id: RequestId, position: _MatcherPosition, spec: SampleSpec) -> None:
+        self._keep(request_id, position)
+        position.start(self._slow_masking if position.is_slow else self._masking, spec.output)
 
     def _keep(self, request_id: RequestId, position: _MatcherPosition) -> None:
         self._positions[request_id] = position
@@ -163,3 +210,7 @@ class Constraints:
         if len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)
         return compiled
+
+
+def _seconds_until(deadline: float) -> float:
+    return max(0.0, deadline - time.perf_counter())

@@ -4,7 +4,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.errors import NoAllowedToken, RowFailed
 from engine.iteration import Iteration
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import RequestSpec, State
+from engine.request import Request, RequestSpec, State
 from engine.step import Fault, Grammar, GrammarKind, SamplingParams, StepResult, TokenLogprobs
 from tests.scheduling import a_scheduler, run_iteration
 
@@ -71,6 +71,65 @@ def test_a_late_request_computes_its_last_token_again_and_delays_no_other() -> N
     (entry,) = planned(scheduler).step.entries
     assert entry.sample is not None
     assert (entry.sample.continues, entry.sample.may_be_late) == (True, False)
+
+
+def alone(max_tokens: int = 200) -> tuple[IterationScheduler, Request]:
+    """A scheduler with one constrained request."""
+    scheduler = a_scheduler(FirstComeFirstServed())
+    spec = RequestSpec((1, 2, 3), max_tokens, GREEDY, grammar=DIGITS)
+    return scheduler, scheduler.add(spec, 0.0)
+
+
+def may_be_late(iteration: Iteration) -> bool:
+    (entry,) = iteration.step.entries
+    return entry.sample is not None and entry.sample.may_be_late
+
+
+def test_every_sixteenth_token_may_be_late_to_find_slow_masks() -> None:
+    scheduler, request = alone()
+    allowed = []
+    for _ in range(40):
+        iteration = planned(scheduler)
+        if may_be_late(iteration):
+            allowed.append(request.produced)
+        commit(scheduler, iteration)
+    assert allowed == [0, 16, 32]
+
+
+def test_a_request_with_a_slow_mask_may_be_late_from_then_on() -> None:
+    scheduler, request = alone()
+    while request.produced < 16:
+        commit(scheduler, planned(scheduler))
+    commit(scheduler, planned(scheduler), late=(0,))
+    assert request.produced == 16
+    for _ in range(20):
+        iteration = planned(scheduler)
+        assert may_be_late(iteration)
+        assert scheduler.plan(0.0, iteration) is None
+        commit(scheduler, iteration)
+
+
+def test_lookahead_stops_at_tokens_that_may_be_late() -> None:
+    scheduler, _ = alone()
+    allowed, stops = [], []
+    iteration = planned(scheduler)
+    for index in range(40):
+        if may_be_late(iteration):
+            allowed.append(index)
+        ahead = scheduler.plan(0.0, iteration)
+        commit(scheduler, iteration)
+        if ahead is None:
+            stops.append(index)
+            ahead = planned(scheduler)
+        iteration = ahead
+    assert allowed == stops == [0, 16, 32]
+
+
+def test_a_grammar_that_is_compiled_late_has_no_slow_masks() -> None:
+    scheduler, _ = alone()
+    commit(scheduler, planned(scheduler), late=(0,))
+    commit(scheduler, planned(scheduler))
+    assert not may_be_late(planned(scheduler))
 
 
 def test_a_request_that_may_be_late_is_not_planned_ahead_of_its_token() -> None:

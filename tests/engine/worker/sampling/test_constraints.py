@@ -19,7 +19,7 @@ from engine.step import (
     StepId,
 )
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.constraints import MAX_MATCHERS, Constraints
+from engine.worker.sampling.constraints import MASK_THREADS, MAX_MATCHERS, Constraints
 from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, constrain
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -40,6 +40,8 @@ class Count:
             raise GrammarError("unlucky")
 
     def mask(self) -> Mask:
+        if 12 in self.seen:
+            self.owner.mask_gate.wait()
         bits = np.packbits(np.arange(VOCAB) <= len(self.seen), bitorder="little").tobytes()
         return Mask(bits, accepts=len(self.seen) >= 5)
 
@@ -52,6 +54,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.mask_gate = threading.Event()  # for the masks after token 12
         self.compiled: list[str] = []
         self.num_opened = 0
         self.num_fed = 0
@@ -70,7 +73,7 @@ class Counting:
 
 
 def an_entry(
-    request: int, text: str | None, output: tuple[int, ...] = (), *, may_be_late: bool = True
+    request: int, text: str | None, output: tuple[int, ...] = (), *, may_be_late: bool = False
 ) -> StepEntry:
     grammar = None if text is None else Grammar(GrammarKind.REGEX, text)
     spec = SampleSpec(GREEDY, output=output, grammar=grammar, may_be_late=may_be_late)
@@ -126,7 +129,8 @@ def test_a_grammar_being_compiled_makes_only_its_own_row_late() -> None:
     compiler = Counting()
     constraints = Constraints(compiler.open)
     masks_of(constraints, an_entry(1, "a"))
-    found = masks_of(constraints, an_entry(0, "slow"), an_entry(1, "a", (1,)), an_entry(2, None))
+    late = an_entry(0, "slow", may_be_late=True)
+    found = masks_of(constraints, late, an_entry(1, "a", (1,)), an_entry(2, None))
     assert (sizes(found), found.late) == ({1: 2}, frozenset({0}))
     compiler.gate.set()
     found = masks_of(constraints, an_entry(0, "slow", may_be_late=False))
@@ -139,6 +143,69 @@ def test_a_row_that_may_not_be_late_is_waited_for() -> None:
     wanted = constraints.begin(Step(StepId(0), (an_entry(0, "slow", may_be_late=False),)))
     threading.Timer(0.15, compiler.gate.set).start()
     assert sizes(constraints.collect(wanted)) == {0: 1}
+
+
+def test_a_row_with_a_slow_mask_is_late_and_delays_no_other_row() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    masks_of(constraints, an_entry(0, "a"), an_entry(1, "a"))
+    for length in range(1, 4):
+        other = an_entry(1, "a", (1,) * length)
+        late = an_entry(0, "a", (12,), may_be_late=True)
+        found = masks_of(constraints, late, other, an_entry(2, None))
+        assert (sizes(found), found.late) == ({1: length + 1}, frozenset({0}))
+    fed = compiler.num_fed
+    compiler.mask_gate.set()
+    assert sizes(masks_of(constraints, an_entry(0, "a", (12,), may_be_late=False))) == {0: 2}
+    assert compiler.num_fed == fed  # the mask that was being computed is used
+
+
+def test_a_slow_mask_of_an_output_that_was_reset_is_not_used() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    masks_of(constraints, an_entry(0, "a"))
+    late = an_entry(0, "a", (12,), may_be_late=True)
+    assert masks_of(constraints, late, an_entry(1, None)).late == {0}
+    assert sizes(masks_of(constraints, an_entry(0, "a", (3, 4)))) == {0: 3}
+    compiler.mask_gate.set()
+    assert sizes(masks_of(constraints, an_entry(0, "a", (3, 4, 5)))) == {0: 4}
+
+
+def test_slow_rows_do_not_occupy_the_threads_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More slow rows than mask threads: after each was slow once, they share one thread."""
+    monkeypatch.setattr("engine.worker.sampling.constraints.MASK_WAIT_SECONDS", 0.0)
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    compiler.mask_gate.set()
+    slow = [an_entry(request, "a", (12,)) for request in range(MASK_THREADS + 1)]
+    for entry in slow:
+        masks_of(constraints, entry)
+    compiler.mask_gate.clear()
+    slow = [
+        an_entry(request, "a", (12, 1), may_be_late=True) for request in range(MASK_THREADS + 1)
+    ]
+    found = masks_of(constraints, *slow, an_entry(9, None))
+    assert found.late == set(range(MASK_THREADS + 1))
+    assert sizes(masks_of(constraints, an_entry(7, "a", may_be_late=False))) == {0: 1}
+    compiler.mask_gate.set()
+
+
+@pytest.mark.parametrize("may_be_late", [True, False])
+def test_a_row_whose_mask_takes_too_long_fails_and_says_why(
+    may_be_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.sampling.constraints.MASK_SECONDS", 0.05)
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    masks_of(constraints, an_entry(0, "a"))
+    entry = an_entry(0, "a", (12,), may_be_late=may_be_late)
+    found = masks_of(constraints, entry)
+    while found.late:
+        found = masks_of(constraints, entry)
+    (fault,) = found.faults.values()
+    assert str(fault) == "grammar: the allowed tokens cannot be computed within 0.05 s"
+    assert fault.is_caller_error
+    compiler.mask_gate.set()
 
 
 def test_an_invalid_grammar_or_output_is_a_fault_of_its_row() -> None:
