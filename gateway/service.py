@@ -20,6 +20,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
+from gateway.observe.traces import Traces
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.schema.rendering import ResponseHeader
@@ -94,6 +95,7 @@ class Service:
     policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
     live: LiveView = field(default_factory=LiveView)
     timelines: Timelines = field(default_factory=Timelines)
+    traces: Traces | None = None
     has_page: bool = True
 
     def check_model(self, name: str) -> None:

@@ -195,6 +195,10 @@ class Exposition(Collector):
         for described, count in (
             (Described("podway_iterations_total", "Iterations committed."), metrics.num_iterations),
             (
+                Described("podway_traces_dropped_total", "Requests not traced: slow collector."),
+                metrics.num_dropped_traces,
+            ),
+            (
                 Described("podway_worker_restarts_total", "Workers that died and were replaced."),
                 metrics.num_workers_lost,
             ),

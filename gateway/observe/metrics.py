@@ -71,6 +71,7 @@ class Metrics(NullObserver):
         self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
         self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
+        self.num_dropped_traces = 0
         self.iteration_seconds = Histogram(SECONDS)
         self.iteration_requests = Histogram(SIZES)
         self.iteration_tokens = Histogram(SIZES)

@@ -5,7 +5,7 @@ one test per row; everything else happens at arrivals, preemptions, swaps and en
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,8 +100,11 @@ class Timeline:
 class Timelines(NullObserver):
     """Records timelines; `attach` it to the scheduler that it observes before requests arrive."""
 
-    def __init__(self, keep: int = KEEP) -> None:
+    def __init__(
+        self, keep: int = KEEP, on_end: "Callable[[Timeline], None] | None" = None
+    ) -> None:
         self._keep = keep
+        self._on_end = on_end
         self._scheduler: IterationScheduler | None = None
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
@@ -168,6 +171,8 @@ class Timelines(NullObserver):
         self._interrupted.pop(request.request_id, None)
         if found is not None:
             self._ended[request.request_id] = found
+            if self._on_end is not None:
+                self._on_end(found)
             if len(self._ended) > self._keep:
                 self._ended.popitem(last=False)
 

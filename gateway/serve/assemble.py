@@ -39,6 +39,7 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
+from gateway.observe.traces import Traces
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
@@ -68,6 +69,7 @@ class ControlPlane(NamedTuple):
     live: LiveView
     timelines: Timelines
     request_log: RequestLog
+    traces: Traces | None
 
 
 def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
@@ -154,6 +156,7 @@ def build_service(
         request_log=plane.request_log,
         live=plane.live,
         timelines=plane.timelines,
+        traces=plane.traces,
         has_page=settings.page,
     )
 
@@ -188,11 +191,20 @@ def build_control_plane(
     metrics, quotas, live, timelines = Metrics(), Quotas(), LiveView(), Timelines()
     request_log = RequestLog(time.perf_counter)
     observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
+    metrics, quotas, live = Metrics(), Quotas(), LiveView()
+    traces = None
+    if settings.otlp_endpoint is not None:
+        clock = time.perf_counter
+        traces = Traces(settings.otlp_endpoint, loaded.name, clock, metrics)
+        stack.callback(traces.close)
+    timelines = Timelines(on_end=traces.ended if traces is not None else None)
+    observers: list[Observer] = [metrics, RequestLog(), quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
     scheduler = header.build(cost, ObserverGroup(*observers))
     timelines.attach(scheduler)
     return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log)
+    return ControlPlane(scheduler, metrics, quotas, live, timelines, traces)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:

@@ -67,6 +67,12 @@ class ServerSettings(BaseSettings):
     drain_seconds: float = _option(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )
+    otlp_endpoint: str | None = _option(
+        None,
+        "server",
+        "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",
+        "URL",
+    )
     record: Path | None = _option(
         None,
         "server",
