@@ -188,23 +188,19 @@ def build_control_plane(
 ) -> ControlPlane:
     """The scheduler and its observers. `stack` closes the recording, if there is one."""
     header = _recording_header(settings, loaded)
-    metrics, quotas, live, timelines = Metrics(), Quotas(), LiveView(), Timelines()
-    request_log = RequestLog(time.perf_counter)
-    observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
     metrics, quotas, live = Metrics(), Quotas(), LiveView()
+    request_log = RequestLog(time.perf_counter)
     traces = None
     if settings.otlp_endpoint is not None:
-        clock = time.perf_counter
-        traces = Traces(settings.otlp_endpoint, loaded.name, clock, metrics)
+        traces = Traces(settings.otlp_endpoint, loaded.name, time.perf_counter, metrics)
         stack.callback(traces.close)
     timelines = Timelines(on_end=traces.ended if traces is not None else None)
-    observers: list[Observer] = [metrics, RequestLog(), quotas, live, timelines]
+    observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
     scheduler = header.build(cost, ObserverGroup(*observers))
     timelines.attach(scheduler)
-    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log)
-    return ControlPlane(scheduler, metrics, quotas, live, timelines, traces)
+    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:

@@ -71,21 +71,6 @@ class IdentifyCaller:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "http":
-        if scope["type"] == "http":
-            service = self._service
-            given_id = _header(scope, b"x-request-id")
-            request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
-            dialect = dialect_of(scope["path"])
-            scope["podway.caller"] = Caller(
-                request_id,
-                service.clock(),
-                dialect=dialect,
-                unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
-            )
-            scope["podway.send"] = send
-            if service.traces is not None and (parent := _header(scope, b"traceparent")):
-                service.traces.begin(request_id, parent)
-        try:
             await self._app(scope, receive, send)
             return
         record = self._identify(scope)
@@ -119,6 +104,8 @@ class IdentifyCaller:
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
         )
+        if service.traces is not None and (parent := _header(scope, b"traceparent")):
+            service.traces.begin(request_id, parent)
         return record
 
     def _route_of(self, scope: "Scope") -> str:
