@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
+LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
 CHUNK = 512  # tokens that are compared at a time
 HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
@@ -129,15 +130,17 @@ class KVManager:
 
     def is_being_computed(self, request: Request) -> bool:
         """Whether an iteration in flight, or the one being planned, computes a prompt that has
-        half of this request's uncached tokens in common, so that it is better to wait for them."""
+        half of this request's uncached tokens in common, and at least `LEAST_COMMON`: then it is
+        better to wait for their KV than to compute it twice."""
         place, size = request.num_matched, self.block_size
         if not self._prefills or place >= len(request.block_hashes):
             return False
         other = self._prefills.get(request.block_hashes[place])
         if other is None or other is request:
             return False
-        common = _num_common(request.spec.prompt, other.spec.prompt, place * size) // size * size
-        return 2 * (common - place * size) >= request.num_tokens - place * size
+        cached = place * size
+        common = _num_common(request.spec.prompt, other.spec.prompt, cached) // size * size - cached
+        return common >= LEAST_COMMON and 2 * common >= request.num_tokens - cached
 
     # Blocks
 

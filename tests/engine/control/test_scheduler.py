@@ -10,6 +10,7 @@ from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.errors import ContextTooLong, Overloaded, StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv.manager import LEAST_COMMON
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
@@ -422,32 +423,40 @@ def tokens_per_iteration(scheduler: IterationScheduler) -> list[int]:
 
 
 def test_choices_of_one_prompt_compute_it_once() -> None:
-    """The first computes 33 tokens; the others share 32 of them as soon as they are computed."""
+    """The first computes 129 tokens; the others share 128 of them as soon as they are computed."""
     scheduler = make(
         block_size=4, max_batch_size=8, max_batch_tokens=512, reuses_prefixes=True, num_blocks=200
     )
     for _ in range(8):
-        scheduler.add(spec(33, 2), 0.0)
-    assert tokens_per_iteration(scheduler) == [33, 1 + 7, 7]
+        scheduler.add(spec(129, 2), 0.0)
+    assert tokens_per_iteration(scheduler) == [129, 1 + 7, 7]
 
 
 def test_a_chunked_prompt_is_computed_once_by_requests_that_share_it() -> None:
-    scheduler = make(block_size=4, max_batch_tokens=16, reuses_prefixes=True)
+    scheduler = make(block_size=4, max_batch_tokens=16, reuses_prefixes=True, num_blocks=200)
     for _ in range(3):
-        scheduler.add(spec(41, 1), 0.0)
-    assert sum(tokens_per_iteration(scheduler)) == 41 + 2
+        scheduler.add(spec(121, 1), 0.0)
+    assert sum(tokens_per_iteration(scheduler)) < 121 + 2 * LEAST_COMMON
+
+
+@pytest.mark.parametrize("length", [10, 65])
+def test_short_prompts_are_computed_twice_rather_than_waited_for(length: int) -> None:
+    scheduler = make(block_size=4, max_batch_tokens=200, reuses_prefixes=True)
+    for _ in range(2):
+        scheduler.add(spec(length, 1), 0.0)
+    assert len(tokens_per_iteration(scheduler)) == (1 if length < 64 else 2)
 
 
 def test_a_request_does_not_wait_for_a_short_common_prefix() -> None:
-    scheduler = make(block_size=4, max_batch_tokens=100, reuses_prefixes=True)
+    scheduler = make(block_size=4, max_batch_tokens=200, reuses_prefixes=True)
     for own in (1, 2):
-        scheduler.add(RequestSpec((7,) * 8 + (own,) * 32, 1, GREEDY), 0.0)
-    assert tokens_per_iteration(scheduler) == [80]
+        scheduler.add(RequestSpec((7,) * 8 + (own,) * 80, 1, GREEDY), 0.0)
+    assert tokens_per_iteration(scheduler) == [176]
 
 
 def test_a_request_does_not_wait_for_a_prompt_whose_computation_was_cancelled() -> None:
     scheduler = make(block_size=4, max_batch_tokens=16, reuses_prefixes=True)
-    first, second = scheduler.add(spec(41, 1), 0.0), scheduler.add(spec(41, 1), 0.0)
+    first, second = scheduler.add(spec(121, 1), 0.0), scheduler.add(spec(121, 1), 0.0)
     assert run_iteration(scheduler) == [(0, 16)]
     scheduler.cancel(first, Abort.CLIENT_GONE, 0.0)
     assert run_iteration(scheduler) == [(1, 16)]
