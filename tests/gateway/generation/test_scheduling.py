@@ -123,6 +123,7 @@ def test_a_deadline_during_a_stream_is_its_last_event() -> None:
         said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
         assert "".join(said) == "He"
         assert last["error"]["code"] == "deadline_exceeded"
+        await asyncio.sleep(STEP)  # its last iteration returns
         async with rig.client.get("/metrics") as exchange:
             lines = (await exchange.read()).decode().splitlines()
         assert 'podway_requests_total{outcome="expired"} 1.0' in lines
