@@ -51,7 +51,7 @@ class Exchange:
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             raise error
-        assert self._witness.complaints == []
+        assert self._witness.complaints == [], self._witness.complaints
 
     def disconnect(self) -> None:
         """Disconnect now."""

@@ -119,6 +119,7 @@ def _schemas() -> dict[str, Json]:
     }
     for name, schema in schemas.items():
         _seal(schema, is_part=name in parts)
+    schemas["EmptyModelParam"] = {"type": "object"}  # the JSON schema of a tool's parameters
     schemas["CompletionChunk"] = _completion_chunk(schemas)
     schemas["ResponseItemList"] = _list_of_items()
     return schemas
@@ -198,6 +199,8 @@ SHAPES = (
     _shape("GET", "/v1/batches/{id}", "Batch"),
     _shape("POST", "/v1/batches/{id}/cancel", "Batch"),
     _shape("POST", "/v1/responses", "Response", "ResponseStreamEvent"),
+    _shape("POST", "/v1/responses/input_tokens", ""),
+    _shape("POST", "/v1/responses/compact", ""),
     _shape("GET", "/v1/responses/{id}", "Response", "ResponseStreamEvent"),
     _shape("DELETE", "/v1/responses/{id}", ""),
     _shape("POST", "/v1/responses/{id}/cancel", "Response"),

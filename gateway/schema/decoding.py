@@ -34,9 +34,12 @@ _MAX_QUOTED = 100  # characters of a caller's value that an error message repeat
 
 
 def decode(
-    decoder: msgspec.json.Decoder[Shape], body: bytes, unknown: UnknownFields | None = None
+    decoder: msgspec.json.Decoder[Shape],
+    body: bytes,
+    unknown: UnknownFields | None = None,
+    root: str = "",
 ) -> Shape:
-    """Decode `body`, without the fields that `unknown` may ignore.
+    """Decode `body`, without the fields that `unknown` may ignore; `root` is the body's path.
 
     Raises `InvalidRequest` if it is not UTF-8, not JSON, or has another shape.
     """
@@ -46,7 +49,7 @@ def decode(
         except msgspec.ValidationError as error:
             if unknown is None or not str(error).startswith(_UNKNOWN_PREFIX):
                 raise
-        return decoder.decode(unknown.remove(body, decoder.type))
+        return decoder.decode(unknown.remove(body, decoder.type, root))
     except msgspec.ValidationError as error:
         raise _invalid_request(str(error)) from None
     except UnicodeDecodeError:

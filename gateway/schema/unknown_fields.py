@@ -75,16 +75,24 @@ class UnknownFields:
         self._rejects_all = rejects_all
         self.ignored: list[str] = []
 
-    def remove(self, body: bytes, shape: type) -> bytes:
+    def ignore(self, path: str) -> bool:
+        """Add `path` to the ignored fields; False if the server rejects them."""
+        if not self._rejects_all and path not in self.ignored:
+            self.ignored.append(path)
+        return not self._rejects_all
+
+    def remove(self, body: bytes, shape: type, root: str = "") -> bytes:
         """The JSON `body` without the fields that `shape` does not have and that may be ignored.
 
-        `body` is valid JSON; other unknown fields stay and make the decoder raise.
+        `body` is valid JSON; other unknown fields stay and make the decoder raise. `root` is the
+        path of the body in its request.
         """
         if self._rejects_all:
             return body
         data = msgspec.json.decode(body)
-        found = list(_remove(data, _type_of(shape), ""))
-        self.ignored += [path for path in dict.fromkeys(found) if path not in self.ignored]
+        found = list(_remove(data, _type_of(shape), root))
+        for path in found:
+            self.ignore(path)
         return msgspec.json.encode(data) if found else body
 
     def headers(self) -> dict[str, str]:

@@ -67,6 +67,8 @@ ROUTES = (
     Route("/v1/messages", messages.create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/responses", responses.create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/compact", responses.compact_response, methods=["POST"]),
     _route(
         "/v1/responses/{response_id}",
         GET=responses.retrieve_response,

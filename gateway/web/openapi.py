@@ -85,6 +85,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         "responses", "The next items of a conversation.", ResponseRequest, (JSON, EVENTS)
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "responses", "The number of tokens of a prompt.", ResponseRequest
+    ),
+    ("POST", "/v1/responses/compact"): Operation(
+        "responses", "Rejected: compaction is not supported."
+    ),
     ("GET", "/v1/responses/{response_id}"): Operation("responses", "A stored response."),
     ("DELETE", "/v1/responses/{response_id}"): Operation("responses", "Delete a stored response."),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(

@@ -1,27 +1,34 @@
 """Items of the Responses API: as requested, as stored, and as the chat messages they become.
 
-Supported types are messages, function calls, their outputs, and reasoning. An item of another type
-is rejected with an error that names the type.
+Supported types are messages, calls of functions and custom tools, their outputs, and reasoning. An
+item of another type is rejected with an error that names the type.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
+from gateway.schema.responses.tools import INPUT, function_name
 
 Item = dict[str, Any]
 
 MAX_ITEMS = 10_000
 ROLES = ("user", "assistant", "system", "developer")
-TYPES = ("message", "function_call", "function_call_output", "reasoning")
+TYPES = (
+    "message", "function_call", "function_call_output", "custom_tool_call",
+    "custom_tool_call_output", "reasoning",
+)  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "refusal")
 _PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
 
@@ -75,7 +82,8 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     output: str | list[ContentItem] | None = None
     summary: list[ReasoningItem] | None = None
     encrypted_content: str | None = None
-    namespace: Any = None
+    input: str | None = None
+    namespace: str | None = None
     caller: Any = None
 
     def as_stored(self, path: str, new_id: Callable[[str], str]) -> Item:
@@ -99,13 +107,23 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                     "id": item_id,
                     "call_id": self._required("call_id", path),
                     "name": self._required("name", path),
+                    **self._namespace_field,
                     "arguments": self._required("arguments", path),
                     "status": status,
                 }
-            case "function_call_output":
+            case "custom_tool_call":
+                return {
+                    "type": "custom_tool_call",
+                    "id": item_id,
+                    "call_id": self._required("call_id", path),
+                    "name": self._required("name", path),
+                    **self._namespace_field,
+                    "input": self._required("input", path),
+                }
+            case "function_call_output" | "custom_tool_call_output":
                 texts = self._parts("output", path, is_output=False)
                 return {
-                    "type": "function_call_output",
+                    "type": self.type,
                     "id": item_id,
                     "call_id": self._required("call_id", path),
                     "output": "".join(part["text"] for part in texts),
@@ -117,6 +135,10 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         ]
         summary = [{"type": "summary_text", "text": part.text} for part in self.summary or ()]
         return {"type": "reasoning", "id": item_id, "summary": summary, "content": reasoning}
+
+    @property
+    def _namespace_field(self) -> Item:
+        return {} if self.namespace is None else {"namespace": self.namespace}
 
     def _required(self, name: str, path: str) -> str:
         value: str | None = getattr(self, name)
@@ -156,7 +178,7 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if item["type"] == "message" and not _is_output(item["role"]):
             messages.append({"role": item["role"], "content": _text(item["content"])})
             assistant = None
-        elif item["type"] == "function_call_output":
+        elif item["type"] in ("function_call_output", "custom_tool_call_output"):
             call_id, output = item["call_id"], item["output"]
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             assistant = None
@@ -184,8 +206,13 @@ def _add(message: dict[str, Any], item: Mapping[str, Any]) -> None:
             message["reasoning_content"] = _text(item["content"])
         case "message":
             message["content"] = _text(item["content"])
-        case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+        case "function_call" | "custom_tool_call":
+            name = function_name(item["name"], item.get("namespace"))
+            if item["type"] == "custom_tool_call":
+                arguments = orjson.dumps({INPUT: item["input"]}).decode()
+            else:
+                arguments = item["arguments"]
+            function = {"name": name, "arguments": arguments}
             call = {"id": item["call_id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 

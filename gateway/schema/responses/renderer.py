@@ -7,6 +7,7 @@ Every event has the next sequence number.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -23,6 +24,7 @@ from gateway.schema.rendering import (
     OutputToken,
     PromptReport,
 )
+from gateway.schema.responses.tools import CalledTool, custom_input
 
 if TYPE_CHECKING:
     from gateway.schema.openai.logprobs import LogprobsFormatter
@@ -42,8 +44,11 @@ class ResponsesRenderer:
         new_id: Callable[[str], str],
         now: Callable[[], int],
         formatter: "LogprobsFormatter | None" = None,
+        tools: Mapping[str, CalledTool] = MappingProxyType({}),
     ) -> None:
-        """`head` has the response's constant fields; `now` gives Unix seconds."""
+        """`head` has the response's constant fields; `now` gives Unix seconds; `tools` are the
+        tools that functions of the chat request stand for, by the functions' names."""
+        self._tools = tools
         self.output: list[Item] = []
         self._head = head
         self._new_id = new_id
@@ -153,6 +158,9 @@ class ResponsesRenderer:
                 return self._open_text("reasoning", "reasoning_text") + self._delta(text)
             case CallBegin():
                 return self._open_call(piece)
+            case CallArguments(_, text) if self.output[-1]["type"] == "custom_tool_call":
+                self._texts.append(text)  # JSON around the input, which is known at the end
+                return b""
             case CallArguments(_, text):
                 return self._delta(text)
 
@@ -173,7 +181,10 @@ class ResponsesRenderer:
 
     def _open_call(self, begin: CallBegin) -> bytes:
         events = self._close("completed")
-        events += self._open(_call(self._new_id("fc_"), begin, "", "in_progress"))
+        tool = self._tools.get(begin.name, CalledTool(begin.name))
+        if tool.is_custom:
+            return events + self._open(_custom_call(self._new_id("ctc_"), begin, tool))
+        events += self._open(_call(self._new_id("fc_"), begin, tool))
         self._delta_head = self._head_of("response.function_call_arguments.delta", is_call=True)
         return events
 
@@ -215,6 +226,8 @@ class ResponsesRenderer:
             case "reasoning":
                 part = {"type": "reasoning_text", "text": text}
                 done = self._done_text("response.reasoning_text.done", part, item)
+            case "custom_tool_call":
+                done = self._done_custom(item, text)
             case _:
                 item |= {"arguments": text, "status": status}
                 done = self._event(
@@ -226,6 +239,13 @@ class ResponsesRenderer:
                 )
         event = self._event("response.output_item.done", output_index=self._item_index, item=item)
         return done + event
+
+    def _done_custom(self, item: Item, arguments: str) -> bytes:
+        item["input"] = custom_input(arguments)
+        location = {"item_id": item["id"], "output_index": self._item_index}
+        return self._event(
+            "response.custom_tool_call_input.delta", **location, delta=item["input"]
+        ) + self._event("response.custom_tool_call_input.done", **location, input=item["input"])
 
     def _done_text(self, kind: str, part: Item, item: Item, **more: Any) -> bytes:
         item["content"] = [part]
@@ -300,12 +320,22 @@ def _reasoning(item_id: str, text: str) -> Item:
     return {"type": "reasoning", "id": item_id, "summary": [], "content": [part]}
 
 
-def _call(item_id: str, begin: CallBegin, arguments: str, status: str) -> Item:
+def _call(item_id: str, begin: CallBegin, tool: CalledTool) -> Item:
     return {
         "type": "function_call",
         "id": item_id,
         "call_id": begin.call_id,
-        "name": begin.name,
-        "arguments": arguments,
-        "status": status,
+        **_tool_name(tool),
+        "arguments": "",
+        "status": "in_progress",
     }
+
+
+def _custom_call(item_id: str, begin: CallBegin, tool: CalledTool) -> Item:
+    identity = {"id": item_id, "call_id": begin.call_id}
+    return {"type": "custom_tool_call", **identity, **_tool_name(tool), "input": ""}
+
+
+def _tool_name(tool: CalledTool) -> Item:
+    namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+    return {"name": tool.name, **namespace}

@@ -14,6 +14,7 @@ from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.responses.items import InputItem, Item, as_messages
+from gateway.schema.responses.tools import ToolSet
 from gateway.schema.unknown_fields import UnknownFields
 
 INCLUDABLE = (
@@ -98,27 +99,6 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    """One of `tools`. Only functions are supported."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def as_chat(self) -> dict[str, Any]:
-        """The same tool in a chat request's form."""
-        fields = msgspec.structs.asdict(self)
-        kind = fields.pop("type")
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {"type": kind, "function": given}
-
-    def as_response(self) -> dict[str, Any]:
-        """The tool as the response object repeats it."""
-        return {**msgspec.structs.asdict(self), "strict": bool(self.strict)}
-
-
 class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
     """All fields of OpenAI's request; those in `NO_EFFECT` are not supported."""
 
@@ -194,12 +174,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     def is_stored(self) -> bool:
         return self.store is not False
 
-    @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools. Raises `InvalidRequest` for one that is not a function."""
-        return [_tool(raw, f"tools[{i}]") for i, raw in enumerate(self.tools or ())]
-
-    def as_chat(self, items: Sequence[Item]) -> ChatRequest:
+    def as_chat(self, items: Sequence[Item], tools: ToolSet) -> ChatRequest:
         """The checked chat request for these items. Errors name fields of this request."""
         messages = as_messages(items)
         if self.instructions is not None:
@@ -212,8 +187,8 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             "tool_choice": _choice(self.tool_choice),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        if self.tools:
-            body["tools"] = [tool.as_chat() for tool in self.functions]
+        if tools.functions:
+            body["tools"] = tools.functions
         if self.text is not None:
             body["verbosity"] = self.text.verbosity
             body["response_format"] = self.text.format and self.text.format.as_chat()
@@ -223,8 +198,6 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
-_TOOL = msgspec.json.Decoder(FunctionTool)
-_KIND = msgspec.json.Decoder(dict[str, Any])
 
 
 def decode_response(body: bytes, unknown: UnknownFields | None = None) -> ResponseRequest:
@@ -236,7 +209,11 @@ def decode_response(body: bytes, unknown: UnknownFields | None = None) -> Respon
 
 
 def response_head(
-    request: ResponseRequest, response_id: str, now: int, defaults: SamplingDefaults
+    request: ResponseRequest,
+    tools: ToolSet,
+    response_id: str,
+    now: int,
+    defaults: SamplingDefaults,
 ) -> dict[str, Any]:
     """The response object's constant fields: those of its request, with OpenAI's defaults."""
     text, reasoning = request.text or TextOptions(), request.reasoning or ReasoningOptions()
@@ -260,7 +237,7 @@ def response_head(
         "temperature": defaults.temperature if request.temperature is None else request.temperature,
         "text": {"format": text_format, "verbosity": text.verbosity or "medium"},
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-        "tools": [tool.as_response() for tool in request.functions],
+        "tools": [tool.as_response() for tool in tools.given],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": defaults.top_p if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
@@ -273,21 +250,10 @@ def _given_fields(text_format: TextFormat) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tool(raw: msgspec.Raw, path: str) -> FunctionTool:
-    """Decode a tool. Its type is checked before its other fields, for a clearer error."""
-    try:
-        kind = decode(_KIND, bytes(raw)).get("type")
-        check_allowed(str(kind), "type", ("function",))
-        return decode(_TOOL, bytes(raw))
-    except InvalidRequest as error:
-        param = f"{path}.{error.param}" if error.param else path
-        raise InvalidRequest(str(error).replace(f"'{error.param}'", f"'{param}'"), param) from None
-
-
 def _choice(choice: Any) -> Any:
     """`tool_choice` in a chat request's form, where names are one level deeper."""
     match choice:
-        case {"type": "function", "name": name}:
+        case {"type": "function" | "custom", "name": name}:
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {

@@ -1,6 +1,6 @@
 """`/v1/responses`: outputs as items, stored so that a later request can continue from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import orjson
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
 from gateway.errors import ResponseNotFound
+from gateway.generation.conversation import render_prompt
 from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.reply import json_response
@@ -19,6 +20,7 @@ from gateway.schema.paging import list_json, read_page
 from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import ResponsesRenderer
 from gateway.schema.responses.request import NAMES, ResponseRequest, decode_response, response_head
+from gateway.schema.responses.tools import read_tools
 from gateway.service import caller_of, service_of
 from gateway.store.responses import ResponseRecord
 from gateway.store.running import RunningResponse
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from gateway.access.callers import Caller
     from gateway.generation.prompt import TokenizedPrompts
+    from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
 
 DEFAULT_LISTED, MAX_LISTED = 20, 100
@@ -47,28 +50,59 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_response(body, caller.unknown_fields)
     service.check_model(request.model)
-    assert request.input is not None, "checked by decode_response"
-    items = stored_items(request.input, service.new_id)
-    if request.previous_response_id is not None:
-        items = await _earlier_items(request.previous_response_id, caller, service) + items
-    chat = request.as_chat(items)
+    tools = read_tools(request.tools or (), caller.unknown_fields)
+    items = await _items(request, caller, service)
+    chat = request.as_chat(items, tools)
+    model = service.model
     renderer = ResponsesRenderer(
         response_head(
-            request, service.new_id("resp_"), service.unix_now(), service.model.sampling_defaults
+            request, tools, service.new_id("resp_"), service.unix_now(), model.sampling_defaults
         ),
         service.new_id,
         service.unix_now,
-        token_formatter(chat.report_options, service.model.tokenizer),
+        token_formatter(chat.report_options, model.tokenizer),
+        tools.by_function,
     )
     with renamed_fields(NAMES):
         plan = plan_chat(chat, renderer, caller, service)
     plan = replace(plan, prompt_field="input")
     if request.truncation == "auto":
-        plan = replace(plan, tokenize=partial(_tokenize_truncated, request, items, plan, service))
+        as_chat = partial(request.as_chat, tools=tools)
+        plan = replace(plan, tokenize=partial(_tokenize_truncated, as_chat, items, plan, service))
     if request.is_stored:
         await service.store.responses.check_room()
         plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
     return plan
+
+
+async def count_input_tokens(http: "HttpRequest") -> "Response":
+    """The number of tokens of a request's prompt; nothing is generated."""
+    service, caller = service_of(http), caller_of(http)
+    body = await read_body(http, service.limits)
+    request = decode_response(body, caller.unknown_fields)
+    service.check_model(request.model)
+    tools = read_tools(request.tools or (), caller.unknown_fields)
+    chat = request.as_chat(await _items(request, caller, service), tools)
+    with renamed_fields(NAMES):
+        rendered = await render_prompt(service.model, chat)
+    return _json(http, {"object": "response.input_tokens", "input_tokens": len(rendered.ids)})
+
+
+async def compact_response(http: "HttpRequest") -> "Response":
+    """Rejected: only OpenAI's models make the opaque items that replace a conversation."""
+    raise InvalidRequest(
+        "Compaction is not supported. Send fewer items, or set 'truncation' to 'auto', which "
+        "leaves out the oldest."
+    )
+
+
+async def _items(request: ResponseRequest, caller: "Caller", service: "Service") -> list[Item]:
+    """The request's items, after those of the response that it continues."""
+    assert request.input is not None, "checked by decode_response"
+    items = stored_items(request.input, service.new_id)
+    if request.previous_response_id is None:
+        return items
+    return await _earlier_items(request.previous_response_id, caller, service) + items
 
 
 async def _earlier_items(response_id: str, caller: "Caller", service: "Service") -> list[Item]:
@@ -82,13 +116,16 @@ async def _earlier_items(response_id: str, caller: "Caller", service: "Service")
 
 
 async def _tokenize_truncated(
-    request: ResponseRequest, items: list[Item], plan: GenerationPlan, service: "Service"
+    as_chat: "Callable[[list[Item]], ChatRequest]",
+    items: list[Item],
+    plan: GenerationPlan,
+    service: "Service",
 ) -> "TokenizedPrompts":
     """The prompt without the oldest items, as few of them as needed (binary search)."""
     suffixes = list(_suffixes(items))
 
     async def tokenize(start: int) -> "TokenizedPrompts":
-        chat = request.as_chat(suffixes[start])
+        chat = as_chat(suffixes[start])
         return await plan_chat(chat, plan.renderer, plan.caller, service).tokenize()
 
     def fits(tokenized: "TokenizedPrompts") -> bool:

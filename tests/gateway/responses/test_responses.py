@@ -293,7 +293,7 @@ def test_the_error_names_the_invalid_field(fields: dict[str, Any], param: str) -
         assert exchange.status in (400, 404)
         assert error["param"] == param, error
 
-    play(scene, Setting(dialect=HERMES))
+    play(scene, Setting(dialect=HERMES, rejects_unknown_fields=True))
 
 
 def test_an_unpaired_surrogate_is_rejected() -> None:

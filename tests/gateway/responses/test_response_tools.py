@@ -1,0 +1,189 @@
+"""Tools of the Responses API beyond functions: namespaces, custom tools, and tools of a server."""
+
+import json
+from typing import Any
+
+import pytest
+
+from adapters.dialects.choosing import choose_dialect
+from tests.gateway.rig import MODEL, Rig, Setting, play
+
+PATH = "/v1/responses"
+HERMES = choose_dialect("", "hermes", "think")
+IGNORED = "x-podway-ignored-fields"
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+GITHUB = {
+    "type": "namespace",
+    "name": "mcp__github__",
+    "description": "GitHub.",
+    "tools": [{**ADD, "name": "search", "strict": False}],
+}
+# The tools of a first request of Codex CLI.
+CODEX = [
+    {**ADD, "name": "exec_command", "strict": False},
+    {**PATCH, "defer_loading": False},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "local_shell"},
+    GITHUB,
+]
+
+
+def call(name: str, arguments: object) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def setting(*texts: str) -> Setting:
+    return Setting(texts=texts or ("Hello!",), dialect=HERMES)
+
+
+async def posted(rig: Rig, path: str = PATH, **fields: Any) -> tuple[int, Any, dict[str, str]]:
+    async with rig.client.post(path, {"model": MODEL, "input": "hi", **fields}) as exchange:
+        body = await exchange.json()
+    return exchange.status, body, exchange.headers
+
+
+async def events_of(rig: Rig, **fields: Any) -> list[Any]:
+    body = {"model": MODEL, "input": "hi", "stream": True, **fields}
+    async with rig.client.post(PATH, body) as exchange:
+        return [event async for event in exchange.events()]
+
+
+def test_codex_is_served_and_tools_of_a_server_are_ignored() -> None:
+    async def scene(rig: Rig) -> None:
+        fields: dict[str, Any] = {
+            "tools": CODEX,
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "k",
+            "client_metadata": {"x-codex-installation-id": "1"},
+        }
+        status, body, headers = await posted(rig, **fields)
+        assert status == 200, body
+        assert headers[IGNORED] == "client_metadata, tools[].web_search, tools[].local_shell"
+        assert [tool["type"] for tool in body["tools"]] == ["function", "custom", "namespace"]
+        await events_of(rig, **fields)
+
+    for request in play(scene, setting()).ended:
+        prompt = bytes(request.spec.prompt).decode()
+        assert prompt.startswith("tools:exec_command,apply_patch,mcp__github__search\n")
+
+
+def test_a_strict_server_rejects_tools_of_a_server() -> None:
+    async def scene(rig: Rig) -> None:
+        status, body, _ = await posted(rig, tools=[ADD, {"type": "web_search"}])
+        assert (status, body["error"]["param"]) == (400, "tools[1].type")
+
+    play(scene, Setting(dialect=HERMES, rejects_unknown_fields=True))
+
+
+def test_a_call_of_a_custom_tool_has_its_input_as_text() -> None:
+    patch = "*** Begin\n+é\n"
+    item = {"type": "custom_tool_call", "name": "apply_patch", "input": patch}
+
+    async def scene(rig: Rig) -> None:
+        _, body, _ = await posted(rig, tools=[PATCH])
+        (made,) = body["output"]
+        assert {name: made[name] for name in item} == item
+        events = await events_of(rig, tools=[PATCH])
+        kinds = [event["type"].removeprefix("response.") for event in events]
+        assert kinds[2:6] == [
+            "output_item.added",
+            "custom_tool_call_input.delta",
+            "custom_tool_call_input.done",
+            "output_item.done",
+        ]
+        assert events[4]["input"] == events[3]["delta"] == patch
+        results = {"type": "custom_tool_call_output", "call_id": made["call_id"], "output": "ok"}
+        more = {"previous_response_id": body["id"], "tools": [PATCH]}
+        status, body, _ = await posted(rig, input=[results], **more)
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "Done.")
+
+    texts = [call("apply_patch", {"input": patch})] * 2
+    play(scene, setting(*texts, "Done."))
+
+
+def test_a_custom_call_that_is_cut_off_keeps_what_was_generated() -> None:
+    async def scene(rig: Rig) -> None:
+        _, body, _ = await posted(rig, tools=[PATCH])
+        assert body["output"][0]["input"] == '{"input": "*** Beg'
+
+    text = call("apply_patch", {"input": "*** Begin"})
+    play(scene, setting(text[: text.index("Beg") + 3]))
+
+
+def test_a_call_in_a_namespace_has_name_and_namespace() -> None:
+    async def scene(rig: Rig) -> None:
+        _, body, _ = await posted(rig, tools=[GITHUB])
+        (made,) = body["output"]
+        assert (made["type"], made["name"]) == ("function_call", "search")
+        assert made["namespace"] == "mcp__github__"
+        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "none"}
+        history = [{"role": "user", "content": "hi"}, made, result]
+        status, body, _ = await posted(rig, input=history, tools=[GITHUB])
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "Done.")
+
+    play(scene, setting(call("mcp__github__search", {"q": "x"}), "Done."))
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "robot"}], "tools[0].type"),
+        ([{"type": "custom"}], "tools[0].name"),
+        ([{"type": "function", "name": "a b"}], "tools[0].name"),
+        ([{**GITHUB, "tools": [{"type": "web_search"}]}], "tools[0].tools[0].type"),
+        ([{**GITHUB, "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+    ],
+)
+def test_the_error_names_an_invalid_tool(tools: list[Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        status, body, _ = await posted(rig, tools=tools)
+        assert (status, body["error"]["param"]) == (400, param)
+
+    play(scene, setting())
+
+
+def test_input_tokens_are_counted_without_generating() -> None:
+    async def scene(rig: Rig) -> None:
+        status, body, _ = await posted(rig, instructions="Be brief.")
+        assert status == 200
+        fields = {"instructions": "Be brief.", "tools": [ADD]}
+        status, counted, _ = await posted(rig, "/v1/responses/input_tokens", **fields)
+        num_tokens = len("tools:add\n") + body["usage"]["input_tokens"]
+        assert (status, counted) == (
+            200,
+            {"object": "response.input_tokens", "input_tokens": num_tokens},
+        )
+        more = {"previous_response_id": body["id"]}
+        _, counted, _ = await posted(rig, "/v1/responses/input_tokens", **more)
+        assert counted["input_tokens"] == len("user:hi\nassistant:Hello!\nuser:hi\n")
+
+    assert len(play(scene, setting()).ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/responses/compact", {}, "Compaction is not supported"),
+        (PATH, {"background": True}, "'background' is not supported"),
+        (PATH, {"conversation": "conv_1"}, "'conversation' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_a_400_that_says_so(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        status, body, _ = await posted(rig, path, **fields)
+        assert status == 400
+        assert body["error"]["message"].startswith(message)
+
+    play(scene)
