@@ -243,7 +243,7 @@ def test_count_tokens_generates_nothing() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
+        ({"stop_sequences": [str(i) for i in range(17)]}, "stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
