@@ -1,12 +1,12 @@
-"""How many tokens a second a whole server streams when the model costs almost nothing.
+"""Tokens per second of a whole server whose model costs almost nothing.
 
     python -m examples.benchmarks.front_end CHECKPOINT [-c 64] [-n 512] [--prompt-tokens 32]
                                     [--output-tokens 64] [--highest-id 30000] [--json FILE]
 
-CHECKPOINT should be tiny (a Llama of 2 layers, say), since the model's own time is in the figure.
-Closed loop: each of C clients sends its next request when the last has been answered, over a
-connection of its own. Two clients take turns: `podway bench`, which parses every event, and a raw
-one, which only looks for the end. The CPU seconds are those of the server's processes.
+CHECKPOINT should be tiny, for example a Llama with 2 layers: the model's time is included. Closed
+loop: each of C clients sends its next request when the last one has ended, over a new connection.
+Two clients alternate: `podway bench`, which parses every event, and a raw one, which only searches
+for the last. The CPU seconds are those of the server's processes.
 """
 
 import argparse
@@ -28,12 +28,12 @@ import psutil
 import uvloop
 
 MODEL = "m"
-LOWEST_ID = 100  # of random prompts: nothing special
+LOWEST_ID = 100  # of random prompts; lower ids are special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a run came to; CPU in microseconds per output token."""
+    """The result of a run; CPU time in microseconds per output token."""
 
     tokens_per_second: float
     seconds: float
@@ -55,14 +55,14 @@ def serve(checkpoint: str, directory: str) -> "tuple[subprocess.Popen[str], str]
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
-    """Of the loop's process, and of its workers."""
+    """CPU seconds of the event loop's process, and of its workers."""
     loop = psutil.Process(pid)
     workers = [sum(child.cpu_times()[:2]) for child in loop.children(recursive=True)]
     return sum(loop.cpu_times()[:2]), sum(workers)
 
 
 def measured(pid: int, num_tokens: int, run: Callable[[], float]) -> Rate:
-    """Run, and share the CPU out among the tokens; `run` returns its seconds."""
+    """The CPU time per token of a load; `run` sends it and returns its seconds."""
     loop_before, workers_before = cpu_seconds(pid)
     seconds = run()
     loop, workers = cpu_seconds(pid)
@@ -83,13 +83,13 @@ def with_bench(url: str, load: argparse.Namespace) -> float:
         lengths += ["--output-tokens", str(load.output_tokens)]
         counts = ["-c", str(load.c), "-n", str(load.n), "--json", report.name]
         subprocess.run([*command, *lengths, *counts], check=True, stdout=subprocess.DEVNULL)
-        told = json.loads(report.read())
-    assert told["num_failed"] == 0, told
-    return float(told["wall_seconds"])
+        result = json.loads(report.read())
+    assert result["num_failed"] == 0, result
+    return float(result["wall_seconds"])
 
 
 def with_raw(url: str, load: argparse.Namespace) -> float:
-    """Clients that throw away what comes, in a process of their own."""
+    """Clients that discard what they receive, in a separate process."""
     command = [sys.executable, __file__, url, "--raw"]
     counts = ["-c", str(load.c), "-n", str(load.n)]
     lengths = ["--prompt-tokens", str(load.prompt_tokens)]
@@ -101,7 +101,7 @@ def with_raw(url: str, load: argparse.Namespace) -> float:
 
 
 async def raw(url: str, load: argparse.Namespace) -> float:
-    """Seconds that the load took."""
+    """The seconds of the load, sent by raw clients."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     requests = _requests(load)
 
@@ -111,6 +111,8 @@ async def raw(url: str, load: argparse.Namespace) -> float:
             self._tail = b""
 
         def data_received(self, data: bytes) -> None:
+            if not self._tail and not data.startswith(b"HTTP/1.1 200 "):
+                raise SystemExit(f"the server rejects the request: {data[:300]!r}")
             self._tail = (self._tail + data)[-64:]
             if b"data: [DONE]" in self._tail:
                 self.ended.set()
@@ -129,11 +131,11 @@ async def raw(url: str, load: argparse.Namespace) -> float:
 
 
 def _requests(load: argparse.Namespace) -> Iterator[bytes]:
-    draw = random.Random(0)
+    chance = random.Random(0)
     for _ in range(load.n):
-        prompt = [draw.randrange(LOWEST_ID, load.highest_id) for _ in range(load.prompt_tokens)]
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": load.output_tokens}
-        body = json.dumps(asked | {"stream": True, "ignore_eos": True, "temperature": 0}).encode()
+        prompt = [chance.randrange(LOWEST_ID, load.highest_id) for _ in range(load.prompt_tokens)]
+        params = {"model": MODEL, "prompt": prompt, "max_tokens": load.output_tokens}
+        body = json.dumps(params | {"stream": True, "ignore_eos": True, "temperature": 0}).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         )
@@ -141,15 +143,15 @@ def _requests(load: argparse.Namespace) -> Iterator[bytes]:
 
 
 def main(load: argparse.Namespace) -> None:
-    """Warm up, measure with both clients in turn, show."""
+    """Warm up, measure with both clients alternately, print the table."""
     with tempfile.TemporaryDirectory() as directory:
         server, url = serve(str(Path(load.target).resolve()), directory)
         try:
             with_raw(url, load)
             num_tokens = load.n * load.output_tokens
             rates = {
-                f"{name}, {turn}": measured(server.pid, num_tokens, partial(run, url, load))
-                for turn in ("first", "second")
+                f"{name}, {which}": measured(server.pid, num_tokens, partial(run, url, load))
+                for which in ("first", "second")
                 for name, run in (("bench", with_bench), ("raw", with_raw))
             }
         finally:
@@ -163,8 +165,8 @@ def main(load: argparse.Namespace) -> None:
         )
     print(f"load average {' '.join(f'{part:.1f}' for part in os.getloadavg())}")
     if load.json:
-        told = {name: asdict(rate) for name, rate in rates.items()}
-        Path(load.json).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        results = {name: asdict(rate) for name, rate in rates.items()}
+        Path(load.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""`kill -9` of a random worker every few seconds under full load: does anybody notice?
+"""Kill a random worker every few seconds under full load, and compare every text.
 
     python -m examples.benchmarks.kill_workers
-        [--seconds 120] [--every 5] [--streams 32] [--out DIR]
-                                       [-- FLAGS OF podway serve]
+        [--seconds 120] [--every 5] [--streams 32] [--out DIR] [-- FLAGS OF podway serve]
     python -m examples.benchmarks.kill_workers
-        --kills N    # as often, each as soon as tokens flow again
+        --kills N    # N kills, each as soon as tokens arrive again
 
-Half of the streams are greedy, half are seeded; each asks one question after another for as long
-as the killing lasts. Before it, every question is asked once, undisturbed. A stream that is told
-503 before it has begun comes back when it is told to, as official clients do; anything else that
-is not the whole undisturbed text is counted as a failure. Ends with exit code 1 if there is one.
+Half of the streams are greedy, half are seeded. Each sends one request after another while workers
+are killed; before that, every request runs once undisturbed. A request that gets a 503 is sent
+again after `retry-after`, as official clients do. Any other difference from the undisturbed text
+is a failure, and the program then exits with 1.
 """
 
 import argparse
@@ -44,25 +43,27 @@ class Counts:
     """What happened while workers were killed."""
 
     kills: int = 0
-    kills_in_vain: int = 0  # before a token had come since the last one
+    early_kills: int = 0  # before a token had arrived since the previous kill
     answers: int = 0
     tokens: int = 0
-    told_to_come_back: int = 0
+    unavailable: int = 0
     failures: list[str] = field(default_factory=list)
-    longest_pause: float = 0.0  # seconds without a token, in a stream that had begun
-    flows: asyncio.Event = field(default_factory=asyncio.Event)  # tokens come again after a kill
+    longest_pause: float = 0.0  # seconds between two chunks of a stream
+    flows: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # a token has arrived since the last kill
 
 
-class Refused(Exception):
-    """A 503 in the place of a stream; `seconds` until another try."""
+class ServiceUnavailable(Exception):
+    """A 503 instead of a stream; `seconds` until the next attempt."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"come back in {seconds} s")
+        super().__init__(f"retry after {seconds} s")
         self.seconds = seconds
 
 
 def body_of(index: int) -> dict[str, Any]:
-    """A request of its own; even ones are greedy, odd ones are seeded."""
+    """Request number `index`; even ones are greedy, odd ones are seeded."""
     return {
         "model": "builtin",
         "prompt": QUESTIONS[index % len(QUESTIONS)] * (1 + index % 5),
@@ -92,10 +93,10 @@ def serving(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 async def chunks(session: aiohttp.ClientSession, url: str, index: int) -> AsyncIterator[Any]:
-    """The events of one streamed answer. Raises `Refused`, or `RuntimeError` for what is wrong."""
+    """The events of one stream. Raises `ServiceUnavailable`, or `RuntimeError` on an error."""
     async with session.post(f"{url}/v1/completions", json=body_of(index)) as response:
         if response.status == 503:
-            raise Refused(float(response.headers.get("retry-after-ms", "1000")) / 1000)
+            raise ServiceUnavailable(float(response.headers.get("retry-after-ms", "1000")) / 1000)
         if response.status != 200:
             raise RuntimeError(f"status {response.status}: {await response.text()}")
         async for line in response.content:
@@ -109,7 +110,7 @@ async def chunks(session: aiohttp.ClientSession, url: str, index: int) -> AsyncI
 async def answer(
     session: aiohttp.ClientSession, url: str, index: int, counts: Counts
 ) -> tuple[str, int]:
-    """The whole text, and how many tokens the server says it has."""
+    """The whole text, and its number of tokens from `usage`."""
     pieces: list[str] = []
     num_tokens = 0
     last: float | None = None
@@ -128,27 +129,27 @@ async def one_stream(
     session: aiohttp.ClientSession, url: str, number: int, over: asyncio.Event, counts: Counts,
     undisturbed: list[tuple[str, int]],
 ) -> None:  # fmt: skip
-    """Ask until the killing is over; every answer is held against the undisturbed one."""
+    """Send requests until `over`; compare every text with the undisturbed one."""
     index = number
     while not over.is_set():
         try:
-            said = await answer(session, url, index % len(undisturbed), counts)
-        except Refused as refused:
-            counts.told_to_come_back += 1
-            await asyncio.sleep(refused.seconds)
+            text = await answer(session, url, index % len(undisturbed), counts)
+        except ServiceUnavailable as error:
+            counts.unavailable += 1
+            await asyncio.sleep(error.seconds)
             continue
         except (RuntimeError, aiohttp.ClientError) as error:
             counts.failures.append(f"stream {number}: {type(error).__name__}: {error}")
         else:
             counts.answers += 1
-            counts.tokens += said[1]
-            if said != undisturbed[index % len(undisturbed)]:
-                counts.failures.append(f"stream {number}: another text than undisturbed")
+            counts.tokens += text[1]
+            if text != undisturbed[index % len(undisturbed)]:
+                counts.failures.append(f"stream {number}: not the undisturbed text")
         index += 1 if number % 2 else 3
 
 
-async def killing(server: int, arguments: argparse.Namespace, counts: Counts) -> None:
-    """`kill -9` one of the server's workers, whatever it is doing, again and again."""
+async def kill_workers(server: int, arguments: argparse.Namespace, counts: Counts) -> None:
+    """Send SIGKILL to random workers of the server until the time or the number is reached."""
     source = random.Random(arguments.seed)
     until = time.perf_counter() + arguments.seconds
     while counts.kills < (arguments.kills or sys.maxsize):
@@ -162,12 +163,12 @@ async def killing(server: int, arguments: argparse.Namespace, counts: Counts) ->
         if workers:
             os.kill(source.choice(workers).pid, signal.SIGKILL)
             counts.kills += 1
-            counts.kills_in_vain += not counts.flows.is_set()
+            counts.early_kills += not counts.flows.is_set()
             counts.flows.clear()
 
 
 async def measure(server: int, url: str, arguments: argparse.Namespace) -> Counts:
-    """Undisturbed texts, then the killing."""
+    """Undisturbed texts, then the same requests while workers are killed."""
     counts, over = Counts(), asyncio.Event()
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
@@ -178,24 +179,24 @@ async def measure(server: int, url: str, arguments: argparse.Namespace) -> Count
         async with asyncio.TaskGroup() as group:
             for number in range(arguments.streams):
                 group.create_task(one_stream(session, url, number, over, counts, undisturbed))
-            await killing(server, arguments, counts)
+            await kill_workers(server, arguments, counts)
             over.set()
     return counts
 
 
 def report(arguments: argparse.Namespace, counts: Counts) -> str:
-    """A table for people."""
+    """The Markdown table."""
     rows = {
-        "kill -9 of a random worker": "when tokens flow"
+        "kill -9 of a random worker": "when tokens arrive"
         if arguments.kills
         else f"every {arguments.every:g} s for {arguments.seconds:g} s",
         "streams": f"{arguments.streams}, half greedy, half seeded",
         "flags of the server": f"`{' '.join(arguments.flags)}`" if arguments.flags else "none",
-        "workers killed": f"{counts.kills}, of them {counts.kills_in_vain} before they had worked",
-        "answers, each held against its undisturbed text": f"{counts.answers}",
+        "workers killed": f"{counts.kills}, of them {counts.early_kills} before a token",
+        "answers, each compared with its undisturbed text": f"{counts.answers}",
         "tokens": f"{counts.tokens}",
         "failed or different": f"{len(counts.failures)}",
-        "new requests told 503 and when to come back": f"{counts.told_to_come_back}",
+        "new requests that got a 503": f"{counts.unavailable}",
         "longest pause within a stream, seconds": f"{counts.longest_pause:.1f}",
     }
     return "\n".join(
@@ -207,10 +208,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill workers under load.")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
-    parser.add_argument("--kills", type=int, help="so many, each when tokens flow again")
+    parser.add_argument("--kills", type=int, help="number of kills, each when tokens arrive again")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--bodies", type=int, default=64, help="different requests")
-    parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of workers")
     parser.add_argument("--out", type=Path, help="write NAME.json here")
     parser.add_argument("--name", default="survival")
     parser.add_argument("flags", nargs="*", help="after --: flags of podway serve")
@@ -222,8 +223,8 @@ def main() -> None:
         print(failure, file=sys.stderr)
     if arguments.out is not None:
         counted = {name: value for name, value in vars(counts).items() if name != "flows"}
-        told = counted | {"flags": arguments.flags, "seconds": arguments.seconds}
-        (arguments.out / f"{arguments.name}.json").write_text(json.dumps(told, indent=1) + "\n")
+        result = counted | {"flags": arguments.flags, "seconds": arguments.seconds}
+        (arguments.out / f"{arguments.name}.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(counts.failures))
 
 

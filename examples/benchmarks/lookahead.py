@@ -1,12 +1,11 @@
-"""What planning one iteration ahead is worth: how long workers wait between steps, and tokens/s.
+"""Lookahead off and on: how long workers wait between steps, and tokens/s.
 
     python -m examples.benchmarks.lookahead [MODEL] [--clients 1 8 32] [--rounds 3] [--seconds 6]
                                     [--out DIR]
 
-Serves a model without and with `--lookahead 1`, in turn, several rounds; each time so many clients
-ask one question after another for so long. A step gap is the time from the end of a step at a
-worker to the beginning of its next, from the server's own `--trace`. Figures are medians over the
-rounds; the two columns of a row were taken in turn on the same machine.
+Serves a model without and with `--lookahead 1`, alternately for several rounds, under a closed
+loop of each number of clients. A step gap is the time from the end of a step in a worker to the
+beginning of the next, from the server's `--trace`. Figures are medians over the rounds.
 """
 
 import argparse
@@ -29,12 +28,12 @@ from typing import Any
 import aiohttp
 
 PAUSE = 2.0  # seconds between two loads
-LONGEST_GAP = 1.0  # seconds; beyond, nobody was asking
+LONGEST_GAP = 1.0  # seconds; a longer gap separates two loads
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one phase: tokens a second, and gaps between steps in microseconds."""
+    """The figures of one load; gaps between steps are in microseconds."""
 
     tokens_per_second: float
     gap: float
@@ -61,7 +60,7 @@ def serving(model: str, lookahead: int, trace: Path, flags: list[str]) -> Iterat
 
 
 def spans(trace: Path) -> list[list[tuple[float, float]]]:
-    """When the first worker began and ended each step, in seconds; a list for each load."""
+    """Begin and end of each step of the first worker in seconds; one list per load."""
     events: list[dict[str, Any]] = json.loads(trace.read_text())
     steps = sorted(
         (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
@@ -77,7 +76,7 @@ def spans(trace: Path) -> list[list[tuple[float, float]]]:
 
 
 async def load(url: str, clients: int, seconds: float) -> float:
-    """Tokens a second of so many clients in a closed loop; every answer has its full length."""
+    """Tokens/s of a closed loop of clients; every answer has its maximum length."""
     produced = 0
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -155,10 +154,10 @@ def main() -> None:
     off, on = [[middle(found[ahead, n]) for n in arguments.clients] for ahead in (0, 1)]
     print(table(arguments.clients, off, on))
     if arguments.out is not None:
-        told = {
+        results = {
             f"lookahead {a}, {n} clients": [asdict(f) for f in v] for (a, n), v in found.items()
         }
-        (arguments.out / "lookahead.json").write_text(json.dumps(told, indent=1) + "\n")
+        (arguments.out / "lookahead.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Thousands of short requests, many of them left early: what does the server still hold?
+"""Thousands of short requests, many of them cancelled: a search for leaks.
 
     python -m examples.benchmarks.soak [--requests 10000] [--clients 32] [--out DIR]
                                [-- FLAGS OF podway serve]
 
-Random prompts and lengths; a third of the clients hang up at a random moment. Along the way, and
-at the end when nobody is there any more, it counts KV blocks, open descriptors and memory of the
-server and of each worker. Ends with exit code 1 if a block, a descriptor or a process is left.
+Random prompts and lengths; a third of the clients disconnect at a random moment. During the run and
+after the last request it counts KV blocks, open descriptors and the private memory of the server
+and its workers. Exits with 1 if a block, a descriptor or a process is left.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LEAVES = 1 / 3  # of all clients
 
 @dataclass(frozen=True)
 class Sample:
-    """What the server's processes hold after so many requests; bytes are private to them."""
+    """Descriptors and private memory of the server's processes after so many requests."""
 
     requests: int
     descriptors: int
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What came of it; latencies are seconds of whole answers, in the order of their end."""
+    """The results; latencies are seconds of whole answers, in the order in which they ended."""
 
     latencies: list[float] = field(default_factory=list)
     num_left: int = 0
@@ -77,7 +77,7 @@ def sample(server: psutil.Process, requests: int) -> Sample:
 
 
 async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Samples of `/metrics` without labels, and slots that are held."""
+    """The values of `/metrics` without labels, and the held KV slots."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
     found = re.findall(r'^(\w+|podway_kv_slots\{state="held",tier="device"\}) (\S+)$', text, re.M)
@@ -85,7 +85,7 @@ async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Ask until nobody runs or waits."""
+    """Poll /metrics until no request runs or waits; returns its values."""
     while True:
         counts = await gauges(session, url)
         if not counts["podway_requests_running"] and not counts["podway_requests_waiting"]:
@@ -93,8 +93,8 @@ async def until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, floa
         await asyncio.sleep(0.05)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, chance: random.Random, soak: Soak) -> None:
-    """One request; perhaps its client leaves before the end."""
+async def send(session: aiohttp.ClientSession, url: str, chance: random.Random, soak: Soak) -> None:
+    """One request; a third of the clients disconnect before its end."""
     body = {
         "model": "builtin",
         "prompt": [chance.randrange(100, 400) for _ in range(chance.randrange(1, 40))],
@@ -120,7 +120,7 @@ async def ask(session: aiohttp.ClientSession, url: str, chance: random.Random, s
 
 
 async def run(server: psutil.Process, url: str, arguments: argparse.Namespace) -> Soak:
-    """All requests, by so many clients at a time."""
+    """Send all requests, with `clients` of them at a time."""
     soak, chance = Soak(), random.Random(arguments.seed)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -128,7 +128,7 @@ async def run(server: psutil.Process, url: str, arguments: argparse.Namespace) -
         left = iter(range(arguments.requests))
         warm_up = max(1, arguments.requests // 20)
         for _ in range(warm_up):
-            await ask(session, url, chance, Soak())
+            await send(session, url, chance, Soak())
         await until_idle(session, url)
         soak.idle.append(sample(server, 0))
 
@@ -136,18 +136,18 @@ async def run(server: psutil.Process, url: str, arguments: argparse.Namespace) -
             for number in left:
                 if number % max(1, arguments.requests // 50) == 0:
                     soak.samples.append(sample(server, number))
-                await ask(session, url, chance, soak)
+                await send(session, url, chance, soak)
 
         await asyncio.gather(*(client() for _ in range(arguments.clients)))
         counts = await until_idle(session, url)
         soak.idle.append(sample(server, arguments.requests))
         if counts["podway_orphan_blocks"]:
-            soak.failures.append(f"{counts['podway_orphan_blocks']} blocks owned by nobody")
+            soak.failures.append(f"{counts['podway_orphan_blocks']} orphan blocks")
         held = counts['podway_kv_slots{state="held",tier="device"}']
         if held:
-            soak.failures.append(f"{held} slots held for nobody")
+            soak.failures.append(f"{held} slots still held")
     before, after = soak.idle
-    if after.descriptors > before.descriptors + 1:  # the connection that asked for the metrics
+    if after.descriptors > before.descriptors + 1:  # the connection to /metrics
         soak.failures.append(f"descriptors: {before.descriptors}, then {after.descriptors}")
     return soak
 
@@ -167,14 +167,14 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def report(arguments: argparse.Namespace, soak: Soak) -> str:
-    """Tables for people."""
+    """The Markdown tables."""
     size = max(1, len(soak.latencies) // NUM_QUARTERS)
     quarters = [soak.latencies[at * size : (at + 1) * size] for at in range(NUM_QUARTERS)]
     before, after = soak.idle
     mib = 1 << 20
     lines = [
-        f"{arguments.requests} requests by {arguments.clients} clients, {soak.num_left} left "
-        f"early, {len(soak.failures)} failures; flags: `{' '.join(arguments.flags) or 'none'}`.",
+        f"{arguments.requests} requests by {arguments.clients} clients, {soak.num_left} cancelled, "
+        f" {len(soak.failures)} failures; flags: `{' '.join(arguments.flags) or 'none'}`.",
         "",
         "| answers | first quarter | second | third | last |",
         "|---|---|---|---|---|",
@@ -211,8 +211,8 @@ def main() -> None:
     for failure in soak.failures[:20]:
         print(failure, file=sys.stderr)
     if arguments.out is not None:
-        told = asdict(soak) | {"flags": arguments.flags}
-        (arguments.out / "soak.json").write_text(json.dumps(told, indent=1) + "\n")
+        result = asdict(soak) | {"flags": arguments.flags}
+        (arguments.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(soak.failures))
 
 

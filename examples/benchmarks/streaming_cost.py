@@ -1,17 +1,17 @@
-"""What one streamed token costs the loop process, against a bare `transport.write`.
+"""CPU time of one streamed token in the event loop's process, beside a bare `transport.write`.
 
-The gateway (engine, text, frames, ASGI, uvicorn) serves S streams over real sockets while a mock
-executor returns R iterations a second; a second process reads. The loop process's CPU seconds
-are divided by the tokens. The yardstick, in the same run: the same bytes to as many sockets at
-the same rate through a bare uvloop transport, with as much time between two writes as a gateway
-has (writes in a row find the reader awake and cost half). Budget: 2.5 times that.
+The gateway (engine, text, events, ASGI, uvicorn) serves S streams over real sockets while a mock
+executor returns R iterations per second; a second process reads. The CPU seconds of the event
+loop's process are divided by the tokens. The baseline, in the same run, writes the same bytes to
+as many sockets at the same rate through a bare uvloop transport, with as much time between two
+writes as the gateway needs (consecutive writes find the reader awake and cost half). Goal: at most
+2.5 times that.
 
     python -m examples.benchmarks.streaming_cost
-        [--streams 256] [--rate 40] [--seconds 5] [--json FILE]
-                                         [--profile FILE]
+        [--streams 256] [--rate 40] [--seconds 5] [--json FILE] [--profile FILE]
 
-With `--profile` the gateway is measured once more under cProfile, which is slow itself: read the
-shares, not the times.
+With `--profile` the gateway also runs under cProfile, which is slow itself: read the shares, not
+the times.
 """
 
 import argparse
@@ -59,7 +59,7 @@ from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 
 MODEL = "mock"
-MAX_TOKENS = 1_000_000  # no stream comes to its end
+MAX_TOKENS = 1_000_000  # no stream ends by itself
 SHOWN = 25  # functions of a profile
 LETTERS = b" abcdefghijklmnopqrstuvwxyz"
 FRAME = (
@@ -71,7 +71,7 @@ FRAME = (
 
 
 class Words:
-    """A tokenizer whose every id is a word of five bytes."""
+    """A tokenizer in which every id is a word of five bytes."""
 
     vocab_size = 27
     special_ids = frozenset[int]()
@@ -91,7 +91,7 @@ class Words:
 
 
 class Metronome:
-    """An executor that answers `rate` times a second, whatever the batch; 0: at once."""
+    """An executor that returns `rate` steps per second with any batch; 0: at once."""
 
     depth = 1
     is_alive = True
@@ -103,7 +103,7 @@ class Metronome:
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
-        tokens = tuple(_draw(entry) for entry in step.entries if entry.sample is not None)
+        tokens = tuple(_sample(entry) for entry in step.entries if entry.sample is not None)
         result = StepResult(step.step_id, tokens, self._period)
         now = time.perf_counter()
         self._next = max(self._next + self._period, now)
@@ -111,33 +111,33 @@ class Metronome:
         return future
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """It does not die, so there will be nothing to tell."""
+        """Never calls `on_lost`: there is no worker to lose."""
 
     async def restart(self) -> None:
-        raise AssertionError("it does not die")
+        raise AssertionError("there is no worker to restart")
 
 
-def _draw(entry: StepEntry) -> int:
+def _sample(entry: StepEntry) -> int:
     return (entry.request_id + entry.start) % 26 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many streams at so many iterations a second (0: as fast as they go), for so long.
+    """`streams` streams at `rate` iterations per second (0: unlimited), for `seconds`.
 
-    `space` is CPU seconds that the yardstick idles away before each write.
+    `space` is the CPU seconds that the baseline spins before each write.
     """
 
     streams: int
     rate: float
     seconds: float
-    settle: float  # seconds before it is measured
+    settle: float  # seconds before the measurement
     space: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU of the loop process: microseconds per token, tokens and events per second of wall."""
+    """CPU time of the loop's process in microseconds per token; `busy` is its share of a core."""
 
     microseconds: float
     tokens_per_second: float
@@ -145,12 +145,12 @@ class Cost:
 
 
 def no_grammars() -> GrammarCompiler:
-    """The load asks for none."""
+    """A compiler that the load does not use."""
     return open_compiler(TokenTable([b"a"], {}, lambda text: [0] * len(text)), 27)
 
 
 def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
-    """A service over the mock executor, with everything that is on in production."""
+    """A service over the mock executor, with all observers that a server has."""
     metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
     scheduler = IterationScheduler(
         SchedulerSettings(
@@ -182,7 +182,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
 
 @asynccontextmanager
 async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
-    """A listening gateway: its port, and how many tokens it has sampled."""
+    """A listening gateway: its port, and a function that returns its number of output tokens."""
     service, metrics = build_service(load, time.perf_counter)
     tune_collector()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -211,7 +211,7 @@ def _p99(metrics: Metrics) -> str:
 
 
 def spin(seconds: float) -> None:
-    """Use this thread's CPU up, exactly."""
+    """Use `seconds` of CPU time of this thread."""
     until = time.thread_time() + seconds
     while seconds and time.thread_time() < until:
         pass
@@ -219,7 +219,7 @@ def spin(seconds: float) -> None:
 
 @asynccontextmanager
 async def bare(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
-    """The yardstick: every connection gets the frame at each tick, chunked as HTTP does it."""
+    """The baseline: every connection gets the event at each tick, in HTTP's chunked encoding."""
     transports: list[asyncio.Transport] = []
     num_written = 0
     chunk = b"%x\r\n" % len(FRAME) + FRAME + b"\r\n"
@@ -250,13 +250,13 @@ async def bare(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
 
 
 def read_streams(port: int, streams: int, stop: Any) -> None:
-    """The reading process: opens the streams and throws away what comes."""
+    """The reading process: opens the streams and discards what it receives."""
 
     async def main() -> None:
         body = json.dumps(
             {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": MAX_TOKENS}
         ).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         request = head + b"content-length: %d\r\n\r\n" % len(body) + body
 
         class Reader(asyncio.Protocol):
@@ -274,7 +274,7 @@ def read_streams(port: int, streams: int, stop: Any) -> None:
 async def measure(
     serve: Callable[[Load], Any], load: Load, profile: cProfile.Profile | None = None
 ) -> Cost:
-    """CPU and tokens between two moments, after the streams have begun."""
+    """CPU time per token over `load.seconds`, after all streams have begun."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     async with serve(load) as (port, count):
@@ -308,29 +308,29 @@ async def main(arguments: argparse.Namespace) -> None:
         "gateway, saturated": await measure(gateway, replace(load, rate=0)),
         "bare write, in a row": await measure(bare, load),
     }
-    yard = (results["bare write"].microseconds + results["bare write, again"].microseconds) / 2
+    baseline = (results["bare write"].microseconds + results["bare write, again"].microseconds) / 2
     print(f"{'':20}{'us/token':>10}{'ratio':>8}{'tokens/s':>12}{'CPU':>7}")
     for name, cost in results.items():
         print(
-            f"{name:20}{cost.microseconds:10.1f}{cost.microseconds / yard:8.2f}"
+            f"{name:20}{cost.microseconds:10.1f}{cost.microseconds / baseline:8.2f}"
             f"{cost.tokens_per_second:12.0f}{cost.busy:7.0%}"
         )
     print(f"load average {' '.join(f'{load:.1f}' for load in os.getloadavg())}")
     if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
+        with open(arguments.json, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # the loop has no other work
             json.dump({name: asdict(cost) for name, cost in results.items()}, file, indent=1)
     if arguments.profile:
         profile = cProfile.Profile()
         await measure(gateway, load, profile)
-        with open(arguments.profile, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # we are done
+        with open(arguments.profile, "w", encoding="utf-8") as file:  # noqa: ASYNC230 # the loop has no other work
             file.write(summary(profile))
 
 
 def summary(profile: cProfile.Profile) -> str:
-    """Where the time goes: the functions that use most of it themselves."""
-    told = io.StringIO()
-    pstats.Stats(profile, stream=told).strip_dirs().sort_stats("tottime").print_stats(SHOWN)
-    return told.getvalue()
+    """The functions with the most time of their own."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    return text.getvalue()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""JSON schemas to try constrained decoding on: random ones from a seed, and some by hand."""
+"""Constrained decoding on JSON schemas: random ones from a seed, and handwritten ones."""

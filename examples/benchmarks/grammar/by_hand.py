@@ -1,4 +1,4 @@
-"""Schemas as people send them, and keywords that are hard to hold an output to."""
+"""Typical schemas, and keywords that are hard to enforce."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
-"""llguidance and xgrammar side by side: coverage, compile time, mask time, and who is right.
+"""llguidance and xgrammar side by side: coverage, compile time, mask time, errors.
 
     pip install xgrammar
     python -m examples.benchmarks.grammar.compare_libraries [--random 200] [--vocabulary 151000]
 
-For each schema, by hand and random: does the library take it, and do random walks through its
-masks end in valid JSON? Walks choose evenly among the allowed tokens, with the same seeds for both.
-Opening and compiling are CPU seconds, masks are wall time. Two vocabularies: the built-in one, and
-a large one made of syllables.
+For each handwritten and random schema: does the library support it, and do random walks through
+its masks end in valid JSON? Walks sample uniformly from the allowed tokens, with the same seeds
+for both. Opening and compiling are CPU time, masks are wall time. Two vocabularies: the built-in
+one, and a large one of syllables.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from examples.benchmarks.grammar.random_schemas import Schema, random_schemas
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 MAX_TOKENS = 200
-ROW = "| {:12} | {:>9} | {:>7} | {:>7} | {:>9} | {:>9} | {:>8} | {:>8} | {:>8} | {:>8} |"
-HEAD = ("library", "opens s", "taken", "refused", "walks ok", "wrong",
+ROW = "| {:12} | {:>9} | {:>9} | {:>8} | {:>9} | {:>9} | {:>8} | {:>8} | {:>8} | {:>8} |"
+HEAD = ("library", "open s", "supported", "rejected", "finished", "invalid",
         "compile", "p99", "mask", "p99")  # fmt: skip
 
 
-class Place(Protocol):
-    """One output's place in a grammar, whoever keeps it."""
+class State(Protocol):
+    """The state of one output in a grammar."""
 
     def allowed(self) -> np.ndarray: ...
 
@@ -46,23 +46,23 @@ class Place(Protocol):
 
 
 class Llguidance:
-    """Through our own adapter; the end is the id after the vocabulary."""
+    """Through Podway's adapter; the end token is the id after the vocabulary."""
 
     def __init__(self, table: TokenTable) -> None:
         self.end = len(table.tokens)
         self._compiler = open_compiler(table, self.end)
 
-    def compile(self, schema: str) -> Callable[[], Place]:
-        """Raises `ValueError` for a schema that is not taken."""
+    def compile(self, schema: str) -> Callable[[], State]:
+        """A function that returns initial states; raises `ValueError` if it is not supported."""
         try:
             matcher = self._compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, schema))
         except GrammarError as error:
             raise ValueError(str(error)) from error
-        return lambda: LlguidancePlace(matcher.copy())
+        return lambda: LlguidanceState(matcher.copy())
 
 
-class LlguidancePlace:
-    """See `Place`."""
+class LlguidanceState:
+    """A state of llguidance."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -75,7 +75,7 @@ class LlguidancePlace:
 
 
 class Xgrammar:
-    """The same vocabulary with one more token, the end."""
+    """The same vocabulary and end token."""
 
     def __init__(self, table: TokenTable) -> None:
         self.end = len(table.tokens)
@@ -85,17 +85,17 @@ class Xgrammar:
         info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[self.end])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def compile(self, schema: str) -> Callable[[], Place]:
-        """Raises `ValueError` for a schema that is not taken."""
+    def compile(self, schema: str) -> Callable[[], State]:
+        """A function that returns initial states; raises `ValueError` if it is not supported."""
         try:
             compiled = self._compiler.compile_json_schema(schema, strict_mode=False)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        return lambda: XgrammarPlace(compiled, self.end + 1)
+        return lambda: XgrammarState(compiled, self.end + 1)
 
 
-class XgrammarPlace:
-    """See `Place`."""
+class XgrammarState:
+    """A state of xgrammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, size: int) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -112,12 +112,12 @@ class XgrammarPlace:
 
 
 class Tally:
-    """What is counted of one library."""
+    """The counts and times of one library."""
 
     def __init__(self) -> None:
-        self.refused: list[str] = []
-        self.wrong: list[str] = []
-        self.num_taken = self.num_walks = 0
+        self.rejected: list[str] = []
+        self.invalid: list[str] = []
+        self.num_supported = self.num_walks = 0
         self.compile_ms: list[float] = []
         self.mask_us: list[float] = []
 
@@ -126,12 +126,12 @@ class Tally:
         mask_p99 = quantiles(self.mask_us, n=100)[98]
         times = (f"{median(self.compile_ms):.2f} ms", f"{compile_p99:.1f} ms",
                  f"{median(self.mask_us):.0f} µs", f"{mask_p99:.0f} µs")  # fmt: skip
-        counts = (self.num_taken, len(self.refused), self.num_walks, len(self.wrong))
+        counts = (self.num_supported, len(self.rejected), self.num_walks, len(self.invalid))
         print(ROW.format(name, f"{opened:.2f}", *counts, *times))
 
 
 def large_table(size: int) -> TokenTable:
-    """Bytes, JSON's marks, and words of syllables with and without a blank in front."""
+    """Bytes, JSON punctuation, and words of syllables with and without a leading space."""
     rng = Random(7)
     marks = ['":', '", "', '{"', '"}', "}}", "]}", "\n  ", "\n    ", '":"', "null", "true", "false"]
     found = {bytes([byte]): None for byte in range(256)} | {mark.encode(): None for mark in marks}
@@ -160,36 +160,36 @@ def large_table(size: int) -> TokenTable:
     return TokenTable(tokens, {}, encode)
 
 
-def walk(place: Place, end: int, seed: int, spent: list[float]) -> list[int] | None:
-    """Tokens chosen evenly among the allowed ones, up to the end; None if it does not come."""
+def walk(state: State, end: int, seed: int, spent: list[float]) -> list[int] | None:
+    """Tokens sampled uniformly from the allowed ones to the end token; None if there is none."""
     rng = np.random.default_rng(seed)
     tokens: list[int] = []
     for _ in range(MAX_TOKENS):
         started = time.perf_counter()
-        bits = place.allowed()
+        bits = state.allowed()
         spent.append(1e6 * (time.perf_counter() - started))
         ids = np.flatnonzero(np.unpackbits(bits, count=end + 1, bitorder="little"))
         if not len(ids):
-            raise ValueError("a dead end")
+            raise ValueError("no token is allowed")
         token = int(rng.choice(ids))
         if token == end:
             return tokens
-        place.feed(token)
+        state.feed(token)
         tokens.append(token)
     return None
 
 
-def examine(library: Any, name: str, schema: Schema, table: TokenTable, tally: Tally) -> None:
-    """One schema through one library."""
+def evaluate(library: Any, name: str, schema: Schema, table: TokenTable, tally: Tally) -> None:
+    """Compile a schema with a library and walk through it; the results go to `tally`."""
     text = json.dumps(schema)
     started = time.process_time()
     try:
         begin = library.compile(text)
     except ValueError as error:
-        tally.refused.append(f"{name}: {str(error).splitlines()[0][:90]}")
+        tally.rejected.append(f"{name}: {str(error).splitlines()[0][:90]}")
         return
     tally.compile_ms.append(1e3 * (time.process_time() - started))
-    tally.num_taken += 1
+    tally.num_supported += 1
     for seed in range(3):
         try:
             tokens = walk(begin(), library.end, seed, tally.mask_us)
@@ -199,7 +199,7 @@ def examine(library: Any, name: str, schema: Schema, table: TokenTable, tally: T
             value = json.loads(b"".join(table.tokens[token] for token in tokens))
             jsonschema.Draft202012Validator(schema).validate(value)
         except (ValueError, jsonschema.ValidationError) as error:
-            tally.wrong.append(f"{name}: {str(error).splitlines()[0][:90]}")
+            tally.invalid.append(f"{name}: {str(error).splitlines()[0][:90]}")
             return
 
 
@@ -211,12 +211,12 @@ def compare(table: TokenTable, corpus: dict[str, Schema]) -> None:
         opened = time.process_time() - started
         tally = Tally()
         for name, schema in corpus.items():
-            examine(library, name, schema, table, tally)
+            evaluate(library, name, schema, table, tally)
         tally.show(make.__name__.lower(), opened)
-        for line in sorted({*tally.refused}):
-            print("  refused", line)
-        for line in sorted({*tally.wrong}):
-            print("  wrong  ", line)
+        for line in sorted({*tally.rejected}):
+            print("  rejected", line)
+        for line in sorted({*tally.invalid}):
+            print("  invalid ", line)
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
     python -m examples.benchmarks.grammar.conformance [--schemas 1000] [--seed 1] [--max-tokens 400]
 
-A tiny model with random weights and the built-in vocabulary answers one request per schema, all of
-them served by the engine together. Outputs that `max_tokens` cuts are counted apart; a finished
-one that is not valid JSON, or not valid under its schema, is an error. Then every output is fed to
-its grammar again, alone, to time the masks (CPU time of the thread, as for compiling).
+A tiny model with random weights and the built-in vocabulary runs one request per schema, all at
+the same time. Outputs that end at `max_tokens` are counted separately; a finished one that is not
+valid JSON, or not valid under its schema, is an error. Then every output is fed to its grammar
+again to time the masks (CPU time of the thread, as for compiling).
 """
 
 import argparse
@@ -25,12 +25,12 @@ from engine.grammar import GrammarCompiler, GrammarError, TokenTable
 from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from examples.benchmarks.grammar.random_schemas import Schema, random_schemas
-from examples.benchmarks.grammar.serving import BUILTIN, Said, random_worker, serve
+from examples.benchmarks.grammar.serving import BUILTIN, Output, random_worker, serve
 
 TABLE = "{:34}{:>12}"
 
 
-def ask_for(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> RequestSpec:
+def spec_of(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> RequestSpec:
     return RequestSpec(
         prompt=tuple(table.encode(f"Number {seed}: ")),
         max_tokens=max_tokens,
@@ -40,28 +40,28 @@ def ask_for(schema: Schema, table: TokenTable, seed: int, max_tokens: int) -> Re
     )
 
 
-def verdict(schema: Schema, said: Said, table: TokenTable) -> str:
-    """What became of one output; "INVALID" is what must not be."""
-    if said.error is not None:
-        return f"failed: {said.error}"
-    if said.finish is not FinishReason.STOP:
+def verdict(schema: Schema, output: Output, table: TokenTable) -> str:
+    """How one output ended; "INVALID" must not occur."""
+    if output.error is not None:
+        return f"failed: {output.error}"
+    if output.finish is not FinishReason.STOP:
         return "cut by max_tokens"
     try:
-        text = b"".join(table.tokens[token] for token in said.tokens).decode()
+        text = b"".join(table.tokens[token] for token in output.tokens).decode()
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError) as error:
         return f"INVALID: {str(error).splitlines()[0]}"
     return "finished and valid"
 
 
-def time_masks(compiler: GrammarCompiler, ask: RequestSpec, said: Said) -> list[float]:
-    """Milliseconds of each mask of an output, the token fed before it included."""
-    assert ask.grammar is not None
-    matcher = compiler.compile(ask.grammar)
+def time_masks(compiler: GrammarCompiler, spec: RequestSpec, output: Output) -> list[float]:
+    """Milliseconds per token of an output: accept the token, then compute the next mask."""
+    assert spec.grammar is not None
+    matcher = compiler.compile(spec.grammar)
     matcher.mask()
     spent = []
-    for token in said.tokens:
-        if token in ask.end_ids:
+    for token in output.tokens:
+        if token in spec.end_ids:
             break
         started = time.thread_time()
         matcher.feed([token])
@@ -70,7 +70,7 @@ def time_masks(compiler: GrammarCompiler, ask: RequestSpec, said: Said) -> list[
     return spent
 
 
-def tell(title: str, values: list[float]) -> None:
+def print_quantiles(title: str, values: list[float]) -> None:
     cuts = quantiles(values, n=1000)
     for name, value in (("median", cuts[499]), ("p99", cuts[989]), ("p99.9", cuts[998]),
                         ("largest", max(values))):  # fmt: skip
@@ -90,39 +90,41 @@ def main() -> None:
     schemas = random_schemas(flags.schemas, flags.seed)
     compiling: list[float] = []
     served: list[tuple[Schema, RequestSpec]] = []
-    refused: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
     for number, schema in enumerate(schemas):
-        ask = ask_for(schema, table, number, flags.max_tokens)
+        spec = spec_of(schema, table, number, flags.max_tokens)
         started = time.thread_time()
         try:
-            assert ask.grammar is not None
-            compiler.compile(ask.grammar)
+            assert spec.grammar is not None
+            compiler.compile(spec.grammar)
         except GrammarError as error:
-            refused[f"refused: {error}"] += 1
+            rejected[f"rejected: {error}"] += 1
             continue
         compiling.append(1000 * (time.thread_time() - started))
-        served.append((schema, ask))
+        served.append((schema, spec))
     with tempfile.TemporaryDirectory() as directory:
         worker = random_worker(Path(directory))
         started = time.perf_counter()
-        said = serve(worker, [ask for _, ask in served])
+        outputs = serve(worker, [spec for _, spec in served])
         seconds = time.perf_counter() - started
     found = Counter(
-        verdict(schema, one, table) for (schema, _), one in zip(served, said, strict=True)
+        verdict(schema, one, table) for (schema, _), one in zip(served, outputs, strict=True)
     )
-    for what, count in (found + refused).most_common():
+    for what, count in (found + rejected).most_common():
         print(TABLE.format(what, count))
     masks = [
         ms
-        for (_, ask), one in zip(served, said, strict=True)
-        for ms in time_masks(compiler, ask, one)
+        for (_, spec), one in zip(served, outputs, strict=True)
+        for ms in time_masks(compiler, spec, one)
     ]
-    print(TABLE.format("tokens", sum(len(one.tokens) for one in said)))
+    print(TABLE.format("tokens", sum(len(one.tokens) for one in outputs)))
     print(TABLE.format("seconds for all", f"{seconds:.1f}"))
-    tell("compiling", compiling)
-    tell("mask of a token", masks)
-    if wrong := sum(count for what, count in found.items() if not what.startswith(("fin", "cut"))):
-        sys.exit(f"{wrong} outputs are wrong")
+    print_quantiles("compiling", compiling)
+    print_quantiles("mask of a token", masks)
+    if invalid := sum(
+        count for what, count in found.items() if not what.startswith(("fin", "cut"))
+    ):
+        sys.exit(f"{invalid} outputs are invalid")
 
 
 if __name__ == "__main__":

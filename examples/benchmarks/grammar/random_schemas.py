@@ -13,7 +13,7 @@ MAX_DEPTH = 3
 
 
 def random_schemas(count: int, seed: int) -> list[Schema]:
-    """So many schemas; the same ones for the same seed."""
+    """`count` schemas; the same ones for the same seed."""
     return [random_schema(Random(f"{seed}/{number}")) for number in range(count)]
 
 

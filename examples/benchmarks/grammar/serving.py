@@ -1,4 +1,4 @@
-"""Random weights in the shape of the built-in model, and an engine that serves a list of asks."""
+"""Random weights in the shape of the built-in model, and an engine that runs a list of requests."""
 
 import asyncio
 import shutil
@@ -24,8 +24,8 @@ from engine.worker.process.worker import Worker
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 
 
-class Said(NamedTuple):
-    """One output: its tokens, and how it ended."""
+class Output(NamedTuple):
+    """The tokens of one request, and how it ended."""
 
     tokens: list[int]
     finish: FinishReason | None
@@ -33,7 +33,7 @@ class Said(NamedTuple):
 
 
 def random_worker(directory: Path, seed: int = 0) -> Worker:
-    """A worker with random weights, written into `directory`."""
+    """A worker with random weights in the shape of the built-in model, saved in `directory`."""
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(BUILTIN / "model.safetensors")
     for tensor in tensors.values():
@@ -45,31 +45,31 @@ def random_worker(directory: Path, seed: int = 0) -> Worker:
     return Worker.load(WorkerSettings(str(directory), kv_slots=65536), lambda *_: None)
 
 
-def serve(worker: Worker, asks: Sequence[RequestSpec]) -> list[Said]:
-    """All asks at once, to their end."""
+def serve(worker: Worker, specs: Sequence[RequestSpec]) -> list[Output]:
+    """The outputs of all requests, which run at the same time."""
     report = worker.report
     scheduler = IterationScheduler(
-        SchedulerSettings(report.max_model_len, max_queue_requests=len(asks) + 1),
+        SchedulerSettings(report.max_model_len, max_queue_requests=len(specs) + 1),
         KVLedger(report.num_blocks, report.block_size),
         FirstComeFirstServed(),
     )
-    return asyncio.run(_serve(Engine(scheduler, InlineExecutor(worker), time.perf_counter), asks))
+    return asyncio.run(_serve(Engine(scheduler, InlineExecutor(worker), time.perf_counter), specs))
 
 
-async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[Said]:
+async def _serve(engine: Engine, specs: Sequence[RequestSpec]) -> list[Output]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        said = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
+        outputs = await asyncio.gather(*(_read(engine, spec) for spec in specs))
         running.cancel()
-    return said
+    return outputs
 
 
-async def _listen(engine: Engine, ask: RequestSpec) -> Said:
+async def _read(engine: Engine, spec: RequestSpec) -> Output:
     tokens: list[int] = []
-    with engine.stream(ask) as stream:
+    with engine.stream(spec) as stream:
         while stream.request.finish is None:
             try:
                 tokens += (await stream.next()).tokens
             except EngineError as error:
-                return Said(tokens, None, error)
-    return Said(tokens, stream.request.finish, None)
+                return Output(tokens, None, error)
+    return Output(tokens, stream.request.finish, None)

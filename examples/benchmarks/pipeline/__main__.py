@@ -1,8 +1,9 @@
-"""Does a pipeline keep its stages busy? Two stages on this machine, and 1 to 8 in virtual time.
+"""How busy pipeline stages are: two stages on this machine, and 1 to 8 in virtual time.
 
-On this machine a model of random weights is cut into two stages of one thread each, and runs with
-a batch in flight for each stage, and with one batch at a time. In virtual time Orca's pipelined
-iterations meet FasterTransformer's microbatches. Writes README.md and pipeline.json; some minutes.
+On this machine a model with random weights runs in two stages of one thread each, with one batch
+in flight per stage and with one batch in total. In virtual time Orca's pipelined iterations are
+compared with FasterTransformer's microbatches. Writes README.md and pipeline.json; takes some
+minutes.
 
     python -m examples.benchmarks.pipeline
         [--out examples/benchmarks/results/pipeline] [--requests 16] [--repeats 5]
@@ -23,7 +24,7 @@ from examples.benchmarks.pipeline.measured import (
     Run,
     Setup,
     cores_free,
-    make_asks,
+    make_specs,
     write_checkpoint,
 )
 from examples.benchmarks.pipeline.simulated import SYSTEMS, Flow, flow
@@ -37,11 +38,11 @@ SETUPS = (
     Setup("one worker, two threads", stages=1, depth=1, batch=16, threads=2),
 )
 STAGES = (1, 2, 4, 8)
-BATCH = 8  # requests in flight a stage, in virtual time
+BATCH = 8  # requests in flight per stage, in virtual time
 
 
 async def measure_all(requests: int, repeats: int) -> dict[str, Run]:
-    """The median run of each setup; they take turns, so that all see the machine alike."""
+    """The median run of each setup; the setups alternate, so that all see the same load."""
     with TemporaryDirectory() as scratch:
         model = write_checkpoint(Path(scratch))
         benches = [
@@ -51,7 +52,7 @@ async def measure_all(requests: int, repeats: int) -> dict[str, Run]:
             await bench.open()
         for _ in range(repeats):
             for bench in benches:
-                rate = await bench.run(make_asks(requests, OUTPUT_LEN))
+                rate = await bench.run(make_specs(requests, OUTPUT_LEN))
                 print(f"{bench.setup.name}: {rate:.1f} tokens/s", flush=True)
         runs = {bench.setup.name: await bench.close() for bench in benches}
     return {
@@ -94,42 +95,43 @@ def simulated_table(flows: dict[str, list[Flow]]) -> str:
 def report(
     runs: dict[str, Run], flows: dict[str, list[Flow]], args: argparse.Namespace, free: float
 ) -> str:
-    return f"""# Does a pipeline keep its stages busy?
+    return f"""# How busy pipeline stages are
 
 Regenerate with `python -m examples.benchmarks.pipeline`; the numbers are in `pipeline.json`.
 
 ## On this machine
 
-57 million random parameters, float32, 16 layers; {args.requests} requests at once, 32 tokens in,
-{OUTPUT_LEN} out, greedy; each stage is a process of one thread. The median of {args.repeats} runs
-each, in turns. A bubble is time in which a stage computes nothing, between the first and the last
-step.
+57 million random parameters, float32, 16 layers; {args.requests} requests at once, 32 prompt
+tokens, {OUTPUT_LEN} output tokens, greedy; each stage is a process with one thread. The median of
+{args.repeats} runs per setup, alternating. A bubble is time between the first and the last step in
+which a stage computes nothing.
 
-{os.cpu_count()} cores, of which this had **{free:.2f}**: that is how much more two processes
-counted together just before than one alone. With less than 2, two stages at work share what one
-would have had, so that fewer bubbles do not show as more tokens, and computing includes the wait
-for a core.
+{os.cpu_count()} cores, of which this had **{free:.2f}**: the work of two processes just before,
+divided by that of one. With less than 2, concurrent stages share a core: fewer bubbles then do not
+give more tokens, and computing includes waiting for a core.
 
 {measured_table(runs)}
 
-With one batch at a time the stages wait for each other: their bubbles add up to one whole
-stage or more. With a batch in flight for each stage they overlap.
+With one batch in flight the stages wait for each other: their bubbles add up to one whole stage or
+more. With one batch in flight per stage they overlap.
 
 ## In virtual time
 
 Orca's pipelined iterations against FasterTransformer's microbatches: GPT-3 101B on 8 A100-40GB a
-stage, Orca's lengths (32..512 in, 1..128 out), a queue that is full from the start, {BATCH}
-requests in flight a stage, the cost model of [Orca's headline](../orca/README.md).
+stage, Orca's lengths (32..512 prompt tokens, 1..128 output tokens), a full queue from the start,
+{BATCH} requests in flight per stage, the cost model of [Orca's headline](../orca/README.md).
 
 {simulated_table(flows)}
 
-- Microbatches fill the pipeline anew in every iteration: (stages - 1) / (2 stages - 1) of the time
-  is bubbles even where all parts are equal, and prefills beside decodes make them unequal.
-- Uncut, the batch reads the weights once for all its requests, but only one stage works at a time.
-- Request level loses once more, because nobody joins until the longest answer is done.
-- Pipelined iterations keep what bubbles come from steps of different length: while one with a
-  prompt goes through the stages, those before and after it wait. The end of the queue is in all
-  numbers, when the last answers leave seats empty: the more stages, the more of it.
+- Microbatches fill the pipeline again in every iteration: (stages - 1) / (2 stages - 1) of the
+  time is bubbles even if all parts are equal, and prefills beside decodes make them unequal.
+- Without microbatches the weights are read once for all requests, but only one stage works at a
+  time.
+- Request-level scheduling is slower again, because no request joins before the longest one has
+  ended.
+- Pipelined iterations have bubbles because steps differ in length: while a step with a prompt
+  passes through the stages, the steps before and after it wait. All numbers include the end of the
+  queue, where seats are empty; with more stages that takes longer.
 """
 
 
@@ -138,17 +140,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("examples/benchmarks/results/pipeline"))
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--queue", type=int, default=15, help="requests for each seat, simulated")
+    parser.add_argument("--queue", type=int, default=15, help="simulated requests per seat")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     free = cores_free()
     runs, flows = asyncio.run(measure_all(args.requests, args.repeats)), simulate_all(args.queue)
-    told = {
+    results = {
         "cores_free": free,
         "measured": {name: asdict(run) for name, run in runs.items()},
         "simulated": {name: [asdict(one) for one in each] for name, each in flows.items()},
     }
-    (args.out / "pipeline.json").write_text(json.dumps(told, indent=1))
+    (args.out / "pipeline.json").write_text(json.dumps(results, indent=1))
     (args.out / "README.md").write_text(report(runs, flows, args, free))
     print(f"\n{measured_table(runs)}\n\n{simulated_table(flows)}")
 

@@ -1,4 +1,4 @@
-"""A model of random weights in two stages on this machine: how fast, and how busy each stage is."""
+"""A model with random weights in pipeline stages on this machine: its speed and its bubbles."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ CONFIG: Json = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way to run the model; `depth` batches of `batch` requests are in flight."""
+    """A number of stages; `depth` batches of `batch` requests are in flight."""
 
     name: str
     stages: int
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Output tokens a second, and the share of the time in which each stage computed nothing."""
+    """Output tokens per second, and each stage's share of time without computation."""
 
     rate: float
     bubbles: tuple[float, ...]
@@ -88,7 +88,7 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 def counting(seconds: float) -> int:
-    """How far one process counts in so long."""
+    """How far one process counts in `seconds`."""
     ends, count = time.perf_counter() + seconds, 0
     while time.perf_counter() < ends:
         count += 1
@@ -96,21 +96,21 @@ def counting(seconds: float) -> int:
 
 
 def cores_free() -> float:
-    """How much more two processes count together than one alone: 2 on two cores of our own."""
+    """The count of two processes divided by that of one: 2 on two idle cores."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        list(processes.map(counting, [0.1, 0.1]))  # both are there
+        list(processes.map(counting, [0.1, 0.1]))  # both have started
         alone = processes.submit(counting, 2.0).result()
         return sum(processes.map(counting, [2.0, 2.0])) / alone
 
 
 class Bench:
-    """A setup whose workers are loaded; idle between its runs, so that several can take turns."""
+    """A setup with loaded workers, idle between its runs, so that several setups can alternate."""
 
     def __init__(self, setup: Setup, model: Path, trace_path: Path) -> None:
         self.setup = setup
         self._path = trace_path
         self._trace = TraceFile(trace_path)
-        self._windows: list[tuple[float, float, float]] = []  # began, ended, tokens a second
+        self._windows: list[tuple[float, float, float]] = []  # began, ended, tokens per second
         self._executor = MultiprocessExecutor(
             WorkerSettings(str(model), kv_slots=16384, threads=setup.threads),
             MultiprocessSettings(num_stages=setup.stages, depth=setup.depth),
@@ -127,17 +127,17 @@ class Bench:
         self._engine = Engine(scheduler, self._executor, time.perf_counter)
         self._running = asyncio.create_task(self._engine.run())
 
-    async def run(self, asks: Sequence[RequestSpec]) -> float:
-        """All requests come at once; the run ends with the last token of the last. Tokens/s."""
+    async def run(self, specs: Sequence[RequestSpec]) -> float:
+        """The tokens per second of requests that all arrive at once, until the last one ends."""
         began = time.monotonic()
-        counts = await asyncio.gather(*(read(self._engine, ask) for ask in asks))
+        counts = await asyncio.gather(*(read(self._engine, spec) for spec in specs))
         ended = time.monotonic()
         rate = sum(counts) / (ended - began)
         self._windows.append((began, ended, rate))
         return rate
 
     async def close(self) -> list[Run]:
-        """End the workers; what the runs were."""
+        """Stop the workers; returns the runs."""
         self._running.cancel()
         await self._executor.close()
         self._trace.close()
@@ -148,7 +148,7 @@ class Bench:
         ]
 
     def _bubbles(self, began: float, ended: float) -> tuple[float, ...]:
-        """Per stage: the share of the time, in microseconds of the trace, without compute."""
+        """Per stage, the share without computation of a window in the trace's microseconds."""
         events = json.loads(self._path.read_text())
         runs = [one for one in events if one["ph"] == "X" and began <= one["ts"] <= ended]
         return tuple(
@@ -157,10 +157,10 @@ class Bench:
         )
 
 
-async def read(engine: Engine, ask: RequestSpec) -> int:
-    """One answer; how many tokens it had."""
+async def read(engine: Engine, spec: RequestSpec) -> int:
+    """Read one output; returns its number of tokens."""
     count = 0
-    with engine.stream(ask) as stream:
+    with engine.stream(spec) as stream:
         finish: FinishReason | None = None
         while finish is None:
             chunk = await stream.next()
@@ -169,7 +169,7 @@ async def read(engine: Engine, ask: RequestSpec) -> int:
     return count
 
 
-def make_asks(count: int, output_len: int) -> list[RequestSpec]:
+def make_specs(count: int, output_len: int) -> list[RequestSpec]:
     rng = Random(0)
     return [
         RequestSpec(

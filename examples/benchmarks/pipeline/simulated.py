@@ -1,8 +1,8 @@
-"""Pipelined iterations against microbatches, on 1 to 8 stages of hardware that is only described.
+"""Pipelined iterations against microbatches, on 1 to 8 simulated stages.
 
-Orca (section 4.2) keeps a batch of its own in every stage. FasterTransformer has one
-batch, cut into microbatches that follow each other through the stages, and starts its next
-iteration when the last of them is done.
+Orca (section 4.2) has a separate batch in every stage. FasterTransformer divides one batch into
+microbatches that pass through the stages one after the other, and starts the next iteration when
+the last of them has ended.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from engine.simulated.play import play_all
 from engine.simulated.trace import Arrival
 from engine.step import Step, StepResult
 
-MODEL = ModelSpec.gpt("GPT-3 101B", layers=80, hidden=10240)  # Orca's, on 8 GPUs a stage
+MODEL = ModelSpec.gpt("GPT-3 101B", layers=80, hidden=10240)  # Orca's model, on 8 GPUs per stage
 UNBOUNDED = 10**9
 
 
@@ -38,7 +38,7 @@ class Pipeline:
         self._free_at = [0.0] * stages
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """There will be nothing to tell."""
+        """Never calls `on_lost`: there is no worker to lose."""
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
@@ -51,30 +51,30 @@ class Pipeline:
             self.busy += stages * seconds
             at = max(at, done)
         self.ended = at
-        draws = sum(entry.sample is not None for entry in step.entries)
+        num_samples = sum(entry.sample is not None for entry in step.entries)
         future: asyncio.Future[StepResult] = loop.create_future()
-        result = StepResult(step.step_id, (0,) * draws, at - loop.time())
+        result = StepResult(step.step_id, (0,) * num_samples, at - loop.time())
         loop.call_at(at, future.set_result, result)
         return future
 
     async def restart(self) -> None:
-        """Nothing here dies."""
+        """There is no worker to restart."""
 
     @property
     def bubbles(self) -> float:
-        """The share of all stages' time in which they had nothing to do."""
+        """The share of all stages' time without computation."""
         return 1 - self.busy / (len(self._free_at) * self.ended)
 
 
 def microbatches(step: Step, parts: int) -> list[Step]:
-    """The step's requests dealt out to `parts` shares, prompts and decodes to each."""
+    """The step's requests divided into at most `parts` steps, with prompts and decodes in each."""
     count = min(parts, len(step.entries))
     return [Step(step.step_id, step.entries[part::count]) for part in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A schedule: whether stages have batches of their own, and who may join a batch."""
+    """A schedule: whether each stage has its own batch, and when requests may join a batch."""
 
     name: str
     admission: Admission
@@ -84,7 +84,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Output tokens a second, and the bubbles."""
+    """Output tokens per second, and the share of bubbles."""
 
     rate: float
     bubbles: float
@@ -99,7 +99,7 @@ SYSTEMS = (
 
 
 def flow(system: System, stages: int, batch: int, arrivals: Sequence[Arrival]) -> Flow:
-    """The rate at which a full queue is worked off, with `batch` requests in flight a stage."""
+    """The throughput of a full queue with `batch` requests in flight per stage."""
     hardware = Deployment(DEVICES["a100-40gb"], MODEL, stages=stages, ranks=8)
     settings = SchedulerSettings(
         max_model_len=2048,

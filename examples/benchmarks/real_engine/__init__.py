@@ -1,1 +1,1 @@
-"""Shared by the examples that measure the real engine: a model, its worker, loads and runs."""
+"""Measurements on the real engine: a small model, its worker, loads and runs."""

@@ -1,8 +1,8 @@
-"""The real engine on a clock of CPU seconds, for a machine that others use at the same time.
+"""The real engine on a clock of CPU seconds, for a machine with other load.
 
-The worker computes every step in this process; the virtual clock then moves by the CPU seconds
-that the step took, and by those that the loop took since the last one. What other processes do
-costs neither, but for the caches and the memory that they share with us.
+The worker computes every step in this process. The virtual clock then advances by the CPU seconds
+of the step and of the event loop since the previous step. Other processes do not advance it; they
+still share caches and memory bandwidth.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class CountedExecutor:
-    """A `StepExecutor` around a worker in this process; runs on a virtual loop."""
+    """A `StepExecutor` with a worker in this process, on a virtual event loop."""
 
     depth = 1
     is_alive = True
 
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker
-        self._answered_at = process_time()  # of the loop's own work since then
+        self._answered_at = process_time()  # the loop's own work since then is counted
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """There will be nothing to tell."""
+        """Never calls `on_lost`: the worker is this process."""
 
     def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
@@ -54,4 +54,4 @@ class CountedExecutor:
         raise Unavailable("a worker inside this process cannot be restarted")
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Nothing to stop."""

@@ -1,6 +1,6 @@
-"""Loads for a small machine: published traces with their lengths divided, and mixes of callers.
+"""Loads for a small machine: published traces with divided lengths, and synthetic mixes.
 
-A divided trace keeps its pattern of arrivals, the spread of its lengths and who shares what.
+A divided trace keeps its arrival pattern, the distribution of its lengths and its shared prefixes.
 """
 
 import gzip
@@ -24,12 +24,12 @@ DATA = Path(__file__).parents[3] / "tests" / "data"
 AZURE = DATA / "azure_2023_conv_first_1000.csv.gz"
 MOONCAKE = DATA / "mooncake_conversation_sessions.jsonl.gz"
 IDS = (300, 2000)  # token ids of prompts
-MOONCAKE_DIVISOR = 32  # 512 tokens, which an id of the trace stands for, become a block of 16
+MOONCAKE_DIVISOR = 32  # an id of the trace is 512 tokens; divided, a block of 16
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Arrival):
-    """An arrival whose prompt a real model can read; `run` tokens of it stand for a block."""
+    """An arrival with prompt tokens for a real model; `run` tokens are one block of the trace."""
 
     run: int = 16
     tenant: str = ""
@@ -45,7 +45,7 @@ class Call(Arrival):
         )
 
     def prompt(self, index: int) -> tuple[int, ...]:
-        """Ids drawn by block, so that equal blocks are equal, and by request beyond them."""
+        """Token ids seeded by block, so that equal blocks are equal; the rest by request."""
         ids: list[int] = []
         for block in self.blocks[: self.prompt_len // self.run]:
             ids += Random(f"block {block}").choices(range(*IDS), k=self.run)
@@ -54,7 +54,7 @@ class Call(Arrival):
 
 
 def azure(count: int, rate: float, divisor: int = 8) -> list[Call]:
-    """The first requests of the conversation trace, all lengths divided, at `rate` a second."""
+    """The first requests of the conversation trace, all lengths divided, at `rate` requests/s."""
     calls = [
         Call(
             one.at,
@@ -73,7 +73,7 @@ def skewed(count: int, rate: float, seed: int = 0) -> list[Call]:
 
 
 def two_kinds(count: int, rate: float, seed: int = 0) -> list[Call]:
-    """Chats that want their first token soon, and reports that may take their time."""
+    """Chats with a TTFT deadline of 0.5 s, and long reports with one of 10 s."""
     random = Random(seed)
     calls, at = [], 0.0
     for _ in range(count):
@@ -86,20 +86,20 @@ def two_kinds(count: int, rate: float, seed: int = 0) -> list[Call]:
     return calls
 
 
-def with_a_greedy_tenant(count: int, rate: float, seed: int = 0) -> list[Call]:
-    """Four tenants send a sixteenth of the load each; the fifth all the rest, from the start."""
+def with_a_large_tenant(count: int, rate: float, seed: int = 0) -> list[Call]:
+    """Four tenants send a sixteenth of the load each, the fifth the rest."""
     random = Random(seed)
     calls, at = [], 0.0
     for _ in range(count):
         at += random.expovariate(rate)
-        tenant = random.choice(["a", "b", "c", "d"]) if random.random() < 0.25 else "greedy"
+        tenant = random.choice(["a", "b", "c", "d"]) if random.random() < 0.25 else "large"
         lengths = random.randint(32, 128), random.randint(8, 32)
         calls.append(Call(at, *lengths, tenant=tenant))
     return calls
 
 
 def mooncake(count: int, rate: float) -> list[Call]:
-    """Whole sessions of the conversation trace, all lengths divided, at `rate` a second."""
+    """Whole sessions of the conversation trace, all lengths divided, at `rate` requests/s."""
     with gzip.open(MOONCAKE, "rt") as file:
         rows = [json.loads(line) for line in file][:count]
     calls = [
@@ -115,7 +115,7 @@ def mooncake(count: int, rate: float) -> list[Call]:
 
 
 def best_hit_rate(calls: Sequence[Call]) -> float:
-    """Share of all prompt tokens that a cache without bounds and without delay would have."""
+    """The share of prompt tokens that an unbounded cache without delay would find."""
     seen: set[int] = set()
     found = total = 0
     for call in calls:

@@ -1,4 +1,4 @@
-"""A small model with random weights, a worker process that serves it, and what its steps cost."""
+"""A small model with random weights, a worker that runs it, and its measured cost model."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ PROFILE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a Llama; the vocabulary is the built-in model's, so that its tokenizer fits."""
+    """The sizes of a Llama; its vocabulary is the built-in model's."""
 
     hidden: int = 512
     layers: int = 6
@@ -41,12 +41,12 @@ class Size:
     head_dim: int = 64
 
 
-LARGE = Size()  # 19 M parameters: a step takes some milliseconds, as the loop would like
+LARGE = Size()  # 19 M parameters: a step takes some milliseconds
 TINY = Size(hidden=64, layers=2, feed_forward=128, head_dim=16)  # for tests
 
 
 def make_model(directory: Path, size: Size) -> Path:
-    """Write a checkpoint with random weights that `podway serve` takes too."""
+    """Write a checkpoint with random weights, which `podway serve` can load."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(BUILTIN / name, directory)
@@ -93,7 +93,7 @@ def _weights(size: Size, vocabulary: int, heads: int) -> dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A loaded worker, and the cost that was measured before anything else ran."""
+    """A loaded worker, and the cost model that was measured before the first run."""
 
     executor: MultiprocessExecutor | CountedExecutor
     report: WorkerReport
@@ -101,17 +101,17 @@ class Machine:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its seconds are CPU seconds, on a virtual loop."""
+        """Whether seconds are CPU seconds, on a virtual event loop."""
         return isinstance(self.executor, CountedExecutor)
 
     async def measured(self) -> CostModel:
-        """What steps cost now."""
+        """A cost model measured now."""
         return await profile(self.executor, self.report)
 
-    def terms(
+    def header(
         self, policy: str, cost: CostModel | None = None, **bounds: object
     ) -> RecordingHeader:
-        """What the engine serves on; `bounds` on top of these."""
+        """Policy, scheduler settings and cost model of a run; `bounds` override the settings."""
         values: dict[str, object] = {
             "max_model_len": CONTEXT,
             "max_batch_size": BATCH_SIZE,
@@ -135,7 +135,7 @@ class Machine:
 async def machine(
     model: Path, threads: int, is_counted: bool, kv_slots: int = 32_768
 ) -> AsyncIterator[Machine]:
-    """A worker with the model, measured once: a process, or, on a clock of CPU seconds, here."""
+    """A worker with the model, measured once: a process, or in this one to count CPU seconds."""
     settings = WorkerSettings(
         str(model), kv_slots=kv_slots, threads=threads, max_batch_tokens=BATCH_TOKENS
     )
@@ -153,13 +153,13 @@ async def machine(
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Loading is brief."""
+    """Print no progress."""
 
 
 async def profile(
     executor: MultiprocessExecutor | CountedExecutor, report: WorkerReport
 ) -> CostModel:
-    """As `podway serve` measures before it is ready."""
+    """The cost model that `podway serve` would measure before it is ready."""
     bounds = ProbeLimits(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
     if not isinstance(executor, CountedExecutor):
         return await measure(executor, bounds, time.perf_counter, PROFILE_SECONDS)
@@ -172,16 +172,16 @@ async def profile(
 
 
 def circumstances() -> str:
-    """What else this machine did, for a report: one line."""
+    """Cores and load of this machine, for a report."""
     load = os.getloadavg()[0]
     return f"{os.cpu_count()} cores, load average {load:.1f}"
 
 
 def clock_of(is_counted: bool) -> str:
-    """What the seconds of a report are."""
+    """The unit of the seconds in a report."""
     if not is_counted:
-        return "Seconds are of the clock, on a worker process."
+        return "Seconds are wall-clock seconds of a worker process."
     return (
-        "Others were using the machine, so seconds are CPU seconds of worker and loop, which ran "
-        "in one process (`--clock cpu`; see `real_engine/counted.py`)."
+        "Other processes used the machine, so seconds are CPU seconds of worker and event loop, "
+        "which ran in one process (`--clock cpu`; see `real_engine/counted.py`)."
     )

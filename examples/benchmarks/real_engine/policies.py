@@ -1,9 +1,9 @@
 """Policies and prefix reuse on the real engine, on this machine's CPU, under overload.
 
-A small model with random weights, a worker process, and the engine as it serves; callers without
-HTTP. Compared: mlfq with fcfs, fair with fcfs beside a greedy tenant, deadline with fcfs, and
-prefix reuse on sessions of the Mooncake trace. Writes README.md, figures.json and plots; with
---only, what was measured before stays.
+A small model with random weights in a worker process, and the engine of the server without HTTP.
+Compares mlfq, fair (with one large tenant) and deadline with fcfs, and prefix reuse on sessions of
+the Mooncake trace with none. Writes README.md, figures.json and plots; with --only, earlier results
+of the other experiments are kept.
 
     python -m examples.benchmarks.real_engine.policies
         [--only mlfq] [--quick N] [--clock cpu] [--out DIR]
@@ -36,7 +36,7 @@ from examples.benchmarks.real_engine.machine import (
     machine,
     make_model,
 )
-from examples.benchmarks.real_engine.running import Run, capacity, really
+from examples.benchmarks.real_engine.running import Run, capacity, measure
 
 OUT = Path(__file__).parents[1] / "results" / "real_engine"
 Table = list[list[str]]
@@ -56,7 +56,7 @@ async def mlfq(
     for load in (0.7, 1.2, 1.8):
         for policy in ("fcfs", "mlfq"):
             moved = calls_of(count, most * load)
-            run = await really(on, on.terms(policy), moved, slo)
+            run = await measure(on, on.header(policy), moved, slo)
             jct = [one.jct for one in run.played.outcomes]
             figures = run.figures
             cells = [mean(jct), *percentiles(jct, 50, 95, 99)]
@@ -70,7 +70,7 @@ async def mlfq(
                     f"{figures.throughput:.2f}",
                 ]
             )
-            results[f"{policy} {load}"] = {"jct": sorted(jct)} | _kept(run)
+            results[f"{policy} {load}"] = {"jct": sorted(jct)} | _summary(run)
     return rows, results
 
 
@@ -78,15 +78,15 @@ _MLFQ = ["load", "policy", "JCT mean s", "p50", "p95", "p99", "TTFT mean s", "go
 
 
 async def fair(on: Machine, count: int) -> tuple[Table, Results]:
-    """What the modest tenants and the greedy one wait."""
-    calls = loads.with_a_greedy_tenant(count, 1.0)
+    """TTFT and JCT of four small tenants and of a large one."""
+    calls = loads.with_a_large_tenant(count, 1.0)
     rate = 1.6 * await capacity(on, calls)
     rows: Table = [["policy", "tenant", "requests", "TTFT mean s", "p95", "JCT mean s", "p95"]]
     results: Results = {"rate": rate}
     for policy in ("fcfs", "fair"):
-        run = await really(on, on.terms(policy), loads.with_a_greedy_tenant(count, rate))
-        for name, is_greedy in (("modest, four", False), ("greedy, one", True)):
-            chosen = [one for one in run.played.outcomes if _tenant(one) == is_greedy]
+        run = await measure(on, on.header(policy), loads.with_a_large_tenant(count, rate))
+        for name, is_large in (("small, four", False), ("large, one", True)):
+            chosen = [one for one in run.played.outcomes if _tenant(one) == is_large]
             ttft, jct = [one.ttft for one in chosen], [one.jct for one in chosen]
             cells = [mean(ttft), *percentiles(ttft, 95), mean(jct), *percentiles(jct, 95)]
             rows.append([policy, name, str(len(chosen)), *(f"{cell:.2f}" for cell in cells)])
@@ -96,11 +96,11 @@ async def fair(on: Machine, count: int) -> tuple[Table, Results]:
 
 def _tenant(one: Outcome) -> bool:
     assert isinstance(one.arrival, loads.Call)
-    return one.arrival.tenant == "greedy"
+    return one.arrival.tenant == "large"
 
 
 async def deadline(on: Machine, count: int) -> tuple[Table, Results]:
-    """Share of requests whose first token came before their deadline."""
+    """The share of requests whose first token meets its deadline."""
     calls = loads.two_kinds(count, 1.0)
     most = await capacity(on, calls)
     rows: Table = [["load", "policy", "all in time", "chats, 0.5 s", "reports, 10 s", "refused"]]
@@ -108,7 +108,7 @@ async def deadline(on: Machine, count: int) -> tuple[Table, Results]:
     for load in (0.8, 1.1, 1.5):
         for policy in ("fcfs", "deadline"):
             arrivals = loads.two_kinds(count, most * load)
-            run = await really(on, on.terms(policy), arrivals)
+            run = await measure(on, on.header(policy), arrivals)
             shares = [_in_time(run, arrivals, limit) for limit in (None, 0.5, 10.0)]
             cells = [f"{share:.0%}" for share in shares]
             rows.append([f"{load:.0%}", policy, *cells, str(len(run.played.lost))])
@@ -117,18 +117,18 @@ async def deadline(on: Machine, count: int) -> tuple[Table, Results]:
 
 
 def _in_time(run: Run, arrivals: Sequence[loads.Call], limit: float | None) -> float:
-    """Of all that arrived with this deadline (None: any), who was refused among them."""
-    asked = [call for call in arrivals if limit in (None, call.ttft_deadline)]
-    kept = 0
+    """The share in time of all requests with this deadline (None: any); rejected ones are late."""
+    wanted = [call for call in arrivals if limit in (None, call.ttft_deadline)]
+    num_in_time = 0
     for one in run.played.outcomes:
         assert isinstance(one.arrival, loads.Call)
-        wanted = one.arrival.ttft_deadline
-        kept += limit in (None, wanted) and one.ttft <= (wanted or 0.0)
-    return kept / max(1, len(asked))
+        deadline = one.arrival.ttft_deadline
+        num_in_time += limit in (None, deadline) and one.ttft <= (deadline or 0.0)
+    return num_in_time / max(1, len(wanted))
 
 
 async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
-    """Time to the first token and the share of prompt tokens found in the cache."""
+    """TTFT, and the share of prompt tokens found in the prefix cache."""
     calls = loads.mooncake(count, 1.0)
     plain = await capacity(on, calls)
     arrivals = loads.mooncake(count, 0.9 * plain)
@@ -138,8 +138,8 @@ async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
     results: Results = {"best_hit_rate": best, "rate": 0.9 * plain}
     whole = on.report.num_blocks
     for name, blocks in (("no reuse", 0), ("32,768 slots", whole), ("8,192 slots", whole // 4)):
-        terms = on.terms("fcfs", reuses_prefixes=bool(blocks))
-        run = await really(on, replace(terms, num_blocks=blocks or whole), arrivals)
+        header = on.header("fcfs", reuses_prefixes=bool(blocks))
+        run = await measure(on, replace(header, num_blocks=blocks or whole), arrivals)
         ttft = [one.ttft for one in run.played.outcomes]
         hit = run.figures.cached_tokens / total
         cells = [mean(ttft), *percentiles(ttft, 50, 95), run.figures.at("jct", "mean") or 0.0]
@@ -153,7 +153,7 @@ def percentiles(samples: Sequence[float], *points: int) -> list[float]:
     return [float(value) for value in numpy.percentile(samples, points)]
 
 
-def _kept(run: Run) -> Results:
+def _summary(run: Run) -> Results:
     names = ("goodput", "throughput", "output_rate", "num_preempted", "attainment")
     return {name: getattr(run.figures, name) for name in names}
 
@@ -163,37 +163,36 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
     "skewed": (
         "mlfq against fcfs, skewed lengths",
         "FastServe's synthetic workload: prompts and answers of 1..256 tokens by Zipf's law "
-        "(exponent 1.2), Poisson arrivals, at shares of what fcfs carries. Good: within ten times "
-        "the time per token of a lone decode and a half.",
+        "(exponent 1.2), Poisson arrivals, at shares of fcfs's "
+        "capacity. Good: at most 15 times a single decode step per token.",
         partial(mlfq, calls_of=loads.skewed),
         200,
     ),
     "mlfq": (
         "mlfq against fcfs, lengths of a chat service",
         "The Azure conversation trace (its first requests; all lengths divided by 8), at shares of "
-        "what fcfs carries; good as above.",
+        "fcfs's capacity; good as above.",
         partial(mlfq, calls_of=loads.azure),
         200,
     ),
     "fair": (
-        "fair against fcfs, with one greedy tenant",
-        "Five tenants at 160 % of what the machine carries; one of them sends 3/4 of all requests.",
+        "fair against fcfs, with one large tenant",
+        "Five tenants at 160 % of the machine's capacity; one of them sends 3/4 of all requests.",
         fair,
         200,
     ),
     "deadline": (
         "deadline against fcfs",
-        "Half chats that want their first token within 0.5 s, half long reports that want it "
-        "within 10 s; who is refused at once counts as late.",
+        "Half are chats with a TTFT deadline of 0.5 s, half long reports with one of 10 s. "
+        "Requests that are rejected at once count as late.",
         deadline,
         160,
     ),
     "prefix": (
         "Prefix reuse",
-        "Whole sessions of the Mooncake conversation trace, one in 40 of them, all lengths divided "
-        "by 32, so that an id of the trace stands for one block; at 90 % of what the machine "
-        "carries without reuse. The best: a cache without bounds that holds every prompt from "
-        "the moment of its arrival, over prompts alone.",
+        "Whole sessions of the Mooncake conversation trace, one in 40, all lengths divided by 32, "
+        "so that an id of the trace is one block; at 90 % of the machine's capacity without reuse. "
+        "The best: an unbounded cache that holds every prompt from its arrival.",
         prefix,
         295,
     ),
@@ -206,7 +205,7 @@ def markdown(rows: Table) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """How JCT is distributed under both policies, at each load."""
+    """The distribution of JCT under both policies, at each load."""
     runs = {
         name: one["jct"] for name, one in results.items() if isinstance(one, dict) and "jct" in one
     }
@@ -225,19 +224,19 @@ def draw(results: Results, path: Path) -> None:
 
 
 async def run_all(model: Path, args: argparse.Namespace) -> dict[str, Results]:
-    """What was measured, by experiment; each with its part of the page."""
+    """The results by experiment, each with its section of the page."""
     results = {}
     async with machine(model, args.threads, args.clock == "cpu") as on:
         alone, prompt = on.cost.compute(1, 64) * 1e3, on.cost.compute(256, 0) * 1e3
         where = (
             f"{on.report.num_parameters / 1e6:.0f} M parameters, {args.threads} compute thread(s); "
-            f"a lone decode takes {alone:.1f} ms, 256 tokens of a prompt {prompt:.0f} ms. "
+            f"a single decode step takes {alone:.1f} ms, a prompt of 256 tokens {prompt:.0f} ms. "
             f"{circumstances()}. {clock_of(on.is_counted)}"
         )
         for name in args.only:
-            title, says, experiment, count = EXPERIMENTS[name]
+            title, text, experiment, count = EXPERIMENTS[name]
             rows, found = await experiment(on, args.quick or count)
-            page = f"## {title}\n\n{says}\n\n{markdown(rows)}\n\n{where}"
+            page = f"## {title}\n\n{text}\n\n{markdown(rows)}\n\n{where}"
             results[name] = found | {"page": page}
             print(f"{title}\n{markdown(rows)}\n", flush=True)
     return results
@@ -255,9 +254,9 @@ def main() -> None:
         model = make_model(Path(scratch) / "model", TINY if args.quick else LARGE)
         measured = asyncio.run(run_all(model, args))
     args.out.mkdir(parents=True, exist_ok=True)
-    kept = args.out / "figures.json"
-    results = (json.loads(kept.read_text()) if kept.exists() else {}) | measured
-    kept.write_text(json.dumps(results))
+    path = args.out / "figures.json"
+    results = (json.loads(path.read_text()) if path.exists() else {}) | measured
+    path.write_text(json.dumps(results))
     pages = [_HEAD]
     for name in (name for name in EXPERIMENTS if name in results):
         pages.append(results[name]["page"])
@@ -269,10 +268,9 @@ def main() -> None:
 
 _HEAD = """# Policies on the real engine
 
-`python -m examples.benchmarks.real_engine.policies`: a Llama with random weights, the engine as it
-serves, callers
-in the same process without HTTP; batches of 8 requests or 256 tokens. Each row is one run, measured
-in turn."""
+`python -m examples.benchmarks.real_engine.policies`: a Llama with random weights, the engine of
+the server, requests from the same process without HTTP; batches of 8 requests or 256 tokens. Each
+row is one run; the runs alternate."""
 
 
 if __name__ == "__main__":

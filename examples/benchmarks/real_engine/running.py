@@ -1,4 +1,4 @@
-"""One load on the real engine or in virtual time: the same scheduler, loop and callers in both."""
+"""Run one load on the real engine or in virtual time, with the same scheduler and loop."""
 
 import asyncio
 import gc
@@ -27,47 +27,47 @@ NO_SLO = SLO()
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How everybody fared, the figures of it, and what was recorded, if it was."""
+    """The outcome of every request, the figures, and the recording of a measured run."""
 
     played: PlayResult
     figures: Figures
     recording: Recording | None = None
 
 
-async def really(
-    machine: Machine, terms: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
+async def measure(
+    machine: Machine, header: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
 ) -> Run:
-    """On the worker, in real time or in CPU seconds."""
+    """Run the load on the worker, in real time or in CPU seconds."""
     rows: list[Row] = []
     recorder = _recorder(arrivals)
-    scribe = EventRecorder(rows.append, terms.block_size)
-    scheduler = terms.build(LiveCost(terms.cost), ObserverGroup(recorder, scribe))
+    event_recorder = EventRecorder(rows.append, header.block_size)
+    scheduler = header.build(LiveCost(header.cost), ObserverGroup(recorder, event_recorder))
     recorder.watch(scheduler)
-    with _calm():
+    with _server_gc():
         if machine.is_counted:
             played = await asyncio.to_thread(play_all, scheduler, machine.executor, arrivals)
         else:
             played = await play_async(scheduler, machine.executor, arrivals)
-    recording = await asyncio.to_thread(_recording, terms, rows)
-    return Run(played, summarise(terms.policy, played, recorder, slo), recording)
+    recording = await asyncio.to_thread(_recording, header, rows)
+    return Run(played, summarise(header.policy, played, recorder, slo), recording)
 
 
-def virtually(terms: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO) -> Run:
-    """In virtual time, at the cost that the terms name."""
+def simulate(header: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO) -> Run:
+    """Run the load in virtual time, with the cost model of `header`."""
     recorder = _recorder(arrivals)
-    scheduler = terms.build(LiveCost(terms.cost), recorder)
+    scheduler = header.build(LiveCost(header.cost), recorder)
     recorder.watch(scheduler)
-    played = play_all(scheduler, SimulatedExecutor(terms.cost), arrivals)
-    return Run(played, summarise(terms.policy, played, recorder, slo))
+    played = play_all(scheduler, SimulatedExecutor(header.cost), arrivals)
+    return Run(played, summarise(header.policy, played, recorder, slo))
 
 
 async def capacity(on: Machine, calls: Sequence[Call]) -> float:
-    """Requests a second that first come, first served carries by simulation, the last request
-    being answered within a tenth of the time after the last arrival."""
+    """The simulated capacity under fcfs in requests/s: the highest rate at which the last request
+    ends within 1.1 times the time of the last arrival."""
 
     def holds(rate: float) -> bool:
         moved = [replace(c, at=m.at) for c, m in zip(calls, at_rate(calls, rate), strict=True)]
-        run = virtually(on.terms("fcfs"), moved)
+        run = simulate(on.header("fcfs"), moved)
         return run.figures.seconds <= 1.1 * moved[-1].at
 
     return await asyncio.to_thread(highest_load, holds, 4.0, 0.05)
@@ -78,8 +78,8 @@ def _recorder(arrivals: Sequence[Arrival]) -> Recorder:
 
 
 @contextmanager
-def _calm() -> Iterator[None]:
-    """The garbage collector as a server has it."""
+def _server_gc() -> Iterator[None]:
+    """The garbage collector with the server's settings."""
     before = gc.get_threshold()
     tune_collector()
     try:
@@ -89,9 +89,9 @@ def _calm() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _recording(terms: RecordingHeader, rows: Sequence[Row]) -> Recording:
+def _recording(header: RecordingHeader, rows: Sequence[Row]) -> Recording:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recording.jsonl"
         lines = (render(row, str) for row in rows)
-        path.write_text("\n".join((terms.line(), *lines)) + "\n")
+        path.write_text("\n".join((header.line(), *lines)) + "\n")
         return read_recording(path)

@@ -1,8 +1,8 @@
-"""The simulator against the real engine: what was predicted, what was measured, and the error.
+"""The simulator beside the real engine: predictions, measurements and errors.
 
 A small model on this machine's CPU; the Azure conversation trace with its lengths divided, at
-three loads under two policies. Predictions are made with the cost that is measured at the start of
-a server, and with one fitted to the recording of another run. Writes README.md and figures.json.
+three loads under two policies. Predictions use the cost model measured when a server starts, and
+one fitted to the recording of another run. Writes README.md and figures.json.
 
     python -m examples.benchmarks.real_engine.simulator_accuracy
         [--requests 200] [--repeats 2] [--out DIR]
@@ -28,7 +28,7 @@ from examples.benchmarks.real_engine.machine import (
     machine,
     make_model,
 )
-from examples.benchmarks.real_engine.running import Run, capacity, really, virtually
+from examples.benchmarks.real_engine.running import Run, capacity, measure, simulate
 
 OUT = Path(__file__).parents[1] / "results" / "accuracy"
 MEASURES = (
@@ -43,7 +43,7 @@ Values = dict[str, float]
 
 
 def values(figures: Figures) -> Values:
-    """What the table compares."""
+    """The compared quantities of a run."""
     found = {title: 1e3 * (figures.at(measure, point) or 0.0) for title, measure, point in MEASURES}
     return found | {LAST: figures.output_rate}
 
@@ -58,13 +58,13 @@ def errors(predicted: Values, measured: Values) -> Values:
 
 
 async def predicted(on: Machine, policy: str, calls: list[loads.Call], cost: CostModel) -> Values:
-    run = await asyncio.to_thread(virtually, on.terms(policy, cost), calls)
+    run = await asyncio.to_thread(simulate, on.header(policy, cost), calls)
     return values(run.figures)
 
 
 async def calibrated(on: Machine, count: int, rate: float) -> CostModel:
-    """Fitted to the recording of a run of its own, with other arrivals than those compared."""
-    run = await really(on, on.terms("fcfs"), loads.two_kinds(count, rate, seed=7))
+    """A cost model fitted to the recording of a separate run with other arrivals."""
+    run = await measure(on, on.header("fcfs"), loads.two_kinds(count, rate, seed=7))
     assert run.recording is not None, "every real run is recorded"
     return run.recording.cost()
 
@@ -84,7 +84,7 @@ async def compare(on: Machine, args: argparse.Namespace) -> list[dict[str, objec
         calls = loads.azure(args.requests, rate)
         for policy in ("fcfs", "mlfq"):
             costs = {"at the start": await on.measured(), "from a recording": recorded}
-            runs = [await really(on, on.terms(policy), calls) for _ in range(args.repeats)]
+            runs = [await measure(on, on.header(policy), calls) for _ in range(args.repeats)]
             measured = [values(run.figures) for run in runs]
             middle = averaged(measured)
             own = runs[0].recording
@@ -107,7 +107,7 @@ async def compare(on: Machine, args: argparse.Namespace) -> list[dict[str, objec
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Measured values, how far the repeats lie from their mean, and the errors."""
+    """Measured values, the distance of the runs from their mean, and the errors."""
     titles = [*(title for title, *_ in MEASURES), LAST]
     lines = [f"| load, policy | | {' | '.join(titles)} |", "|" + "---|" * (len(titles) + 2)]
     for row in rows:
@@ -130,23 +130,22 @@ def report(on: Machine, rows: list[dict[str, object]], args: argparse.Namespace)
     count = sum(bool(row["reproduced"]) for row in rows)
     return f"""# Predicted and measured
 
-`python -m examples.benchmarks.real_engine.simulator_accuracy`: the engine as it serves, callers in
-the same process
-without HTTP; a Llama with random weights, {size:.0f} M parameters,
+`python -m examples.benchmarks.real_engine.simulator_accuracy`: the engine of the server, requests
+from the same process without HTTP; a Llama with random weights, {size:.0f} M parameters,
 {args.threads} compute thread(s), batches of 8 requests or 256 tokens. {args.requests} requests of
 the Azure conversation trace, lengths divided by 8; each load and policy measured {args.repeats}
-times (± how far the runs lie from their mean). Loads are shares of what first come, first served
-carries by simulation. {circumstances()}.
-{clock_of(on.is_counted)}
+times (± the largest distance of a run from their mean). Loads are shares of the simulated capacity
+under fcfs. {circumstances()}. {clock_of(on.is_counted)}
 
-Errors are those of the simulation, of the mean of the runs. *At the start*: with the cost that a
-server measures before it is ready, here before each row (a lone decode took {alone:.1f} ms).
-*From a recording*: fitted to the iterations of another, lighter run. *From itself*: fitted to
-those of the first of the runs compared; what is left then is not the cost of steps.
+Errors are those of the simulation relative to the mean of the runs. *At the start*: with the cost
+model that a server measures before it is ready, here before each row (a single decode step took
+{alone:.1f} ms). *From a recording*: fitted to the iterations of another, lighter run. *From
+itself*: fitted to the first of the compared runs; the remaining error does not come from the cost
+of steps.
 
 {table(rows)}
 
-The recorded schedule of every run was followed event by event: {count} of {len(rows)} rows came out
+The recorded schedule of every run was replayed event by event: {count} of {len(rows)} rows came out
 the same.
 """
 

@@ -179,7 +179,7 @@ def policies() -> list[str]:
     fcfs, mlfq = found["skewed"]["fcfs 1.8"], found["skewed"]["mlfq 1.8"]
     chat = found["mlfq"]
     assert fmean(chat["fcfs 1.8"]["jct"]) < fmean(chat["mlfq 1.8"]["jct"])
-    tenants = [fmean(found["fair"][f"{name} modest, four"]["ttft"]) for name in ("fcfs", "fair")]
+    tenants = [fmean(found["fair"][f"{name} small, four"]["ttft"]) for name in ("fcfs", "fair")]
     in_time = [found["deadline"][f"{name} 1.5"]["in_time"][0] for name in ("fcfs", "deadline")]
     prefix = found["prefix"]
     share = prefix["32,768 slots"]["hit_rate"] / prefix["best_hit_rate"]
