@@ -256,7 +256,8 @@ def read_streams(port: int, streams: int, stop: Any) -> None:
         body = json.dumps(
             {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": MAX_TOKENS}
         ).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"content-type: application/json\r\n"
         request = head + b"content-length: %d\r\n\r\n" % len(body) + body
 
         class Reader(asyncio.Protocol):
