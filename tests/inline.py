@@ -1,4 +1,4 @@
-"""A whole engine in this process, over a worker that computes: asks in, what was heard out."""
+"""A whole engine in this process, over a worker that computes: requests in, outcomes out."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ class Mortal:
         return True
 
     def watch(self, on_lost: Callable[[], object]) -> None:
-        """Deaths are told by the step that meets them."""
+        """A lost worker is reported by the step that meets it."""
 
     def submit(self, step: Step) -> ResultFuture:
         return self._inner.submit(step)
@@ -64,47 +64,48 @@ class Mortal:
 
 def play(
     worker: Worker,
-    asks: Sequence[RequestSpec],
+    specs: Sequence[RequestSpec],
     *,
     num_blocks: int = 0,
     dies_in: Sequence[int] = (),
     lookahead: int = 0,
     **bounds: object,
 ) -> list[RequestOutcome]:
-    """Serve all asks at once, to their end; `num_blocks` less than the worker's: preemptions."""
+    """Serve all requests at once, to their end; `num_blocks` less than the worker's:
+    preemptions."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(num_blocks or report.num_blocks, report.block_size)
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
-    heard = asyncio.run(_serve(engine, asks))
+    outcomes = asyncio.run(_serve(engine, specs))
     scheduler.ledger.check()
     assert scheduler.ledger.num_held == 0
-    return heard
+    return outcomes
 
 
-async def _serve(engine: Engine, asks: Sequence[RequestSpec]) -> list[RequestOutcome]:
+async def _serve(engine: Engine, specs: Sequence[RequestSpec]) -> list[RequestOutcome]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        heard = await asyncio.gather(*(_listen(engine, ask) for ask in asks))
+        outcomes = await asyncio.gather(*(_generate(engine, spec) for spec in specs))
         await engine.drain(60.0)  # of the last of a surplus
         running.cancel()
-    return heard
+    return outcomes
 
 
-async def _listen(engine: Engine, ask: RequestSpec) -> RequestOutcome:
-    heard = RequestOutcome()
-    with engine.stream(ask) as stream:
-        heard.request = stream.request
-        while heard.finish is None and heard.error is None:
+async def _generate(engine: Engine, spec: RequestSpec) -> RequestOutcome:
+    outcome = RequestOutcome()
+    with engine.stream(spec) as stream:
+        outcome.request = stream.request
+        while outcome.finish is None and outcome.error is None:
             try:
                 chunk = await stream.next()
             except EngineError as error:
-                heard.error = error
+                outcome.error = error
                 break
-            heard.tokens += chunk.tokens
-            heard.logprobs += chunk.logprobs
-            heard.prompt_logprobs += chunk.prompt_logprobs
-            heard.finish = chunk.finish
-    return heard
+            outcome.tokens += chunk.tokens
+            outcome.logprobs += chunk.logprobs
+            outcome.prompt_logprobs += chunk.prompt_logprobs
+            outcome.finish = chunk.finish
+    return outcome

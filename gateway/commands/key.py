@@ -29,7 +29,9 @@ def parser() -> Parser:
         epilog="A running server reads its --api-key-file again on SIGHUP.",
     )
     parser.add_argument("action", choices=("new",), help="new: make a key")
-    parser.add_argument("name", metavar="NAME", help="name of the key: who or what uses it")
+    parser.add_argument(
+        "name", metavar="NAME", help="name of the key, for example the application that uses it"
+    )
     parser.add_argument(
         "--file", type=Path, metavar="FILE", help="append the entry to this key file; else print it"
     )

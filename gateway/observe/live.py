@@ -1,6 +1,6 @@
 """LiveView: recent iterations and snapshots of the scheduler, for the web page.
 
-Iterations are recorded only while somebody watches; otherwise an event costs one test.
+Iterations are recorded only while a client watches; otherwise an event costs one test.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""An hour of production in virtual time: who waits how long, and how fast the simulator is.
+"""An hour of production in virtual time: how long requests wait, and how fast the simulator is.
 
 Plays the Azure LLM inference trace of 2023 (conversations) first come first served on one
 accelerator. The sample beside the tests is its first 1,000 requests; give the path of the whole
@@ -48,7 +48,7 @@ def main() -> None:
             max_batch_tokens=2048,
             max_queue_requests=UNBOUNDED,
             max_queue_tokens=UNBOUNDED,
-            reuses_prefixes=False,  # the trace does not say who shares what
+            reuses_prefixes=False,  # the trace does not name shared prefixes
         ),
         policy=lambda cost: build("fcfs", cost),
         cost=hardware.cost(),

@@ -91,7 +91,8 @@ def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Fi
 
 
 def handed_over_together(fared: Sequence[Outcome]) -> list[Outcome]:
-    """The same requests, each ending when the last of its batch does (who started together)."""
+    """The same requests, each ending with the last request of its batch (those that started
+    together)."""
     ends: dict[float, float] = {}
     for one in fared:
         end = one.arrival.at + one.jct

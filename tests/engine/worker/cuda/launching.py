@@ -87,7 +87,7 @@ class OnStandIns:
 
     worker: Worker
     device: StandInDevice
-    heard: list[tuple[str, int, int]]
+    progress: list[tuple[str, int, int]]
 
     def launch(self, step: Step) -> StepInFlight:
         """Within the rules of a step."""
@@ -99,9 +99,9 @@ def on_stand_ins(model: object, **changes: object) -> OnStandIns:
     """A worker loaded from a checkpoint; `changes` are fields of its settings."""
     settings = replace(settings_for(model), **changes)  # type: ignore[arg-type]
     device = StandInDevice(settings)
-    heard: list[tuple[str, int, int]] = []
-    worker = Worker.load(settings, lambda *news: heard.append(news), device)
-    return OnStandIns(worker, device, heard)
+    progress: list[tuple[str, int, int]] = []
+    worker = Worker.load(settings, lambda *news: progress.append(news), device)
+    return OnStandIns(worker, device, progress)
 
 
 @dataclass(eq=False)

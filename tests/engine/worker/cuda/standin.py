@@ -1,4 +1,4 @@
-"""Streams without a GPU, as late as a GPU may be: work on a side stream is done only when somebody
+"""Streams without a GPU, as late as a GPU may be: work on a side stream is done only when something
 waits for it, and what is written too early, or read too early, is wrong.
 
 Compute is done at once, on tensors of the CPU. Pinned memory that was copied from must not change
@@ -138,7 +138,7 @@ class StandInStreams:
         return self.sides[-1]
 
     def pinned(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Full of what nobody wants to read."""
+        """Memory filled with NaN, so that a read before a write shows."""
         rubbish = torch.empty(tuple(sizes), dtype=dtype)
         self._pinned[rubbish.untyped_storage().data_ptr()] = rubbish
         return rubbish.fill_(float("nan") if dtype.is_floating_point else 77)

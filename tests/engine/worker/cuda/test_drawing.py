@@ -29,7 +29,7 @@ def rows_of(seed: int, rows: int, vocab: int, *, ties: bool) -> Floats:
     return (noise.round() if ties else noise).astype(np.float32)
 
 
-def wishes(some: Sequence[SamplingParams], points: Sequence[float], vocab: int) -> SamplingTensors:
+def params(some: Sequence[SamplingParams], points: Sequence[float], vocab: int) -> SamplingTensors:
     return SamplingTensors.of(some, points, vocab, torch.from_numpy)
 
 
@@ -45,7 +45,7 @@ def test_the_same_ids_are_kept_with_the_same_weights(
 ) -> None:
     logits = rows_of(seed, len(asked), vocab, ties=ties)
     found = sampling_kernels.probabilities(
-        torch.from_numpy(logits), wishes(asked, [0.0] * len(asked), vocab)
+        torch.from_numpy(logits), params(asked, [0.0] * len(asked), vocab)
     )
     assert found.shape[1] % sampling_kernels.RUN == 0
     assert not found[:, vocab:].any()
@@ -100,7 +100,7 @@ def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
     logits = rows_of(1, 1, 700, ties=False)
     points = ((np.arange(count) + 0.5) / count).tolist()
     some = torch.from_numpy(logits).expand(count, -1)
-    ids = sampling_kernels.sample(some, wishes([asked] * count, points, 700)).numpy()
+    ids = sampling_kernels.sample(some, params([asked] * count, points, 700)).numpy()
     exact = filters.probabilities(logits[0], asked).astype(np.float64)
     found = np.bincount(ids, minlength=700) / count
     np.testing.assert_allclose(found, exact / exact.sum(), atol=2 / count)
@@ -115,10 +115,10 @@ def test_batch_mates_do_not_change_a_rows_token() -> None:
     ]
     logits = torch.from_numpy(rows_of(3, 4, 2000, ties=True))
     points = [0.1, 0.5, 0.9, 0.999]
-    together = sampling_kernels.sample(logits, wishes(asked, points, 2000))
+    together = sampling_kernels.sample(logits, params(asked, points, 2000))
     for row in range(4):
         alone = sampling_kernels.sample(
-            logits[row : row + 1], wishes(asked[row : row + 1], points[row : row + 1], 2000)
+            logits[row : row + 1], params(asked[row : row + 1], points[row : row + 1], 2000)
         )
         assert alone.tolist() == [int(together[row])]
 
@@ -129,9 +129,9 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
 ) -> None:
     logits = torch.from_numpy(rows_of(4, 3, 600, ties=False))
     asked = [SamplingParams(top_p=0.9, top_k=7, min_p=0.01)] * 3
-    before = sampling_kernels.sample(logits, wishes(asked, [0.3] * 3, 600))
+    before = sampling_kernels.sample(logits, params(asked, [0.3] * 3, 600))
     logits[1] = value
-    after = sampling_kernels.sample(logits, wishes(asked, [0.3] * 3, 600))
+    after = sampling_kernels.sample(logits, params(asked, [0.3] * 3, 600))
     assert after[[0, 2]].tolist() == before[[0, 2]].tolist()
     assert 0 <= int(after[1]) < 600
 

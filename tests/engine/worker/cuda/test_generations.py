@@ -128,12 +128,12 @@ def expected(model: Path) -> list[Said]:
     worker: Worker = load_worker(model)
     return [
         Said(
-            heard.tokens,
-            [one.logprob for one in heard.logprobs],
-            [one.logprob for one in heard.prompt_logprobs],
-            "" if heard.error is None else type(heard.error).__name__,
+            outcome.tokens,
+            [one.logprob for one in outcome.logprobs],
+            [one.logprob for one in outcome.prompt_logprobs],
+            "" if outcome.error is None else type(outcome.error).__name__,
         )
-        for heard in play(worker, [an_ask(number) for number in range(COUNT)])
+        for outcome in play(worker, [an_ask(number) for number in range(COUNT)])
     ]
 
 

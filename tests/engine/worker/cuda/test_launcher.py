@@ -142,7 +142,7 @@ def test_moves_are_done_when_the_result_is_there_and_awaited_ones_before_the_lay
 
 
 def test_graphs_are_captured_largest_first_and_told_of(on_gpu: OnStandIns) -> None:
-    told = [news for news in on_gpu.heard if news[0] == "graphs"]
+    told = [news for news in on_gpu.progress if news[0] == "graphs"]
     assert told == [("graphs", done, 3) for done in range(4)]
     planned = on_gpu.device.made[-1].planned
     assert planned[:9] == [4, 4, 4, 2, 2, 2, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""A worker that goes on from its own tokens says what it says when it is told each of them."""
+"""A worker that continues from its own tokens samples the same as when it is sent each of them."""
 
 import asyncio
 from collections.abc import Sequence

@@ -44,22 +44,22 @@ class Late:
 
 @dataclass
 class Wire:
-    """Hears what is sent, and in which thread; lets somebody wait for it."""
+    """Keeps the messages that are sent, and the thread that sent them; a test can wait for them."""
 
-    heard: list[FromWorker] = field(default_factory=list)
+    messages: list[FromWorker] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     news: threading.Condition = field(default_factory=threading.Condition)
     ends: list[Exception] = field(default_factory=list)
 
     def send(self, data: bytearray) -> None:
         with self.news:
-            self.heard += map(read_from_worker, FrameReader().feed(data))
+            self.messages += map(read_from_worker, FrameReader().feed(data))
             self.threads.add(threading.current_thread().name)
             self.news.notify_all()
 
     def wait_for(self, count: int) -> None:
         with self.news:
-            assert self.news.wait_for(lambda: len(self.heard) >= count, MASK_WAIT_SECONDS)
+            assert self.news.wait_for(lambda: len(self.messages) >= count, MASK_WAIT_SECONDS)
 
 
 def answers_to(wire: Wire, *, answers: bool = True, traces: bool = False) -> ResultSender:
@@ -75,7 +75,7 @@ def test_a_step_computed_at_launch_is_sent_at_once() -> None:
     answers = answers_to(wire, traces=True)
     answers.put(order(1), CompletedStep(collected(1)))
     answers.put(order(2), Failure("it failed", TIMES))
-    assert wire.heard == [
+    assert wire.messages == [
         StepRan(collected(1).result),
         TraceEvents(StepId(1), 0.25, TIMES),
         StepFailure(StepId(2), "it failed"),
@@ -91,12 +91,12 @@ def test_steps_in_flight_are_sent_in_order_while_others_are_launched() -> None:
     answers.put(order(1), first)
     answers.put(order(2), Failure("not launched", TIMES))
     answers.put(order(3), third)
-    assert wire.heard == []
+    assert wire.messages == []
     first.returns.set()
     wire.wait_for(2)
     third.returns.set()
     answers.finish()
-    assert wire.heard == [
+    assert wire.messages == [
         StepRan(collected(1).result),
         StepFailure(StepId(2), "not launched"),
         StepRan(collected(3).result),
@@ -115,7 +115,7 @@ def test_a_step_that_fails_in_flight_sends_its_own_failure(error: Exception, lin
         late.returns.set()
         answers.put(order(number), late)
     answers.finish()
-    assert wire.heard == [StepFailure(StepId(1), line), StepRan(collected(2).result)]
+    assert wire.messages == [StepFailure(StepId(1), line), StepRan(collected(2).result)]
 
 
 def test_after_a_lost_device_nothing_more_is_sent() -> None:
@@ -127,7 +127,7 @@ def test_after_a_lost_device_nothing_more_is_sent() -> None:
     lost.returns.set()
     with pytest.raises(WorkerLost, match="the device is gone"):
         answers.finish()
-    assert wire.heard == []
+    assert wire.messages == []
     assert [str(error) for error in wire.ends] == ["the device is gone"]
 
 
@@ -136,4 +136,4 @@ def test_a_worker_that_sends_no_results_still_sends_traces() -> None:
     answers = answers_to(wire, answers=False, traces=True)
     answers.put(order(1), CompletedStep(collected(1)))
     answers.finish()
-    assert wire.heard == [TraceEvents(StepId(1), 0.25, TIMES)]
+    assert wire.messages == [TraceEvents(StepId(1), 0.25, TIMES)]

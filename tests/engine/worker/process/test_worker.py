@@ -99,11 +99,11 @@ def test_logits_are_bit_identical_however_the_tokens_are_split_into_steps(worker
 
 def test_the_report_states_the_facts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", eos_token_id=[2, 5])
-    heard: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     settings = WorkerSettings(
         model=str(tmp_path), block_size=8, kv_slots=84, max_model_len=100, threads=2
     )
-    report = Worker.load(settings, lambda *news: heard.append(news)).report
+    report = Worker.load(settings, lambda *news: progress.append(news)).report
     assert report.architecture == "LlamaForCausalLM"
     assert (report.dtype, report.device, report.attention) == ("float32", "cpu", "cpu")
     assert (report.vocab_size, report.max_model_len) == (97, 100)
@@ -112,7 +112,7 @@ def test_the_report_states_the_facts(tmp_path: Path) -> None:
     assert report.bytes_per_block == 2 * 3 * 8 * 2 * 8 * 4
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
     assert report.num_parameters == 2 * 97 * 32 + 32 + 3 * layer
-    assert heard[-1] == ("weights", 30, 30)
+    assert progress[-1] == ("weights", 30, 30)
 
 
 def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
