@@ -210,11 +210,11 @@ def open_device(settings: WorkerSettings, preferred: PreferredFormat | None = No
     kind, _, number = settings.device.partition(":")
     if kind == "auto":
         kind = _best(settings)
-    known = f"device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
+    known = f"--device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
         raise StartupError(known)
     if lacks := _device_class(kind).missing(settings):
-        raise StartupError(f"device {settings.device!r} cannot be used: {lacks}")
+        raise StartupError(f"--device {settings.device!r} cannot be used: {lacks}")
     return _device_class(kind).open(settings, preferred or PreferredFormat())
 
 
@@ -227,7 +227,7 @@ def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[
     if name == "auto":
         return default
     if RUNS_ON.get(name, kind) != kind:
-        raise StartupError(f"attention {name!r} does not run on {kind}")
+        raise StartupError(f"--attention {name!r} does not run on {kind}")
     return (name,)
 
 

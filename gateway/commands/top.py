@@ -5,7 +5,8 @@ It reads the server-sent events of `GET /admin/live`, as the web page does.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -60,16 +61,17 @@ def main(argv: list[str]) -> int:
 
 
 async def _watch(url: str, api_key: str | None, console: Console, *, is_once: bool) -> None:
-    if is_once or not console.is_terminal:
-        async for state in states(url, api_key):
+    async with aclosing(states(url, api_key)) as all_states:
+        if is_once or not console.is_terminal:
+            state = await anext(all_states)
             console.print(render(state, len(state["requests"])))
             return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        async for state in states(url, api_key):
-            live.update(render(state, max(1, console.height - MARGIN)), refresh=True)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            async for state in all_states:
+                live.update(render(state, max(1, console.height - MARGIN)), refresh=True)
 
 
-async def states(url: str, api_key: str | None) -> AsyncIterator[dict[str, Any]]:
+async def states(url: str, api_key: str | None) -> AsyncGenerator[dict[str, Any], None]:
     """The server's snapshots as they arrive. Raises `ServerError`."""
     decoder = EventDecoder()
     try:

@@ -64,12 +64,13 @@ class CpuDevice:
 
     def __init__(self, settings: WorkerSettings, preferred: PreferredFormat | None = None) -> None:
         if settings.dtype not in DTYPES:
+            known = ", ".join(DTYPES[1:])
             raise StartupError(
-                f"dtype {settings.dtype!r} is not supported on cpu; known: {', '.join(DTYPES[1:])}"
+                f"--dtype {settings.dtype!r} is not supported on cpu; known: {known}"
             )
-        self.kv_dtype = choose_dtype("kv_dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
+        self.kv_dtype = choose_dtype("--kv-cache-dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
-            raise StartupError("kv_dtype 'float16' needs a CPU with F16C")
+            raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         preferred = self._preferred(settings, preferred or PreferredFormat())
         name = preferred.format or "float32"
@@ -102,7 +103,7 @@ class CpuDevice:
         weights = settings.weights
         if weights not in ("auto", *CPU_FORMATS):
             known = ", ".join(("auto", *CPU_FORMATS))
-            raise StartupError(f"weights {weights!r} is not supported on cpu; known: {known}")
+            raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
         if weights == "auto" and of_checkpoint.format is not None and not self._is_plain:
             return of_checkpoint
         if weights == "auto":

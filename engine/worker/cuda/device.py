@@ -84,12 +84,12 @@ class CudaDevice:
     ) -> None:
         self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
-        self.dtype = choose_dtype("dtype", settings.dtype, DTYPES, "cuda")
+        self.dtype = choose_dtype("--dtype", settings.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
         self._format = weight_format(settings.weights, self.dtype, gpu, preferred)
         if settings.activation_bits not in ("auto", "8"):
             raise StartupError(
-                f"activation_bits {settings.activation_bits!r} is not supported on cuda; "
+                f"--activation-bits {settings.activation_bits!r} is not supported on cuda; "
                 "known: auto, 8"
             )
         stored = None if preferred is None else preferred.format
@@ -216,16 +216,16 @@ def weight_format(
     if asked not in LINEARS:
         known = ", ".join((own, *LINEARS))
         raise StartupError(
-            f"weights {asked!r} is not supported on cuda with dtype {own}; known: {known}"
+            f"--weights {asked!r} is not supported on cuda with dtype {own}; known: {known}"
         )
     if asked == "fp8" and gpu.capability < FP8_BY_ROW:
         major, minor = gpu.capability
         raise StartupError(
-            f"weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
+            f"--weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
             f"{gpu.model} has {major}.{minor}; int8 runs there"
         )
     if asked == "fp8" and dtype is not torch.bfloat16:
-        raise StartupError(f"weights 'fp8' needs dtype bfloat16, not {own}")
+        raise StartupError(f"--weights 'fp8' needs --dtype bfloat16, not {own}")
     return asked
 
 
@@ -244,7 +244,7 @@ def flashinfer_kernels() -> FlashInferKernels:
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache: that of the model, or 8-bit floats (fp8 e4m3)."""
     own = name_of(dtype)
-    return choose_dtype("kv_dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
+    return choose_dtype("--kv-cache-dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:

@@ -69,7 +69,7 @@ def choose_num_blocks(
     """
     size = settings.block_size
     if size < 1:
-        raise StartupError(f"block_size must be at least 1, not {size}")
+        raise StartupError(f"--block-size must be at least 1, not {size}")
     if settings.kv_slots:
         blocks, setting = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
     elif settings.kv_bytes:

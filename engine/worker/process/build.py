@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
     if settings.max_model_len > shape.max_positions:
         raise StartupError(
-            f"max_model_len={settings.max_model_len} is beyond the checkpoint's "
+            f"--max-model-len {settings.max_model_len} is beyond the checkpoint's "
             f"{shape.max_positions} positions"
         )
     return settings.max_model_len or shape.max_positions

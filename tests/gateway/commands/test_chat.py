@@ -2,9 +2,6 @@
 
 import io
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +15,7 @@ import pytest
 from gateway.commands.chat import command as chat
 from gateway.commands.chat.streamed_answer import StreamedAnswer
 from tests.gateway.commands.conftest import Peer
+from tests.gateway.commands.terminal import at_terminal, read_until
 
 
 def talk(
@@ -164,21 +162,12 @@ def test_a_tools_file_that_cannot_be_read_is_one_line(
 @contextmanager
 def terminal_chat(peer: Peer, state: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """`podway chat` at a pseudo-terminal: the terminal's other end, and the process."""
-    master, slave = pty.openpty()
-    run = 'trap "" INT; exec "$@"'  # Ctrl-C must work also where the parent ignores SIGINT
-    command = ["sh", "-c", run, "sh", sys.executable, "-m", "gateway", "chat", peer.url]
-    env = {**os.environ, "XDG_STATE_HOME": str(state), "TERM": "xterm", "INPUTRC": "/dev/null"}
-    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env)
-    os.close(slave)
-    try:
+    env = {"XDG_STATE_HOME": str(state), "TERM": "xterm", "INPUTRC": "/dev/null"}
+    with at_terminal(["chat", peer.url], env) as (master, child):
         read_until(master, rb"/exit.*> ")
         yield master, child
         os.write(master, b"\x04")
         assert child.wait(10) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(master)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(peer: Peer, tmp_path: Path) -> None:
@@ -228,11 +217,3 @@ def test_an_unknown_command_names_the_nearest_one(
 ) -> None:
     _, _, err = talk(monkeypatch, capsys, "/sytem Rhyme.\n", peer.url)
     assert err == "unknown command /sytem; did you mean /system?\n"
-
-
-def read_until(terminal: int, pattern: bytes) -> None:
-    """Read the program's output until it matches; fails if the program ends or hangs."""
-    shown = b""
-    while not re.search(pattern, shown, re.DOTALL):
-        assert select.select([terminal], [], [], 30)[0], f"waited for {pattern!r}, saw {shown!r}"
-        shown += os.read(terminal, 1024)

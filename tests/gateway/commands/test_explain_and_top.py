@@ -2,12 +2,14 @@
 
 import io
 import json
+import signal
 import urllib.request
 
 import pytest
 from rich.console import Console
 
 from gateway.commands import explain, top
+from tests.gateway.commands.terminal import at_terminal, read_until
 
 STATE = {
     "policy": "fcfs",
@@ -74,6 +76,14 @@ def test_the_engine_is_shown_once_in_a_pipe(
     shown = capsys.readouterr().out
     assert "policy fcfs, admission grow; worker running" in shown
     assert "KV device" in shown
+
+
+def test_the_engine_is_shown_live_until_ctrl_c(server_url: str) -> None:
+    with at_terminal(["top", server_url], {"TERM": "xterm", "COLUMNS": "100"}) as (master, child):
+        read_until(master, rb"KV device.*KV device")  # at least two states
+        child.send_signal(signal.SIGINT)
+        read_until(master, rb"\x1b\[\?1049l")  # the terminal's normal screen is back
+        assert child.wait(10) == 0
 
 
 def test_requests_are_listed_by_age_with_what_they_wait_for() -> None:

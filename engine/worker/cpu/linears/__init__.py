@@ -17,10 +17,10 @@ def linears_of(name: str, activation_bits: str = "auto") -> dict[str, CpuLinears
     """
     if activation_bits not in ("auto", "8", "14"):
         raise StartupError(
-            f"activation_bits {activation_bits!r} is not supported on cpu; known: auto, 8, 14"
+            f"--activation-bits {activation_bits!r} is not supported on cpu; known: auto, 8, 14"
         )
     if activation_bits == "8" and not HAS_VNNI:
-        raise StartupError("activation_bits '8' needs a CPU with VNNI; use auto or 14")
+        raise StartupError("--activation-bits '8' needs a CPU with VNNI; use auto or 14")
     has_8_bits = HAS_VNNI and activation_bits != "14"
     known: dict[str, CpuLinears] = {
         "float32": FLOAT32,

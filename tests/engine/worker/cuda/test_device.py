@@ -127,7 +127,7 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
         ({"weights": "int4"}, "weights 'int4' is not supported on cuda"),
         (
             {"activation_bits": "14"},
-            "activation_bits '14' is not supported on cuda; known: auto, 8",
+            "--activation-bits '14' is not supported on cuda; known: auto, 8",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_settings_that_no_gpu_serves_are_refused(
     ("capability", "dtype", "says"),
     [
         ((8, 9), "bfloat16", "weights 'fp8' needs a GPU of compute capability 9.0 .Hopper. or "),
-        ((9, 0), "float16", "weights 'fp8' needs dtype bfloat16, not float16"),
+        ((9, 0), "float16", "weights 'fp8' needs --dtype bfloat16, not float16"),
     ],
 )
 def test_8_bit_floats_are_refused_where_no_tensor_core_multiplies_them(

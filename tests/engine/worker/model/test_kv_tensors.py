@@ -57,7 +57,7 @@ def test_without_a_setting_kv_takes_no_more_than_requests_can_use() -> None:
         ({"kv_bytes": BLOCK - 1}, f"--kv-memory {BLOCK - 1} bytes is less than one block"),
         ({"usual": BLOCK - 1}, "less than one block"),
         ({"kv_slots": 1600, "available": 99 * BLOCK}, "are available"),
-        ({"block_size": -1}, "block_size must be at least 1"),
+        ({"block_size": -1}, "--block-size must be at least 1"),
     ],
 )
 def test_kv_memory_that_is_not_available_is_rejected(settings: dict[str, int], named: str) -> None:

@@ -147,7 +147,7 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
         ({"attention": "flashinfer"}, "attention 'flashinfer' does not run on cpu"),
         (
             {"activation_bits": "16"},
-            "activation_bits '16' is not supported on cpu; known: auto, 8, 14",
+            "--activation-bits '16' is not supported on cpu; known: auto, 8, 14",
         ),
         ({"attention": "reference", "weights": "int8"}, "weights in int8 need another attention"),
     ],
