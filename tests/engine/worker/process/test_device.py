@@ -56,16 +56,18 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     asked = replace(SETTINGS, device="cpu", threads=1)
     known = "known: float32, float16, bfloat16, int8"
     assert refusal(replace(asked, kv_dtype="fp8")) == (
-        f"kv_dtype 'fp8' is not supported on cpu; {known}"
+        f"--kv-cache-dtype 'fp8' is not supported on cpu; {known}"
     )
     monkeypatch.setattr(cpu, "has_half", lambda: False)
-    assert refusal(replace(asked, kv_dtype="float16")) == "kv_dtype 'float16' needs a CPU with F16C"
+    assert refusal(replace(asked, kv_dtype="float16")) == (
+        "--kv-cache-dtype 'float16' needs a CPU with F16C"
+    )
     assert open_device(replace(asked, kv_dtype="int8")).kv_dtype is torch.int8
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])
 def test_an_unknown_device_is_rejected(device: str) -> None:
-    says = f"device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"
+    says = f"--device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     assert refusal(replace(SETTINGS, device=device)) == says
 
 
@@ -83,7 +85,7 @@ def test_what_is_missing_for_a_gpu_is_named(with_gpu: pytest.MonkeyPatch) -> Non
     assert "there is no NVIDIA driver: libcuda.so.1" in refusal(asked)
     with_gpu.setattr("torch.version.cuda", None)
     line = refusal(asked)
-    assert line.startswith("device 'cuda' cannot be used: torch ")
+    assert line.startswith("--device 'cuda' cannot be used: torch ")
     assert "is built without CUDA" in line
 
 
@@ -139,12 +141,15 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"dtype": "float16"}, "dtype 'float16' is not supported on cpu; known: float32, bfloat16"),
+        (
+            {"dtype": "float16"},
+            "--dtype 'float16' is not supported on cpu; known: float32, bfloat16",
+        ),
         (
             {"weights": "fp8"},
-            "weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8, int4",
+            "--weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8, int4",
         ),
-        ({"attention": "flashinfer"}, "attention 'flashinfer' does not run on cpu"),
+        ({"attention": "flashinfer"}, "--attention 'flashinfer' does not run on cpu"),
         (
             {"activation_bits": "16"},
             "--activation-bits '16' is not supported on cpu; known: auto, 8, 14",
