@@ -111,6 +111,21 @@ class Dialect(Protocol):
         ...
 
 
+class GrammarChecker(Protocol):
+    """Compiles grammars for the model's vocabulary, within limits of time and memory."""
+
+    async def check(self, grammar: "Grammar") -> str | None:
+        """Why outputs cannot be constrained to the grammar; None if they can.
+
+        Raises `Unavailable` if no grammar can be checked now.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release what it uses. Idempotent."""
+        ...
+
+
 class TokenDecoder(Protocol):
     """Decodes the token ids of one output to bytes, one after the other."""
 

@@ -34,14 +34,12 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from adapters.grammar import open_compiler
 from engine.control.scheduler import IterationScheduler, SchedulerSettings
 from engine.events import ObserverGroup
-from engine.grammar import GrammarCompiler, TokenTable
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.step import Step, StepEntry, StepResult
+from engine.step import Grammar, Step, StepEntry, StepResult
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
@@ -144,9 +142,13 @@ class Cost:
     busy: float
 
 
-def no_grammars() -> GrammarCompiler:
-    """A compiler that the load does not use."""
-    return open_compiler(TokenTable([b"a"], {}, lambda text: [0] * len(text)), 27)
+class NoGrammars:
+    """A `GrammarChecker` that is not used."""
+
+    async def check(self, grammar: Grammar) -> str | None:
+        return None
+
+    async def close(self) -> None: ...
 
 
 def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
@@ -164,7 +166,7 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
-        grammars=GrammarCheck(no_grammars()),
+        grammars=GrammarCheck(NoGrammars()),
         exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,

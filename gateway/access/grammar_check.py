@@ -1,106 +1,90 @@
-"""Grammars are checked before their request is accepted: size limits, then compilation in a thread.
+"""Grammars are checked before their request is accepted: size limits, then compilation.
 
 An invalid grammar is an `InvalidRequest` that names the field. Results are cached, so a schema
 that is sent with every request is compiled once here. (The worker compiles it again for itself.)
-A compilation that takes too long is not waited for; the library's own limits bound its work.
+Compilation is limited in time and memory by the `GrammarChecker`. At most `SEATS` grammars are
+compiled at once, one of each tenant, and waiting for a seat is limited, too.
 """
 
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from engine.errors import InvalidRequest
-from engine.grammar import GrammarCompiler, GrammarError
+from engine.errors import InvalidRequest, Overloaded
 from engine.step import Grammar, GrammarKind
 
-THREADS = 2
+if TYPE_CHECKING:
+    from gateway.ports import GrammarChecker
+
+SEATS = 2
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-
-OffLoop = Callable[[Callable[[], str | None]], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits on the grammar of one request, and on cached results."""
+    """Limits on the grammar of one request, on waiting for a seat, and on cached results."""
 
     max_bytes: int = 128 << 10
     max_depth: int = 64
-    compile_seconds: float = 5.0
+    wait_seconds: float = 6.0  # one compilation may take 5 s
     max_remembered: int = 256
 
 
 class GrammarCheck:
-    """Checks whether outputs can be constrained to a grammar.
+    """Checks whether outputs can be constrained to a grammar."""
 
-    `compiler` compiles for the model's vocabulary. `off_loop` runs a function off the event loop;
-    None: in `THREADS` threads of its own.
-    """
-
-    def __init__(
-        self,
-        compiler: GrammarCompiler,
-        limits: GrammarLimits | None = None,
-        off_loop: OffLoop | None = None,
-    ) -> None:
-        self._compiler = compiler
+    def __init__(self, checker: "GrammarChecker", limits: GrammarLimits | None = None) -> None:
+        self._checker = checker
         self._limits = limits or GrammarLimits()
-        self._off_loop = off_loop or _in_threads()
-        self._seats = asyncio.Semaphore(THREADS)
+        self._seats = asyncio.Semaphore(SEATS)
+        self._tenant_seats: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._results: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
 
-    async def check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Return if outputs can be constrained to `grammar`; else raise `InvalidRequest`.
+    async def check_grammar(self, grammar: Grammar, param: str, tenant: str = "") -> None:
+        """Return if outputs can be constrained to `grammar`.
 
-        `param` is the request field that the error names, for example
+        Raises `InvalidRequest` if they cannot, and `Overloaded` if there is no seat to compile it
+        within `wait_seconds`. `param` is the request field that the error names, for example
         `response_format.json_schema.schema`.
         """
         reason = _limit_error(grammar, self._limits)
         if reason is None:
-            reason = await asyncio.shield(self._result(grammar))
+            reason = await asyncio.shield(self._result(grammar, tenant))
         if reason is not None:
             raise InvalidRequest(f"Invalid '{param}': {reason}.", param)
 
-    def _result(self, grammar: Grammar) -> "asyncio.Task[str | None]":
+    def _result(self, grammar: Grammar, tenant: str) -> "asyncio.Task[str | None]":
         """One task for all requests with this grammar; its result is the error, or None."""
         task = self._results.pop(grammar, None)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.get_running_loop().create_task(self._compile(grammar), name="grammar")
+            work = self._compile(grammar, tenant)
+            task = asyncio.get_running_loop().create_task(work, name="grammar")
         self._results[grammar] = task
         if len(self._results) > self._limits.max_remembered:
             self._results.popitem(last=False)
         return task
 
-    async def _compile(self, grammar: Grammar) -> str | None:
-        """Compile it in one of `THREADS` seats; the seat stays taken until the thread is done."""
-        await self._seats.acquire()
-        work = asyncio.ensure_future(self._off_loop(lambda: self._try(grammar)))
-        work.add_done_callback(lambda _: self._seats.release())
-        seconds = self._limits.compile_seconds
-        done, _ = await asyncio.wait({work}, timeout=seconds)
-        if not done:
-            return f"it takes longer than {seconds:g} seconds to compile"
-        return work.result()
-
-    def _try(self, grammar: Grammar) -> str | None:
-        """Compile the grammar and its first mask; the error, or None."""
+    async def _compile(self, grammar: Grammar, tenant: str) -> str | None:
+        """Compile it in one of the seats."""
+        tenant_seat = self._tenant_seats.setdefault(tenant, asyncio.Semaphore(1))
+        seconds = self._limits.wait_seconds
+        held: list[asyncio.Semaphore] = []
         try:
-            mask = self._compiler.compile(grammar).mask()
-        except GrammarError as error:
-            return str(error).removesuffix(".")
-        return None if any(mask.bits) else "no text of this model's tokens can match it"
-
-
-def _in_threads() -> OffLoop:
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-
-    def run(work: Callable[[], str | None]) -> Awaitable[str | None]:
-        return asyncio.get_running_loop().run_in_executor(pool, work)
-
-    return run
+            async with asyncio.timeout(seconds):
+                for seat in (tenant_seat, self._seats):
+                    await seat.acquire()
+                    held.append(seat)
+            return await self._checker.check(grammar)
+        except TimeoutError as error:
+            message = "Too many grammars are being compiled. Please try again later."
+            raise Overloaded(message, retry_after=seconds) from error
+        finally:
+            for seat in held:
+                seat.release()
 
 
 def _limit_error(grammar: Grammar, limits: GrammarLimits) -> str | None:

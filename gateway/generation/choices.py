@@ -49,7 +49,7 @@ class ChoiceGroup:
         """
         plan, service = self._plan, self._service
         if plan.constraint is not None:
-            await service.grammars.check_grammar(*plan.constraint)
+            await service.grammars.check_grammar(*plan.constraint, plan.caller.tenant)
         tokenized = await plan.tokenize()
         specs = [
             spec for prompt in tokenized.prompts for spec in request_specs(plan, prompt, service)

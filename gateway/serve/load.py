@@ -9,7 +9,7 @@ Adapters are imported here, by name.
 import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -31,8 +31,7 @@ from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from engine.grammar import GrammarCompiler
-    from gateway.ports import ChatTemplate, Dialect, Tokenizer
+    from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
 
 OnProgress = Callable[[str, int, int], None]  # label, done, total
 
@@ -43,9 +42,9 @@ ADAPTERS = {
     "tokenizer": "adapters.tokenizers:load_tokenizer",
     "template": "adapters.dialects:load_chat_template",
     "dialect": "adapters.dialects:choose_dialect",
-    "token_table": "adapters.tokenizers:load_token_table",
-    "grammar": "adapters.grammar:open_compiler",
+    "grammar": "adapters.grammar.isolated:IsolatedCompiler",
 }
+TOKEN_TABLE = "adapters.tokenizers:load_token_table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class TextAdapters:
     tokenizer: "Tokenizer"
     template: "ChatTemplate | None"
     dialect: "Dialect"
-    grammars: "GrammarCompiler"
+    grammars: "GrammarChecker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +94,20 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
         launcher=await asyncio.to_thread(_launcher, settings, transport.worker),
         trace=trace,
     )
+    stack = AsyncExitStack()
     try:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
-        report = starting.result()
+        report, texts = starting.result(), reading.result()
+        stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
         yield LoadedModel(
             name=served_name(settings),
             directory=directory,
             executor=executor,
             report=report,
-            texts=reading.result(),
+            texts=texts,
             sampling_defaults=defaults,
             calibration=calibration,
             lookahead=choose_lookahead(settings, report, calibration.model),
@@ -114,6 +115,7 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     finally:
+        await stack.aclose()
         await executor.close()
         if trace is not None:
             trace.close()
@@ -173,13 +175,11 @@ def _name(model: str) -> str:
 def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
     template = _adapter("template")(directory, settings.chat_template)
     source = "" if template is None else template.source
-    tokenizer = _adapter("tokenizer")(directory)
-    table = _adapter("token_table")(directory, tokenizer)
     return TextAdapters(
-        tokenizer,
+        _adapter("tokenizer")(directory),
         template,
         _adapter("dialect")(source, settings.tool_dialect, settings.reasoning_dialect),
-        _adapter("grammar")(table, len(table.tokens)),
+        _adapter("grammar")(TOKEN_TABLE, directory),
     )
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from adapters.dialects.jinja_template import compile_request_template
 from adapters.grammar import open_compiler
+from adapters.grammar.compile_process import first_error
 from engine.control.admission import Admission
 from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
 from engine.cost.live import LiveCost
@@ -28,7 +29,7 @@ from engine.policy import PolicySettings, build
 from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import Step, StepEntry, StepResult, TokenLogprobs
+from engine.step import Grammar, Step, StepEntry, StepResult, TokenLogprobs
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.key_file import Allowance, KeyDefaults
@@ -96,9 +97,16 @@ def byte_grammars() -> GrammarCompiler:
     return open_compiler(table, END + 1)
 
 
-async def at_once(work: Callable[[], str | None]) -> str | None:
-    """Run on the loop: virtual time has no threads."""
-    return work()
+class CheckedOnLoop:
+    """A `GrammarChecker` that compiles on the event loop, since virtual time has no processes."""
+
+    def __init__(self) -> None:
+        self._compiler = byte_grammars()
+
+    async def check(self, grammar: Grammar) -> str | None:
+        return first_error(self._compiler, grammar)
+
+    async def close(self) -> None: ...
 
 
 class PlainTemplate:
@@ -325,7 +333,7 @@ def build_rig(setting: Setting) -> Rig:
             aliases=setting.aliases,
             sampling_defaults=setting.sampling_defaults,
         ),
-        grammars=GrammarCheck(byte_grammars(), off_loop=at_once),
+        grammars=GrammarCheck(CheckedOnLoop()),
         exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,

@@ -1,116 +1,112 @@
-"""A grammar is checked off the loop, within limits, once; what is wrong with it names the field."""
+"""A grammar is checked within limits and once; the error names the field."""
 
 import asyncio
 import json
-import threading
 
 import pytest
 
-from engine.errors import InvalidRequest
-from engine.grammar import GrammarError, Mask
+from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.grammar_check import GrammarCheck, GrammarLimits
-from tests.gateway.rig import byte_grammars
+from tests.gateway.rig import CheckedOnLoop
 
 REGEX = GrammarKind.REGEX
 SCHEMA = GrammarKind.JSON_SCHEMA
 FIELD = "response_format.json_schema.schema"
 
 
-class FakeMatcher:
-    """Allows everything, or nothing."""
-
-    def __init__(self, bits: bytes = b"\xff") -> None:
-        self.bits = bits
-
-    def feed(self, tokens: object) -> None: ...
-
-    def mask(self) -> Mask:
-        return Mask(self.bits, accepts=False)
-
-    def copy(self) -> "FakeMatcher":
-        return self
-
-
-class FakeCompiler:
-    """Does what the grammar's text says, and keeps what it was asked."""
+class FakeChecker:
+    """Does what the grammar's text says, and keeps what it was asked to check."""
 
     def __init__(self) -> None:
-        self.compiled: list[str] = []
-        self.threads: set[str] = set()
-        self.gate = threading.Event()
+        self.checked: list[str] = []
+        self.gate = asyncio.Event()
 
-    def compile(self, grammar: Grammar) -> FakeMatcher:
-        self.compiled.append(grammar.text)
-        self.threads.add(threading.current_thread().name)
-        if grammar.text == "slow":
-            self.gate.wait()
-        if grammar.text == "bad":
-            raise GrammarError("no such thing.")
-        return FakeMatcher(b"\0" if grammar.text == "dead" else b"\xff")
+    async def check(self, grammar: Grammar) -> str | None:
+        self.checked.append(grammar.text)
+        if grammar.text.startswith("slow"):
+            await self.gate.wait()
+        if grammar.text == "lost":
+            raise Unavailable("the process was lost")
+        return "no such thing" if grammar.text == "bad" else None
 
-
-def judge(
-    compiler: FakeCompiler, *texts: str, limits: GrammarLimits | None = None
-) -> list[InvalidRequest | None]:
-    """The complaints about several grammars that are checked at the same time."""
-
-    async def main() -> list[InvalidRequest | None]:
-        check = GrammarCheck(compiler, limits)
-        found = await asyncio.gather(
-            *(check.check_grammar(Grammar(REGEX, text), "regex") for text in texts),
-            return_exceptions=True,
-        )
-        compiler.gate.set()
-        return [one if isinstance(one, InvalidRequest) else None for one in found]
-
-    return asyncio.run(main())
+    async def close(self) -> None: ...
 
 
-def test_a_good_grammar_is_compiled_once_and_not_on_the_loop() -> None:
-    compiler = FakeCompiler()
-    assert judge(compiler, "good", "good", "good") == [None] * 3
-    assert compiler.compiled == ["good"]
-    assert compiler.threads != {threading.current_thread().name}
+def checked(text: str) -> Grammar:
+    return Grammar(REGEX, text)
 
 
-def test_an_invalid_grammar_is_rejected_each_time_and_compiled_once() -> None:
-    compiler = FakeCompiler()
-    for error in judge(compiler, "bad", "bad"):
-        assert error is not None
-        assert (str(error), error.param) == ("Invalid 'regex': no such thing.", "regex")
-    assert compiler.compiled == ["bad"]
+async def test_a_good_grammar_is_checked_once() -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    await asyncio.gather(*(check.check_grammar(checked("good"), "regex") for _ in range(3)))
+    await check.check_grammar(checked("good"), "regex", "other tenant")
+    assert checker.checked == ["good"]
 
 
-def test_a_grammar_without_a_first_token_is_rejected() -> None:
-    (error,) = judge(FakeCompiler(), "dead")
-    assert "no text of this model's tokens" in str(error)
+async def test_an_invalid_grammar_is_rejected_each_time_and_checked_once() -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"^Invalid 'regex': no such thing\.$") as caught:
+            await check.check_grammar(checked("bad"), "regex")
+        assert caught.value.param == "regex"
+    assert checker.checked == ["bad"]
 
 
-def test_a_grammar_that_compiles_too_slowly_is_rejected_and_delays_no_other() -> None:
-    slow, good = judge(FakeCompiler(), "slow", "good", limits=GrammarLimits(compile_seconds=0.05))
-    assert "longer than 0.05 seconds" in str(slow)
-    assert good is None
-
-
-def test_the_oldest_results_are_evicted() -> None:
-    compiler = FakeCompiler()
+async def test_the_oldest_results_are_evicted() -> None:
+    check = GrammarCheck(checker := FakeChecker(), GrammarLimits(max_remembered=2))
     texts = ["1", "2", "3"]
+    for text in (*texts, *texts[1:], *texts):
+        await check.check_grammar(checked(text), "regex")
+    assert checker.checked == [*texts, "1", "2", "3"]
 
-    async def main() -> None:
-        check = GrammarCheck(compiler, GrammarLimits(max_remembered=2))
-        for text in (*texts, *texts[1:], *texts):
-            await check.check_grammar(Grammar(REGEX, text), "regex")
 
-    asyncio.run(main())
-    assert compiler.compiled == [*texts, "1", "2", "3"]
+async def test_an_error_of_the_checker_is_not_cached() -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await check.check_grammar(checked("lost"), "regex")
+    assert checker.checked == ["lost", "lost"]
+
+
+async def test_a_tenant_compiles_one_grammar_at_a_time_and_others_are_not_delayed() -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    slow = [
+        asyncio.create_task(check.check_grammar(checked(f"slow {number}"), "regex", "a"))
+        for number in range(5)
+    ]
+    await asyncio.sleep(0)
+    await check.check_grammar(checked("good"), "regex", "b")
+    assert checker.checked == ["slow 0", "good"]
+    checker.gate.set()
+    await asyncio.gather(*slow)
+    assert len(checker.checked) == 6
+
+
+async def test_waiting_for_a_seat_is_limited_and_the_seat_is_free_afterwards() -> None:
+    check = GrammarCheck(checker := FakeChecker(), GrammarLimits(wait_seconds=0.02))
+    holding = [
+        asyncio.create_task(check.check_grammar(checked(f"slow {tenant}"), "regex", tenant))
+        for tenant in ("a", "b")
+    ]
+    for _ in range(3):  # the tasks take both seats
+        await asyncio.sleep(0)
+    assert checker.checked == ["slow a", "slow b"]
+    for tenant in ("a", "b", "c"):
+        with pytest.raises(Overloaded, match="Too many grammars") as caught:
+            await check.check_grammar(checked(f"good {tenant}"), "regex", tenant)
+        assert caught.value.retry_after == 0.02
+    checker.gate.set()
+    await asyncio.gather(*holding)
+    for tenant in ("a", "b", "c"):
+        await check.check_grammar(checked(f"good {tenant}"), "regex", tenant)
 
 
 def complaint(grammar: Grammar) -> str:
     """What the real library has against it, nothing if it consents."""
 
     async def main() -> str:
-        check = GrammarCheck(byte_grammars())
+        check = GrammarCheck(CheckedOnLoop())
         try:
             await check.check_grammar(grammar, FIELD)
         except InvalidRequest as error:
@@ -124,7 +120,7 @@ def complaint(grammar: Grammar) -> str:
     ("grammar", "said"),
     [
         (Grammar(SCHEMA, "{"), "not valid JSON"),
-        (Grammar(SCHEMA, "3"), "a schema is a JSON object, true or false"),
+        (Grammar(SCHEMA, "3"), "a schema must be a JSON object, true or false"),
         (Grammar(SCHEMA, '{"type": "strin"}'), "Invalid type: strin"),
         (Grammar(SCHEMA, '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (Grammar(SCHEMA, '{"$ref": "http://example.org/x.json"}'), "example.org"),

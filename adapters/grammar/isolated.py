@@ -1,0 +1,116 @@
+"""The server's side of `adapters.grammar.compile_process`: checks grammars in another process."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from adapters.grammar.compile_process import CompileRequest, Verdict, encode
+from engine.errors import Unavailable
+from engine.step import Grammar
+from engine.transport.wire import FrameReader
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 5.0
+NUM_BYTES = 256 << 20
+EXIT_SECONDS = 1.0  # for the process to end its children, before it is killed
+RECEIVE_BYTES = 1 << 16
+LOST = "The process that compiles grammars was lost; try again."
+STDERR = 2
+
+
+class IsolatedCompiler:
+    """A `GrammarChecker` for the model in `directory`.
+
+    `loader` names the function that loads its `TokenTable`, as "module:function". One grammar may
+    take `seconds`, and `num_bytes` of memory. The process is started by the first check, and by the
+    next one after it was lost. `close` ends it.
+    """
+
+    def __init__(
+        self, loader: str, directory: Path, seconds: float = SECONDS, num_bytes: int = NUM_BYTES
+    ) -> None:
+        self._arguments = [loader, str(directory), str(seconds), str(num_bytes)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._pending: dict[int, asyncio.Future[str | None]] = {}
+        self._numbers = itertools.count()
+        self._sending = asyncio.Lock()  # frames are sent whole
+
+    def _start(self) -> socket.socket:
+        """Start the process; it reads requests once it has opened the vocabulary."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "adapters.grammar.compile_process"),
+                    *(str(theirs.fileno()), *self._arguments),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=STDERR,
+                env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        self._connection = ours
+        self._reading = asyncio.get_running_loop().create_task(self._read(ours), name="verdicts")
+        return ours
+
+    async def check(self, grammar: Grammar) -> str | None:
+        """Why the grammar cannot be used, or None. Raises `Unavailable` if the process is lost."""
+        connection = self._connection or self._start()
+        number = next(self._numbers)
+        loop = asyncio.get_running_loop()
+        verdict: asyncio.Future[str | None] = loop.create_future()
+        self._pending[number] = verdict
+        try:
+            async with self._sending:
+                await loop.sock_sendall(connection, encode(CompileRequest(number, grammar)))
+            return await verdict
+        except OSError as error:
+            raise Unavailable(LOST) from error
+        finally:
+            self._pending.pop(number, None)
+
+    async def close(self) -> None:
+        """End the process and its children. Idempotent."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+            await asyncio.wait((reading,))
+        await self._end()
+
+    async def _read(self, connection: socket.socket) -> None:
+        frames = FrameReader()
+        with contextlib.suppress(OSError):
+            while piece := await asyncio.get_running_loop().sock_recv(connection, RECEIVE_BYTES):
+                for payload in frames.feed(piece):
+                    number, error = msgspec.msgpack.decode(payload, type=Verdict)
+                    if (verdict := self._pending.get(number)) and not verdict.done():
+                        verdict.set_result(error)
+        logger.error("the process that compiles grammars was lost")
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        for verdict in self._pending.values():
+            if not verdict.done():
+                verdict.set_exception(Unavailable(LOST))
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, EXIT_SECONDS)
+            process.kill()
+            await asyncio.to_thread(process.wait)
