@@ -14,6 +14,7 @@ from engine.step import (
 )
 
 if TYPE_CHECKING:
+    from engine.control.background_time import BackgroundTime
     from engine.kv.manager import KVManager
     from engine.request import Request
 
@@ -36,6 +37,7 @@ class BatchBuilder:
         self.least_crashes = 0  # a suspect with more crashes is not taken
         self.is_deferred = False  # a request waits until more of its prefix is hashed
         self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
+        self.background: BackgroundTime | None = None  # set with the first background request
         self._decodes: list[tuple[Request, StepEntry]] = []
         self._prefills: list[tuple[Request, StepEntry]] = []
 

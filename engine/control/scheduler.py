@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission, AdmissionControl, AdmissionSettings, SwapMode
+from engine.control.background_time import BackgroundTime
 from engine.control.batch_builder import BatchBuilder
 from engine.control.lifecycle import Lifecycle
 from engine.control.swap_planner import SwapPlanner
@@ -63,6 +64,7 @@ class SchedulerSettings:
     reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
     max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
+    max_background_slowdown: float = inf  # factor on an iteration with others
 
     def __post_init__(self) -> None:
         assert self.max_batch_tokens >= self.max_batch_size, (
@@ -192,6 +194,7 @@ class IterationScheduler:
         self._fill(batch, now)
         while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
             batch.is_deferred = False
+            batch.background = None
             self.kv.begin_plan()
             self._fill(batch, now)
         if not batch.is_empty:
@@ -253,6 +256,9 @@ class IterationScheduler:
             batch.ahead.discard(request)
         slots = request.num_planned + num_tokens
         if num_tokens > 0 and self.admission.secure(request, slots, now):
+            if batch.background is not None:
+                beside = self.settings.max_batch_tokens - batch.tokens_left
+                batch.background.spend(request, num_tokens, beside)
             batch.add(request, num_tokens, self.kv, is_last=num_tokens == unplanned)
             if num_tokens > 1:
                 self.kv.note_prefill(request)
@@ -273,7 +279,20 @@ class IterationScheduler:
             is_bounded = self.settings.max_step_seconds < inf and not request.is_suspect
             if num_tokens > LEAST_PIECE and is_bounded:  # suspects are not slowed down
                 num_tokens = self._num_tokens_in_time(batch, request, num_tokens, others)
-        return num_tokens if num_tokens <= batch.tokens_left else 0
+        if num_tokens > batch.tokens_left:
+            return 0
+        if request.spec.is_background:
+            return self._num_background_tokens(batch, request, num_tokens)
+        return num_tokens
+
+    def _num_background_tokens(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
+        """How many of a background request's tokens the iteration has time for."""
+        settings = self.settings
+        if batch.background is None:  # all others are in the batch by now
+            slowdown = settings.max_background_slowdown
+            batch.background = BackgroundTime(batch, self.pool, self.cost, slowdown)
+        beside = settings.max_batch_tokens - batch.tokens_left
+        return batch.background.num_tokens(request, num_tokens, beside)
 
     def _num_tokens_in_time(
         self, batch: BatchBuilder, request: Request, num_tokens: int, others: int
@@ -302,6 +321,15 @@ class IterationScheduler:
             num_ready -= sum(r.spec.is_background for r in batch.ahead)
         return min(num_ready, batch.seats - 1)
 
+    def _is_used_up(self, batch: BatchBuilder, request: Request) -> bool:
+        """Whether the iteration has no tokens or no time for another request, nor for those behind
+        it."""
+        others = self._num_others(batch, request, self._ready_left(batch))
+        if batch.is_out_of_time or batch.tokens_left <= others:
+            return True
+        is_background = request.spec.is_background
+        return is_background and not self._num_background_tokens(batch, request, request.unplanned)
+
     def _admit(self, batch: BatchBuilder, request: Request, now: float) -> bool:
         """Start a request without device KV if it fits. Returns whether requests behind it may be
         admitted in this plan."""
@@ -317,8 +345,7 @@ class IterationScheduler:
             return True
         if not whole_batch and request.state is WAITING and self.kv.is_being_computed(request):
             return True
-        others = self._num_others(batch, request, self._ready_left(batch))
-        if not whole_batch and (batch.is_out_of_time or batch.tokens_left <= others):
+        if not whole_batch and self._is_used_up(batch, request):
             return False
         if self.admission.admit(request, now):
             for other in batch.not_admitted:

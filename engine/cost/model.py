@@ -87,6 +87,12 @@ class CostModel:
                 total += self.per_draw
         return total
 
+    def added(self, num_tokens: int, start: int, beside: int) -> float:
+        """Seconds by which a request's tokens, from position `start`, make an iteration longer that
+        computes `beside` other tokens."""
+        more = self.tokens(beside + num_tokens) - self.tokens(beside)
+        return more + self.attention(num_tokens, start) + self.per_draw
+
     def idle(self, num_entries: int) -> float:
         """Seconds that the worker waits for the loop before a step with `num_entries` requests."""
         return self.idle_step + self.idle_entry * num_entries

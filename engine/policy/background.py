@@ -1,7 +1,8 @@
 """BackgroundLast: any policy for foreground requests, and all background requests behind them.
 
 A request with `RequestSpec.is_background` (a line of a batch) uses what is left of an iteration.
-It is ordered behind every foreground request, under every policy, and is preempted first. Among
+It is ordered behind every foreground request, under every policy, and is preempted first. The
+scheduler bounds the time that it adds to an iteration (`max_background_slowdown`). Among
 themselves background requests are served in order of arrival. Under steady foreground load they
 may starve, which is what `is_background` means.
 """

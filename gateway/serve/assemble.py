@@ -211,6 +211,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_step_seconds=settings.max_step_seconds or inf,
+        max_background_slowdown=settings.background_slowdown,
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,

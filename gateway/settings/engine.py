@@ -226,6 +226,14 @@ class EngineSettings(BaseSettings):
         "SECONDS",
         ge=0,
     )
+    background_slowdown: float = _option(
+        1.5,
+        "scheduling",
+        "how much longer an iteration with other requests may take because of batch lines, as a "
+        "factor; 1: batch lines run only while there are no other requests",
+        "FACTOR",
+        ge=1,
+    )
     cost_model: Literal["auto", "measure", "none"] = _option(
         "auto",
         "scheduling",

@@ -1,5 +1,7 @@
 """Background requests use what the others leave, under every policy and admission mode."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.control.admission import Admission
@@ -111,3 +113,74 @@ def test_background_requests_stay_last_when_policies_are_switched(policy: Policy
 
 def test_a_policy_keeps_its_name() -> None:
     assert [name_of(build(name, HAND_COST)) for name in POLICIES] == list(POLICIES)
+
+
+def check_slowdown(
+    scheduler: IterationScheduler, num_iterations: int, others: list[Request]
+) -> None:
+    """Check that each iteration takes at most 1.5 times what it takes without background rows."""
+    now = 10.0
+    for _ in range(num_iterations):
+        iteration = scheduler.plan(now)
+        assert iteration is not None
+        rows = zip(iteration.requests, iteration.step.entries, strict=True)
+        own = [entry for request, entry in rows if not request.spec.is_background]
+        assert len(own) == len(others), "no other request waits"
+        alone = replace(iteration.step, entries=tuple(own))
+        assert HAND_COST.step(iteration.step) <= 1.5 * HAND_COST.step(alone)
+        now = commit_iteration(scheduler, iteration, now)
+
+
+def test_background_requests_slow_an_iteration_down_by_a_bounded_factor(policy: Policy) -> None:
+    """Eight decodes take 4.5 s, which leaves 2.25 s: four background tokens of 0.5 s each."""
+    scheduler = a_scheduler(
+        policy,
+        num_slots=5000,
+        max_batch_size=40,
+        max_batch_tokens=200,
+        max_background_slowdown=1.5,
+    )
+    others = started(scheduler, *[(1, 60)] * 8, background=False)
+    decodes = [scheduler.add(a_spec(1, 40, is_background=True), 5.0) for _ in range(10)]
+    prompt = scheduler.add(a_spec(400, 5, is_background=True), 5.0)
+    check_slowdown(scheduler, 30, others)
+    assert sum(request.produced for request in decodes) == 30 * 4
+    assert prompt.num_computed == 0, "a chunk of 16 tokens takes 8 s"
+    play(scheduler, [])
+    assert prompt.produced == 5
+    assert all(request.produced == 40 for request in decodes)
+
+
+def test_a_background_prompt_gets_chunks_that_fit(policy: Policy) -> None:
+    """Sixty decodes take 30.5 s, which leaves time for 30 tokens of a prompt."""
+    scheduler = a_scheduler(
+        policy,
+        num_slots=5000,
+        max_batch_size=80,
+        max_batch_tokens=500,
+        max_background_slowdown=1.5,
+    )
+    others = started(scheduler, *[(1, 60)] * 60, background=False)
+    prompt = scheduler.add(a_spec(400, 5, is_background=True), 5.0)
+    check_slowdown(scheduler, 10, others)
+    assert prompt.num_computed == 300
+    play(scheduler, [])
+
+
+def test_without_others_background_requests_use_whole_iterations(policy: Policy) -> None:
+    scheduler = a_scheduler(
+        policy,
+        num_slots=5000,
+        max_batch_size=40,
+        max_batch_tokens=200,
+        max_background_slowdown=1.0,
+    )
+    prompt = scheduler.add(a_spec(400, 5, is_background=True), 0.0)
+    run_iteration(scheduler, 0.0)
+    assert prompt.num_computed == 200
+    other = scheduler.add(a_spec(1, 5), 1.0)
+    while not other.state.is_terminal:
+        run_iteration(scheduler, 1.0)
+        assert prompt.num_computed == 200
+    play(scheduler, [])
+    assert prompt.produced == 5

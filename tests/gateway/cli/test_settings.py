@@ -96,6 +96,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "swap": "reactive",
         "max_step_seconds": "0.25",
         "cost_model": "none",
+        "background_slowdown": "2",
         "record": "record.jsonl",
         "otlp_endpoint": "http://127.0.0.1:4318",
         "cache_dir": "cache",

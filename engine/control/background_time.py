@@ -1,0 +1,51 @@
+"""BackgroundTime: how many tokens of background requests an iteration has time for.
+
+Tokens of a long context, or of a prompt, may take longer than the whole iteration without them.
+So background requests do not get what is left of an iteration's tokens, but of its time: together
+they make it longer by at most a factor (`max_background_slowdown`), estimated by the cost model.
+"""
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.control.batch_builder import BatchBuilder
+    from engine.cost.live import LiveCost
+    from engine.pool import RequestPool
+    from engine.request import Request
+
+LEAST_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
+
+
+class BackgroundTime:
+    """The seconds that background requests may still add to the iteration being planned.
+
+    It is made once all other requests are in the batch. There is no limit if no other request is
+    in the batch or in flight.
+    """
+
+    def __init__(
+        self, batch: "BatchBuilder", pool: "RequestPool", cost: "LiveCost", slowdown: float
+    ) -> None:
+        self._model = cost.model
+        self._seconds = inf
+        if slowdown == inf:
+            return
+        if not batch.is_empty:
+            self._seconds = (slowdown - 1) * cost.step(batch.iteration().step)
+        elif any(r.num_in_flight for r in pool.started if not r.spec.is_background):
+            self._seconds = (slowdown - 1) * cost.compute(1, 0)
+
+    def num_tokens(self, request: "Request", num_tokens: int, beside: int) -> int:
+        """How many of a request's next `num_tokens` tokens there is time for, in an iteration with
+        `beside` other tokens."""
+        if self._seconds == inf or num_tokens < 1:
+            return num_tokens
+        seconds = self._model.tokens(beside) + self._seconds
+        in_time = self._model.tokens_within(seconds, num_tokens, request.num_planned, beside)
+        return in_time if in_time >= min(num_tokens, LEAST_PIECE) else 0
+
+    def spend(self, request: "Request", num_tokens: int, beside: int) -> None:
+        """So many of its tokens are computed in the iteration."""
+        if self._seconds < inf:
+            self._seconds -= self._model.added(num_tokens, request.num_planned, beside)
