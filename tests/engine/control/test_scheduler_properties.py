@@ -9,6 +9,7 @@ events, and many more swaps.)
 
 import os
 from collections import Counter, deque
+from math import inf
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reuses_prefixes=st.booleans(),
         swap=st.sampled_from(SwapMode),
         host_slots=st.sampled_from([0, 8, 64]),
+        slowdown=st.sampled_from([1.0, 1.5, inf]),
     )
     def start(
         self,
@@ -83,6 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reuses_prefixes: bool,
         swap: SwapMode,
         host_slots: int,
+        slowdown: float,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -97,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             swap=swap,
             scan_limit=2,
             reuses_prefixes=reuses_prefixes,
+            max_background_slowdown=slowdown,
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
         self.name = name
