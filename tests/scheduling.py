@@ -9,11 +9,25 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import Policy
 from engine.request import Request, RequestSpec
-from engine.step import RequestId, SamplingParams, StepResult
+from engine.step import RequestId, SamplingParams, Step, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
 HAND_COST = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
 GREEDY = SamplingParams(temperature=0.0)
+
+
+class CountingCost:
+    """`HAND_COST`, and how often a duration was predicted."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def compute(self, num_tokens: int, start: int) -> float:
+        self.num_calls += 1
+        return HAND_COST.compute(num_tokens, start)
+
+    def step(self, step: Step) -> float:
+        return HAND_COST.step(step)
 
 
 def a_spec(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:

@@ -27,6 +27,7 @@ from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING
 
+from engine.policy.port import Preemption
 from engine.request import Move, Request, State
 
 if TYPE_CHECKING:
@@ -142,6 +143,15 @@ class AdmissionControl:
         headroom = self._pool.num_admitted if self._grows else 0
         return self._kv.num_missing_to_start(request, self._slots_to_start(request)) + headroom
 
+    @property
+    def may_preempt_to_start(self) -> bool:
+        """Whether a waiting request may preempt any started one."""
+        preemption, swaps = self._pool.policy.preemption, self._settings.swaps
+        is_allowed = preemption is Preemption.ALWAYS or (
+            preemption is Preemption.IF_SWAPPED and swaps
+        )
+        return is_allowed or bool(self._pool.background)
+
     def is_protected(self, request: Request) -> bool:
         """Whether a started request is preempted only by earlier protected requests, or, with
         reserving admission, never."""
@@ -157,15 +167,17 @@ class AdmissionControl:
     def _make_room(self, request: Request, now: float) -> bool:
         """Preempt less urgent requests until this one fits; none if all together gain too few."""
         missing = self.num_missing(request)
-        preempts = self._pool.policy.preempts or self._pool.background
-        if not preempts or missing > self._reclaimable:
+        if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
         victims: list[Request] = []
         needed, shared = missing, self._kv.shared_blocks(request)
         headroom = int(self._grows)
+        host_left = self._kv.num_host_free if self._settings.swaps else 0
         for victim in self._victims(request, now):
-            if self._may_start_for(victim, request):
+            num_swapped = self._kv.num_to_swap(victim)
+            if self._may_start_for(victim, request, is_kept=num_swapped <= host_left):
                 victims.append(victim)
+                host_left -= num_swapped
                 missing -= self._kv.num_gained(victim, exclude=shared) + headroom
                 if missing <= 0:
                     break
@@ -218,11 +230,16 @@ class AdmissionControl:
                 later.append(other)
         yield from sorted(later, key=lambda other: -other.request_id)
 
-    def _may_start_for(self, victim: Request, request: Request) -> bool:
-        """Whether a started request may be preempted so that a waiting one can start."""
+    def _may_start_for(self, victim: Request, request: Request, *, is_kept: bool) -> bool:
+        """Whether a started request, whose KV is kept on the host or is not, may be preempted so
+        that a waiting one can start."""
         if _is_background_for(victim, request):
             return True
-        return self._pool.policy.preempts and self.has_run(victim)
+        preemption = self._pool.policy.preemption
+        is_allowed = preemption is Preemption.ALWAYS or (
+            preemption is Preemption.IF_SWAPPED and is_kept
+        )
+        return is_allowed and self.has_run(victim)
 
     def _preempt(self, victim: Request, now: float) -> None:
         """Swap the victim out, or drop its KV if that is off or the host tier is full."""

@@ -353,7 +353,7 @@ class IterationScheduler:
             self._take(batch, request, now)
         else:
             batch.not_admitted.append(request)
-            if self.policy.preempts or self.pool.background:
+            if self.admission.may_preempt_to_start:
                 batch.ahead.clear()  # when they return, they may be preempted for it
         bound = self.settings.max_step_overs
         must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)

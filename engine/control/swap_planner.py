@@ -14,6 +14,7 @@ scheduled time is not clearly earlier.
 from typing import TYPE_CHECKING
 
 from engine.control.admission import SwapMode
+from engine.policy.port import Preemption
 from engine.request import Request, State
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class SwapPlanner:
 
     @property
     def _is_active(self) -> bool:
-        return self._is_on and self._pool.policy.preempts
+        return self._is_on and self._pool.policy.preemption is not Preemption.NEVER
 
     def arrive(self, request: Request) -> None:
         """Count the blocks of a new prompt."""

@@ -55,6 +55,11 @@ class KVManager:
         return self.ledger.num_free
 
     @property
+    def num_host_free(self) -> int:
+        """Free blocks of the host tier."""
+        return self.ledger.host.num_free
+
+    @property
     def num_to_be_freed(self) -> int:
         """Device blocks that become free when the steps in flight return."""
         return self.ledger.num_to_be_freed
@@ -195,6 +200,10 @@ class KVManager:
         self.ledger.reset()
 
     # Swapping
+
+    def num_to_swap(self, request: Request) -> int:
+        """Host blocks that a copy of the request's KV needs."""
+        return self.ledger.blocks_for(request.num_computed)
 
     def swap_out(self, request: Request, now: float, *, is_awaited: bool) -> bool:
         """Order the swap-out of a ready request; False, and no change, if the host tier is full."""

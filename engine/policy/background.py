@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.policy.port import Policy, SortKey
+    from engine.policy.port import Policy, Preemption, SortKey
     from engine.request import Request, RequestSpec
 
 
@@ -27,8 +27,8 @@ class BackgroundLast:
         self._num_arrived = 0
 
     @property
-    def preempts(self) -> bool:
-        return self.inner.preempts
+    def preemption(self) -> "Preemption":
+        return self.inner.preemption
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         """A background request is never rejected for its deadlines."""

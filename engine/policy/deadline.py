@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy.forecast import Forecast, spread
+from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
@@ -33,7 +34,7 @@ class _DeadlineKey(NamedTuple):
 class EarliestFeasibleFirst:
     """A list sorted by due time. A request that is forecast to miss its deadline is rejected."""
 
-    preempts = True
+    preemption = Preemption.ALWAYS
 
     def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         settings = settings or PolicySettings()

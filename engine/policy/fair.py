@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
+from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
@@ -34,7 +35,7 @@ class VirtualTokenCounter:
     Prompt tokens found in the cache cost nothing; tokens computed again after a preemption do.
     """
 
-    preempts = False
+    preemption = Preemption.NEVER
 
     def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
         self._settings = settings or PolicySettings()

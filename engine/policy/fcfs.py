@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from engine.policy.port import Preemption
 from engine.policy.positions import positions
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class FirstComeFirstServed:
     """The order of arrival, which preemption does not change. Uses neither cost nor settings."""
 
-    preempts = False
+    preemption = Preemption.NEVER
 
     def __init__(
         self, cost: "Cost | None" = None, settings: "PolicySettings | None" = None

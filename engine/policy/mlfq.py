@@ -4,12 +4,18 @@ Output lengths are unknown, so a request is demoted as it runs: requests with sh
 in the high queues before those with long outputs run. The time of the first iteration is known
 from the prompt length, so a request joins the highest queue whose quantum covers it and skips the
 queues from which it would be demoted at once.
+
+A request is charged its own cost, what its tokens would take in iterations without other requests:
+a shared iteration takes longer the more requests and prompts are in it, which says nothing about
+the request. Chunks of a prompt are charged what they add to the prompt's time as a whole, and a
+request that skipped queues is not demoted before its first token.
 """
 
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
 
 STARVATION_SECONDS = 3.0  # of the paper's released code
+FAR = 4096  # a position to measure the cost of attention by
 MOST_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
 
 
@@ -38,7 +45,7 @@ class SkipJoinMLFQ:
     There is no explicit preemption: every iteration is planned from the front of the order.
     """
 
-    preempts = True
+    preemption = Preemption.IF_SWAPPED
 
     def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         self._cost = cost
@@ -46,6 +53,8 @@ class SkipJoinMLFQ:
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
         self._jobs: dict[Request, _Job] = {}
         self._num_joined = 0
+        self._decode_at: float | None = None  # when these were predicted: a decode at position 0,
+        self._decode_cost = self._decode_slope = 0.0  # and the seconds per position
         self._waiting = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
@@ -58,11 +67,12 @@ class SkipJoinMLFQ:
         self._waiting.restart(request, now)
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        """Charge the iteration; demote the request if it has used up the quantum of its queue."""
+        """Charge the tokens; demote the request if it has used up the quantum of its queue."""
         self._waiting.restart(request, now)
         job = self._jobs[request]
-        job.used += seconds
-        if job.used >= job.quantum:
+        job.used += self._own_cost(request, num_tokens, now)
+        may_demote = not request.remaining or not self._settings.skips
+        if may_demote and job.used >= job.quantum:
             covering = self._covering(self._next_iteration(request))
             last = len(self._levels) - 1
             self._join(request, min(max(job.level + 1, covering), last))
@@ -116,6 +126,23 @@ class SkipJoinMLFQ:
     def _next_number(self) -> int:
         self._num_joined += 1
         return self._num_joined
+
+    def _own_cost(self, request: "Request", num_tokens: int, now: float) -> float:
+        """Seconds of these tokens, the last computed ones, without other requests.
+
+        Of a prompt, the difference that they make to its time as a whole. The cost of a decode is
+        linear in its position, so two predictions per iteration do for all its decodes.
+        """
+        stop = request.num_computed
+        start = stop - num_tokens
+        if num_tokens > 1 or not request.output:
+            before = self._cost.compute(start, 0) if start else 0.0
+            return self._cost.compute(stop, 0) - before
+        if now != self._decode_at:
+            self._decode_at = now
+            self._decode_cost = self._cost.compute(1, 0)
+            self._decode_slope = (self._cost.compute(1, FAR) - self._decode_cost) / FAR
+        return self._decode_cost + self._decode_slope * start
 
     def _next_iteration(self, request: "Request") -> float:
         """Seconds to compute all tokens of the request up to its next output token."""

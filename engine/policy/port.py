@@ -1,5 +1,6 @@
 """Policy: the port of a scheduling policy. `engine.policy.table` has all policies by name."""
 
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
 SortKey = tuple[float, ...]
 
 
+class Preemption(Enum):
+    """Whether a started request may be preempted so that a more urgent waiting one can start."""
+
+    NEVER = "never"
+    IF_SWAPPED = "if_swapped"  # only if its KV fits into the host tier: no work is lost
+    ALWAYS = "always"  # if the host tier is full its KV is dropped, and recomputed later
+
+
 class Policy(Protocol):
     """Orders the live requests. It holds no KV, reads no clock and drops no request.
 
@@ -20,9 +29,7 @@ class Policy(Protocol):
     """
 
     @property
-    def preempts(self) -> bool:
-        """Whether started requests may be preempted so that a more urgent one can start."""
-        ...
+    def preemption(self) -> Preemption: ...
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         """Raise `DeadlineUnmeetable` or `InvalidRequest` if the request cannot meet its deadline;

@@ -4,6 +4,7 @@ from bisect import insort
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
@@ -22,7 +23,7 @@ class LowestPriorityFirst:
     """Strict priority classes with a starvation limit: a request that starves is promoted before
     all classes, behind those promoted earlier, until it ends."""
 
-    preempts = True
+    preemption = Preemption.ALWAYS
 
     def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
         limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS

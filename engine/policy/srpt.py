@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
@@ -30,7 +31,7 @@ class _RemainingKey(NamedTuple):
 class ShortestRemainingFirst:
     """A list sorted by seconds of work left. Without `starvation_seconds` requests may starve."""
 
-    preempts = True
+    preemption = Preemption.ALWAYS
 
     def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
         self._cost = cost

@@ -10,8 +10,8 @@ from engine.errors import StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
+from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
@@ -221,8 +221,8 @@ def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
 
 
 def test_with_preemption_requests_in_flight_return_so_that_a_waiting_one_can_start() -> None:
-    scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST), num_slots=10, max_batch_size=4)
-    long = scheduler.add(a_spec(8, 3), 0.0)
+    scheduler = a_scheduler(build("priority", HAND_COST), num_slots=10, max_batch_size=4)
+    long = scheduler.add(a_spec(8, 3, priority=1), 0.0)
     oldest = first(scheduler)
     short = scheduler.add(a_spec(2, 2), 0.0)
     assert scheduler.plan(0.0, oldest) is None

@@ -6,8 +6,16 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy import PolicySettings
 from engine.policy.deadline import MOST_LATE, EarliestFeasibleFirst
 from engine.request import FinishReason, Request, State
-from engine.step import Step
-from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
+from tests.scheduling import (
+    HAND_COST,
+    CountingCost,
+    a_request,
+    a_scheduler,
+    a_spec,
+    ends,
+    play,
+    run_iteration,
+)
 
 
 def numbers(policy: EarliestFeasibleFirst, now: float) -> list[int]:
@@ -132,20 +140,6 @@ def test_a_deadline_that_passes_ends_the_request_and_frees_its_blocks() -> None:
         now = run_iteration(scheduler, now)
     assert (request.state, request.produced, now) == (State.EXPIRED, 4, 4.0)
     assert scheduler.ledger.num_held == 0
-
-
-class CountingCost:
-    """`HAND_COST`, and how often a duration was predicted."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def compute(self, num_tokens: int, start: int) -> float:
-        self.num_calls += 1
-        return HAND_COST.compute(num_tokens, start)
-
-    def step(self, step: Step) -> float:
-        return HAND_COST.step(step)
 
 
 def test_validating_a_deadline_predicts_a_bounded_number_of_costs() -> None:

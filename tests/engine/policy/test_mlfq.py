@@ -2,12 +2,22 @@
 
 import pytest
 
+from engine.control.admission import SwapMode
 from engine.cost.model import CostModel
 from engine.policy import PolicySettings
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Request, State
-from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
+from tests.scheduling import (
+    HAND_COST,
+    CountingCost,
+    a_request,
+    a_scheduler,
+    a_spec,
+    ends,
+    play,
+    run_iteration,
+)
 
 
 def compute(policy: SkipJoinMLFQ, request: Request, num_tokens: int, now: float = 0.0) -> int:
@@ -85,8 +95,8 @@ def test_starving_requests_are_promoted_with_enough_quantum_for_their_next_itera
     assert list(policy.order(2.9)) == [young, request]
     assert list(policy.order(3.0)) == [request, young]
     assert policy.level(request) == 0
-    # Chunks of one token take a second each; the prompt at one go would take four.
-    assert [compute(policy, request, 1, now=3.0) for _ in range(4)] == [0, 0, 0, 1]
+    # The prompt as a whole takes four seconds, which is its quantum, whatever its chunks take.
+    assert [compute(policy, request, 1, now=3.0) for _ in range(7)] == [0] * 6 + [1]
 
 
 def test_a_starving_request_runs_at_the_limit_under_endless_arrivals() -> None:
@@ -107,16 +117,71 @@ def test_a_request_in_flight_does_not_starve() -> None:
     assert policy.level(request) == 2
 
 
-def test_a_new_request_preempts_a_demoted_one() -> None:
-    scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST), num_slots=12)
+@pytest.mark.parametrize(
+    ("num_host_slots", "short_state", "long_state"),
+    [
+        (12, State.FINISHED, State.SWAPPED),
+        (6, State.WAITING, State.READY),
+        (0, State.WAITING, State.READY),
+    ],
+)
+def test_a_new_request_preempts_a_demoted_one_if_the_host_tier_can_keep_its_kv(
+    num_host_slots: int, short_state: State, long_state: State
+) -> None:
+    scheduler = a_scheduler(
+        SkipJoinMLFQ(HAND_COST),
+        num_slots=12,
+        num_host_slots=num_host_slots,
+        swap=SwapMode.REACTIVE,
+    )
     long = scheduler.add(a_spec(4, 8), 0.0)
     now = 0.0
     while long.produced < 4:
         now = run_iteration(scheduler, now)
     short = scheduler.add(a_spec(6, 1), now)  # in a higher queue, and wants six slots
-    run_iteration(scheduler, now)
-    assert (short.state, long.state) == (State.FINISHED, State.WAITING)
-    assert (long.num_preemptions, long.num_computed) == (1, 0)
+    now = run_iteration(scheduler, now)
+    assert (short.state, long.state) == (short_state, long_state)
+    while scheduler.pool:
+        now = run_iteration(scheduler, now)
+    assert (long.num_preemptions, short.num_preemptions) == (0, 0)
+
+
+def test_a_request_is_charged_its_own_cost_and_not_the_shared_iteration() -> None:
+    """Iterations with others take ten times as long; the levels are those of a lone request."""
+    policy = SkipJoinMLFQ(HAND_COST)
+    request = a_request(0, 1, 99)
+    policy.arrive(request, 0.0)
+    levels = []
+    for now in range(4):
+        request.num_computed += 1
+        policy.ran(request, 1, 10.0, float(now))
+        request.output.append(5)
+        levels.append(policy.level(request))
+    assert levels == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 15])
+def test_a_chunked_prompt_is_not_demoted_before_its_first_token(chunk: int) -> None:
+    policy = SkipJoinMLFQ(HAND_COST)
+    request = a_request(0, 15, 9)
+    policy.arrive(request, 0.0)
+    while request.remaining > chunk:
+        assert compute(policy, request, chunk) == 3
+    assert compute(policy, request, request.remaining) == 4
+
+
+def test_the_cost_of_decodes_is_predicted_once_per_iteration() -> None:
+    cost = CountingCost()
+    policy = SkipJoinMLFQ(cost)
+    requests = [a_request(number, 1, 99) for number in range(256)]
+    for request in requests:
+        policy.arrive(request, 0.0)
+        compute(policy, request, 1)
+        request.num_computed += 1
+    cost.num_calls = 0
+    for request in requests:  # each uses half of its quantum
+        policy.ran(request, 1, 5.0, 5.0)
+    assert cost.num_calls == 2
 
 
 def test_ordering_a_batch_predicts_no_cost_for_any_number_of_requests() -> None:
