@@ -1,1 +1,1 @@
-"""What a user learns from (numbered), what is measured (benchmarks) and the built-in model."""
+"""Numbered scripts to learn from, benchmarks, and the training of the built-in model."""

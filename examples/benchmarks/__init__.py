@@ -1,1 +1,1 @@
-"""What is measured, each in one command, with the committed results."""
+"""Benchmarks, each one command, with their committed results."""

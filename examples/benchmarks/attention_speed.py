@@ -1,7 +1,7 @@
-"""How fast the CPU's attention is, by context, heads and the form of keys and values.
+"""The speed of attention on the CPU, by context length, heads and KV dtype.
 
-Prints CPU milliseconds of one layer, all threads together, and the bytes or operations a second
-that they make; without weights, so that nothing else is measured.
+Prints CPU milliseconds of one layer, summed over the threads, and the bytes or operations per
+second; without weights, so that nothing else is measured.
 
     python -m examples.benchmarks.attention_speed
         [--threads 2] [--seconds 1] [--contexts 128 2048 8192]
@@ -22,12 +22,12 @@ from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, ModelShape
 
 BLOCK = 16
-LAYERS = 4  # in turn, so that no cache holds what is read
+LAYERS = 4  # used alternately, so that caches do not hold the KV
 DIM = 64
 
 
 class Heads(NamedTuple):
-    """Query heads over heads of keys and values."""
+    """Numbers of query heads and KV heads."""
 
     name: str
     queries: int
@@ -44,7 +44,7 @@ def cpu_seconds(
     requests: list[tuple[int, int]],
     seconds: float,
 ) -> float:
-    """Of one layer for requests of (cached, new) tokens, the least of many runs."""
+    """CPU seconds of one layer for requests of (cached, new) tokens, the minimum of many runs."""
     shape = ModelShape(LAYERS, heads.queries, heads.keys, DIM, 1, 1, 1, 1, 1 << 20)
     pages = [-(-sum(request) // BLOCK) for request in requests]
     cache = allocate(shape, LAYERS, sum(pages), BLOCK, dtype)

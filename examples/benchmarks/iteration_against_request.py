@@ -1,4 +1,4 @@
-"""Iteration-level against request-level scheduling on this machine: one engine, two admissions.
+"""Iteration-level against request-level scheduling on this machine: two admission modes.
 
 Serves a model once with `--admission grow` and once with `--admission request`, and sends both
 the same Poisson arrivals of mixed lengths at rising rates. The figure of merit is Orca's
@@ -51,8 +51,8 @@ def measure(url: str, rate: float, args: argparse.Namespace, scratch: Path) -> P
 
 
 def rate_at(latency: float, points: list[Point]) -> tuple[float, bool]:
-    """Requests a second at a median latency, on straight lines between the points, and whether
-    the points reach so far: if not, it is at least the last one's."""
+    """Requests/s at a median latency, interpolated linearly between the points; False if the
+    points end before that latency, so that the rate is a lower bound."""
     for (rate0, low), (rate1, high) in pairwise(points):
         if low <= latency <= high:
             return rate0 + (rate1 - rate0) * (latency - low) / (high - low), True

@@ -1,4 +1,4 @@
-"""Examines the built-in model on phrasings, sums and names that its training never used.
+"""Evaluates the built-in model on phrasings, sums and names that its training never used.
 
     python -m examples.builtin_model.evaluate --model adapters/builtin
     python -m examples.builtin_model.evaluate --url http://127.0.0.1:8000
@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
 
 
 def papers(seed: int, each: int) -> list[Example]:
-    """The same questions for everybody: they depend on the seed alone."""
+    """The questions, which depend on the seed only."""
     random = Random(seed)
     return [examination(random, skill) for skill in SKILLS for _ in range(each)]
 

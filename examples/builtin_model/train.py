@@ -1,4 +1,4 @@
-"""Makes the built-in model from nothing: text, tokenizer, weights, checkpoint directory.
+"""Trains the built-in model from scratch: text, tokenizer, weights, checkpoint directory.
 
     python -m examples.builtin_model.train --out adapters/builtin --minutes 60
     python -m examples.builtin_model.train --out /tmp/smoke --steps 20

@@ -45,7 +45,7 @@ def tokens_in(chunk: Any) -> int:
 def main() -> None:
     whole = litellm.completion(**ASK)
     chunks = list(litellm.completion(**ASK, stream=True, stream_options={"include_usage": True}))
-    told = {
+    results = {
         "whole": whole.choices[0].message.content,
         "finish_reason": whole.choices[0].finish_reason,
         "completion_tokens": whole.usage.completion_tokens,
@@ -58,13 +58,13 @@ def main() -> None:
         tools=[TOOL],
         tool_choice="required",
     )
-    told["tool"] = called.choices[0].message.tool_calls[0].function.name
-    told["tool_reason"] = called.choices[0].finish_reason
+    results["tool"] = called.choices[0].message.tool_calls[0].function.name
+    results["tool_reason"] = called.choices[0].finish_reason
     try:
         litellm.completion(**{**ASK, "temperature": 9})
     except litellm.BadRequestError as error:
-        told["error"] = str(error)
-    print(json.dumps(told))
+        results["error"] = str(error)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

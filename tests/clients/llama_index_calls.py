@@ -34,7 +34,7 @@ def main() -> None:
         "What is the weather in Paris?",
         tool_required=True,
     )
-    told = {
+    results = {
         "tool": chat.get_tool_calls_from_response(called)[0].tool_name,
         "whole": chat.chat(messages).message.content,
         "stream": "".join(part.delta or "" for part in chat.stream_chat(messages)),
@@ -42,7 +42,7 @@ def main() -> None:
         "text": text.complete("Once upon a time").text,
         "text_stream": "".join(part.delta for part in text.stream_complete("Once upon a time")),
     }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

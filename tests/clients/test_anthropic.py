@@ -81,4 +81,4 @@ def test_tokens_are_counted_and_errors_are_its_own(client: anthropic.Anthropic) 
     counted = client.messages.count_tokens(model="builtin", messages=HELLO)
     assert counted.input_tokens > 0
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="nobody", max_tokens=5, messages=HELLO)
+        client.messages.create(model="unknown", max_tokens=5, messages=HELLO)

@@ -1,4 +1,4 @@
-"""Clients that want another openai than the tests have, in the environment of `make clients`."""
+"""Clients that need another version of openai, in the environment of `make clients`."""
 
 import json
 import os
@@ -12,8 +12,8 @@ HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients")) / "bin" / "python"
 
 
-def told(script: str, url: str) -> dict[str, Any]:
-    """What a script of this folder prints."""
+def printed_by(script: str, url: str) -> dict[str, Any]:
+    """The JSON object that a script of this folder prints."""
     if not PYTHON.exists():
         pytest.skip("the clients are not installed: make clients")
     command: list[Path | str] = [PYTHON, HERE / script, url]
@@ -24,7 +24,7 @@ def told(script: str, url: str) -> dict[str, Any]:
 
 
 def test_litellm_gets_whole_and_streamed_answers_and_its_own_errors(server_url: str) -> None:
-    answers = told("litellm_calls.py", server_url)
+    answers = printed_by("litellm_calls.py", server_url)
     assert answers["whole"]
     assert answers["stream"] == answers["whole"]
     assert answers["async"] == [answers["whole"]] * 3
@@ -35,7 +35,7 @@ def test_litellm_gets_whole_and_streamed_answers_and_its_own_errors(server_url: 
 
 
 def test_llama_index_chats_and_completes(server_url: str) -> None:
-    answers = told("llama_index_calls.py", server_url)
+    answers = printed_by("llama_index_calls.py", server_url)
     assert answers["whole"]
     assert answers["stream"] == answers["async"] == answers["whole"]
     assert answers["text"]

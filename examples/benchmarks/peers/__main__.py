@@ -1,4 +1,4 @@
-"""Several servers under the same load, in turn, round after round: medians, memory, start-up.
+"""Several servers under the same loads, alternating: medians, memory, start-up.
 
     python -m examples.benchmarks.peers SERVERS.toml [--rounds 3] [--only NAME ...] [--out DIR]
 
@@ -21,7 +21,7 @@ from examples.benchmarks.peers.tables import page
 
 
 def measure(server: Server, loads: list[Load], scratch: Path) -> dict[str, object]:
-    """One server's figures of one round; a load that fails is kept as its last line."""
+    """One server's figures of one round; a load that fails is recorded as its error's last line."""
     with running(server) as up:
         found: dict[str, object] = {
             "server": server.name,
@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--out", type=Path, metavar="DIR")
     args = parser.parse_args()
-    asked = tomllib.loads(args.servers.read_text())
-    servers = [one for one in read_servers(asked) if not args.only or one.name in args.only]
+    tables = tomllib.loads(args.servers.read_text())
+    servers = [one for one in read_servers(tables) if not args.only or one.name in args.only]
     out: Path = args.out or args.servers.parent
     out.mkdir(parents=True, exist_ok=True)
     figures = out / "figures.json"
     rounds: list[dict[str, object]] = []
     with TemporaryDirectory() as scratch:
-        loads = read_loads(asked, Path(scratch))
+        loads = read_loads(tables, Path(scratch))
         for number in range(args.rounds):
             for server in servers:
                 print(f"round {number + 1}: {server.name}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The loads that every server gets: `podway bench` with the same prompts, closed or open loop."""
+"""The loads of every server: `podway bench` with the same prompts, closed or open loop."""
 
 import csv
 import json
@@ -21,14 +21,14 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Flags of `podway bench`, and whether it is an open loop."""
+    """The flags of `podway bench`, and whether the loop is open."""
 
     name: str
     flags: tuple[str, ...]
     is_open: bool
 
     def run(self, up: Up, scratch: Path) -> Figures:
-        """What the client saw, and where the CPU seconds went meanwhile."""
+        """The client's figures, and the CPU seconds of the server and of all other processes."""
         out = scratch / "figures.json"
         out.unlink(missing_ok=True)
         command = [sys.executable, "-m", "gateway", "bench", up.url, "--model", up.model]
@@ -51,7 +51,7 @@ class Load:
 
 
 def _quantiles(measures: Mapping[str, list[float]]) -> Figures:
-    """In seconds; answers of one token have no ITL."""
+    """A quantile in seconds; answers of one token have no ITL."""
     return {
         f"{name}_p{percent}": measures[name][percent] if measures[name] else None
         for name in ("ttft", "itl")
@@ -60,17 +60,17 @@ def _quantiles(measures: Mapping[str, list[float]]) -> Figures:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of the whole machine since it came up."""
+    """CPU seconds of the whole machine since its start."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq + times.steal
 
 
-def read_loads(asked: Mapping[str, Any], scratch: Path) -> list[Load]:
-    """`ids` of prompts as `podway bench` takes them; `[[closed]]`: concurrency, requests, prompt,
+def read_loads(tables: Mapping[str, Any], scratch: Path) -> list[Load]:
+    """`ids` of prompts as a flag of `podway bench`; `[[closed]]`: concurrency, requests, prompt,
     output; `[[azure]]`: rate, requests, divisor."""
-    ids = ("--ids", asked["ids"])
-    return [_closed(one, ids) for one in asked.get("closed", [])] + [
-        _azure(one, ids, scratch) for one in asked.get("azure", [])
+    ids = ("--ids", tables["ids"])
+    return [_closed(one, ids) for one in tables.get("closed", [])] + [
+        _azure(one, ids, scratch) for one in tables.get("azure", [])
     ]
 
 

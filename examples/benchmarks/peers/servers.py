@@ -1,4 +1,4 @@
-"""A server as its own process: started, waited for, weighed, stopped."""
+"""A server as a process: start it, wait for it, measure its memory, stop it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How to start one. `$NAME` in command and environment is taken from ours."""
+    """How to start a server. `$NAME` in command and environment is a variable of this process."""
 
     name: str
     group: str  # its table
@@ -33,7 +33,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """One that answers."""
+    """A server that has answered its first request."""
 
     process: psutil.Process
     url: str
@@ -44,7 +44,7 @@ class Up:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_mib(self) -> int:
-        """Memory of its processes, a shared page counted once."""
+        """The PSS of its processes in MiB: a shared page counts once."""
         return sum(one.memory_full_info().pss for one in self.tree()) >> 20
 
     def cpu_seconds(self) -> float:
@@ -52,7 +52,7 @@ class Up:
         return sum(one.user + one.system for one in times)
 
 
-def read_servers(asked: Mapping[str, Any]) -> list[Server]:
+def read_servers(tables: Mapping[str, Any]) -> list[Server]:
     """The `[[server]]` tables."""
     return [
         Server(
@@ -65,13 +65,13 @@ def read_servers(asked: Mapping[str, Any]) -> list[Server]:
                 key: os.path.expandvars(value) for key, value in one.get("environment", {}).items()
             },
         )
-        for one in asked["server"]
+        for one in tables["server"]
     ]
 
 
 @contextmanager
 def running(server: Server) -> Iterator[Up]:
-    """From its start to its end; raises `SystemExit` if it does not come up."""
+    """A started server; raises `SystemExit` if it does not answer in time."""
     began = time.monotonic()
     process = psutil.Popen(
         server.command,
@@ -94,7 +94,7 @@ def running(server: Server) -> Iterator[Up]:
 
 def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
     body = json.dumps({"model": model, "prompt": "hi", "max_tokens": 1}).encode()
-    ask = urllib.request.Request(
+    request = urllib.request.Request(
         f"{url}/v1/completions", body, {"content-type": "application/json"}
     )
     until = time.monotonic() + UP_SECONDS
@@ -102,7 +102,7 @@ def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
         if process.poll() is not None:
             raise SystemExit(f"{process.args} ended with {process.returncode}")
         try:
-            with urllib.request.urlopen(ask, timeout=UP_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=UP_SECONDS) as answer:
                 answer.read()
                 return
         except OSError:  # not listening, or loading

@@ -22,7 +22,7 @@ def page(servers: Path, rounds: Rounds, loads: Sequence[Load]) -> str:
 
 
 def circumstances(servers: Path, rounds: Rounds) -> str:
-    """Machine, rounds, and how much of it others took."""
+    """The machine, the rounds, and the CPU share of other processes."""
     runs = [load for one in rounds for load in one["loads"].values() if "wall_seconds" in load]
     if not runs:
         raise SystemExit(f"no load succeeded: {rounds[0]['loads']}")
@@ -30,7 +30,7 @@ def circumstances(servers: Path, rounds: Rounds) -> str:
     others = sum(run["other_cpu_seconds"] for run in runs)
     cores = os.cpu_count() or 1
     return (
-        f"Made by `python -m examples.benchmarks.peers {servers}`: in turn,"
+        f"Made by `python -m examples.benchmarks.peers {servers}`: alternating,"
         f" rounds: {1 + max(one['round'] for one in rounds)}, medians (smallest to largest).\n"
         f"{cores} cores of {_processor()}; the load client and all else took"
         f" {others / wall / cores:.0%} of the CPU seconds.\n"

@@ -1,1 +1,1 @@
-"""The simulator at full size: the papers' headlines and an hour of production."""
+"""Simulations at full size: the papers' headlines and an hour of production."""

@@ -1,7 +1,7 @@
-"""An hour of production in virtual time: how long requests wait, and how fast the simulator is.
+"""An hour of production in virtual time: latencies, and the speed of the simulator.
 
 Plays the Azure LLM inference trace of 2023 (conversations) first come first served on one
-accelerator. The sample beside the tests is its first 1,000 requests; give the path of the whole
+accelerator. The default is a sample of its first 1,000 requests; TRACE is the path of the whole
 hour (19,366 requests, 4.1 million output tokens) for all of it.
 
     python -m examples.benchmarks.virtual_time.azure_hour
@@ -48,7 +48,7 @@ def main() -> None:
             max_batch_tokens=2048,
             max_queue_requests=UNBOUNDED,
             max_queue_tokens=UNBOUNDED,
-            reuses_prefixes=False,  # the trace does not name shared prefixes
+            reuses_prefixes=False,  # the trace has no prefixes
         ),
         policy=lambda cost: build("fcfs", cost),
         cost=hardware.cost(),
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def digest(figures: Figures) -> str:
-    """A fingerprint of every figure and every sample over time."""
+    """A hash of all figures and all samples over time."""
     return hashlib.sha256(json.dumps(figures.as_json()).encode()).hexdigest()[:16]
 
 

@@ -40,7 +40,7 @@ UNBOUNDED = 10**9
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A way to batch. `together`: an answer is handed over when its whole batch is done."""
+    """A way to batch. `together`: answers are returned when the whole batch has ended."""
 
     name: str
     admission: Admission
@@ -70,7 +70,7 @@ class Found:
 
 
 def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Figures:
-    """One load on one system. No chunks of prompts, no reuse of prefixes, as in the paper."""
+    """One load on one system, without chunked prompts and prefix reuse, as in the paper."""
     settings = SchedulerSettings(
         max_model_len=2048,
         max_batch_size=system.max_batch_size,
@@ -86,18 +86,17 @@ def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Fi
     recorder.watch(scheduler)
     played = play_all(scheduler, SimulatedExecutor(hardware.cost(), hardware.stages), arrivals)
     if system.together:
-        played = PlayResult(handed_over_together(played.outcomes), played.lost)
+        played = PlayResult(returned_together(played.outcomes), played.lost)
     return summarise(system.name, played, recorder, NO_SLO)
 
 
-def handed_over_together(fared: Sequence[Outcome]) -> list[Outcome]:
-    """The same requests, each ending with the last request of its batch (those that started
-    together)."""
+def returned_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The same requests, each ending with the last one that was admitted with it."""
     ends: dict[float, float] = {}
-    for one in fared:
+    for one in outcomes:
         end = one.arrival.at + one.jct
         ends[one.admitted_at] = max(end, ends.get(one.admitted_at, 0.0))
-    return [replace(one, jct=ends[one.admitted_at] - one.arrival.at) for one in fared]
+    return [replace(one, jct=ends[one.admitted_at] - one.arrival.at) for one in outcomes]
 
 
 def search(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Found:
@@ -117,7 +116,7 @@ def median(figures: Figures) -> float:
 
 
 def papers_slowdown(arrivals: Sequence[Arrival]) -> float:
-    """How much slower than the roofline an engine is that gives the paper's baseline figure."""
+    """The slowdown against the roofline that gives the paper's baseline figure."""
     slow = at_rate(arrivals, PAPER["request"])
 
     def holds(slowdown: float) -> bool:
@@ -163,22 +162,21 @@ def table(found: Sequence[Found]) -> str:
 
 
 def report(roofline: Sequence[Found], fitted: Sequence[Found], slowdown: float) -> str:
-    """The page beside the numbers. The prose says what the tables above it can be held to."""
-    kept = PAPERS_HARDWARE.efficiency
-    lone = PAPERS_HARDWARE.cost().compute(1, 272) * 1e3
-    ours, base, rival = best(fitted, False), fitted[0], best(fitted, True)
+    """README.md: the tables, and prose about what they show."""
+    share = PAPERS_HARDWARE.efficiency
+    single = PAPERS_HARDWARE.cost().compute(1, 272) * 1e3
+    top, base, rival = best(fitted, False), fitted[0], best(fitted, True)
     ideal = best(roofline, False)
     return f"""# Orca's headline in simulation
 
-GPT-3 175B in fp16 on 16 A100-40GB (2 stages × 8 ranks); prompts uniform in 32..512 tokens,
-answers uniform in 1..128 tokens, Poisson arrivals; requests a second at a median of 190 ms per
-output token. The paper measured {PAPER["request"]} (request level, FasterTransformer behind Triton)
-against {PAPER["iteration"]} (iteration level): 36.9 ×.
+GPT-3 175B in fp16 on 16 A100-40GB (2 stages × 8 ranks); prompts uniform in 32..512 tokens, answers
+uniform in 1..128 tokens, Poisson arrivals; requests/s at a median of 190 ms per output token. The
+paper measured {PAPER["request"]} (request level, FasterTransformer behind Triton) against
+{PAPER["iteration"]} (iteration level): 36.9 ×.
 
-Regenerate with `python -m examples.benchmarks.virtual_time.orca`.
-Scheduler, ledger and loop are the ones
-that serve; only the executor answers after the seconds of a cost model. Every load is played to
-the last token of its last request, and found to within 2 %.
+Regenerate with `python -m examples.benchmarks.virtual_time.orca`. Scheduler, KV ledger and event
+loop are those of the server; only the executor is simulated, by a cost model. Every run ends with
+the last token of its last request; rates are found to within 2 %.
 
 ## On the roofline of the hardware
 
@@ -186,42 +184,44 @@ the last token of its last request, and found to within 2 %.
 
 ## With one constant fitted to the paper's baseline
 
-Every second is stretched by {slowdown:.2f}, so that request level (1, 1) carries the paper's
+Every second is stretched by {slowdown:.2f}, so that request level (1, 1) serves the paper's
 {PAPER["request"]} requests/s. Nothing else is fitted.
 
 {table(fitted)}
 
 ![median latency against load](orca.png)
 
-Best iteration level: **{ours.rate:.3g} requests/s, {ours.rate / base.rate:.1f} × request level
-(1, 1)** ({ours.system.name}); on the roofline {ideal.rate / roofline[0].rate:.1f} ×;
+Best iteration level: **{top.rate:.3g} requests/s, {top.rate / base.rate:.1f} × request level
+(1, 1)** ({top.system.name}); on the roofline {ideal.rate / roofline[0].rate:.1f} ×;
 the paper 36.9 ×.
-Against our best request-level row ({rival.system.name}) it is {ours.rate / rival.rate:.1f} ×.
+Against the best request-level setting ({rival.system.name}) it is {top.rate / rival.rate:.1f} ×.
 
 ## What the cost model assumes
 
-- An iteration takes the longer of reading 350 GB of weights ({kept.memory:.0%} of 1,555 GB/s on
-  each of 8 ranks, one stage after the other) and multiplying ({kept.compute:.0%} of 312 TFLOP/s).
-- To that come two all-reduces a layer at {kept.link:.0%} of NVLink's 300 GB/s per direction, the
-  hand-over at {kept.link:.0%} of 200 Gb/s per GPU, {kept.per_layer * 1e6:.0f} µs a layer,
-  {kept.per_collective * 1e6:.0f} µs a collective, {kept.per_step * 1e3:.1f} ms a step.
-- Attention reads 4.7 MB per slot in decodes, and multiplies at {kept.attention:.0%} in prefills.
-- One token of a lone request takes {lone:.0f} ms. {PAPERS_HARDWARE.num_slots:,} slots fit beside
-  the weights; a request reserves prompt + answer, as in the paper.
-- The two stages take equal shares; there is no jitter, and planning takes no time.
+- An iteration takes the longer of reading 350 GB of weights ({share.memory:.0%} of 1,555 GB/s on
+  each of 8 ranks, one stage after the other) and of arithmetic ({share.compute:.0%} of 312
+  TFLOP/s).
+- Plus two all-reduces per layer at {share.link:.0%} of NVLink's 300 GB/s per direction, the
+  transfer between stages at {share.link:.0%} of 200 Gb/s per GPU, {share.per_layer * 1e6:.0f} µs
+  per layer, {share.per_collective * 1e6:.0f} µs per collective, {share.per_step * 1e3:.1f} ms per
+  step.
+- Attention reads 4.7 MB per slot in decodes, and computes at {share.attention:.0%} in prefills.
+- One token of a single request takes {single:.0f} ms. {PAPERS_HARDWARE.num_slots:,} KV slots fit
+  beside the weights; a request reserves prompt + answer, as in the paper.
+- Both stages have equal shares; there is no jitter, and planning takes no time.
 
 ## Why it differs from the paper
 
-- *The engines of 2022 were further from the roofline.* With nothing fitted both figures are
-  about twice the paper's; their ratio is what the scheduler answers for.
-- *Larger batches at request level do better here than 0.185 leaves room for*; the paper's best
-  settings were (1, 1) and (8, 8). Ours shares the reading of the weights ideally, forms batches
-  without waiting and pads nothing. Answers are handed over when their batch is done, as
-  FasterTransformer did; the row "early answers" shows what that alone costs.
-- *The same kernels run on both sides.* The paper's engine also gained from its control plane
-  (47 % over FasterTransformer's engine at this size), which one slowdown for both leaves out.
-- *A larger `max_bs` stops helping*: prompts are computed whole, beside the decodes, and every
-  stream of the iteration waits for them. From there on arithmetic is the limit, not batching.
+- *The engines of 2022 were further from the roofline.* Without the fit both figures are
+  about twice the paper's; the scheduler determines their ratio.
+- *Larger batches at request level are faster here than in the paper*, whose best settings were (1,
+  1) and (8, 8). The simulated batches read the weights once, form without waiting and have no
+  padding. Answers are returned when their batch has ended, as in FasterTransformer; the row "early
+  answers" shows the cost of that.
+- *Both sides use the same kernels.* The paper's engine also gained from its control plane (47 %
+  over FasterTransformer's at this size), which a common slowdown does not model.
+- *A larger `max_bs` stops helping*: prompts are computed whole beside decodes, and every request of
+  the iteration waits for them. Arithmetic is then the limit.
 """
 
 

@@ -1,4 +1,4 @@
-"""Skill: several turns: remembering what was said, following up, changing the subject."""
+"""Skill: several turns: remembering a message, following up, changing the subject."""
 
 from collections.abc import Callable
 from random import Random
@@ -100,7 +100,7 @@ def echoing(random: Random, held: bool) -> Example:
 
 
 def wandering(random: Random, held: bool) -> Example:
-    """Any subject after any other: an earlier turn must not disturb."""
+    """Any subject after any other: earlier turns must not influence the answer."""
     last = single(random, held)
     messages = chatter(random, random.choice((1, 1, 2, 2, 3, 4))) + last.messages
     return Example("dialogues", messages, last.judge)

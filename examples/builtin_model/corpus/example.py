@@ -1,4 +1,4 @@
-"""One conversation with its expected end, and the ways to judge another answer in its place."""
+"""One conversation with its expected last message, and the ways to judge another answer."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Judge = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A conversation that ends with an assistant message; `judge` marks a substitute for it."""
+    """A conversation that ends with an assistant message; `judge` scores another answer."""
 
     domain: str
     messages: list[Message]
@@ -49,7 +49,7 @@ def exactly(*accepted: str) -> Judge:
 
 
 def containing(*parts: str, least: int = 0) -> Judge:
-    """All parts occur, and the text is at least so many characters long."""
+    """All parts occur, and the text has a minimum length in characters."""
     return lambda text: len(text) >= least and all(part in text for part in parts)
 
 

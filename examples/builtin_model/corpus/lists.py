@@ -76,7 +76,7 @@ def _judge_list(pool: list[str], count: int) -> Judge:
 
 
 def run(random: Random, pool: list[str], count: int) -> list[str]:
-    """Neighbours in the pool: only the first is left to chance, and none comes twice."""
+    """Consecutive items of the pool: only the first is random, and none occurs twice."""
     start = random.randrange(len(pool) - count + 1)
     return pool[start : start + count]
 

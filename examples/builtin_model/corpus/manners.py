@@ -1,4 +1,4 @@
-"""Skill: what a system message asks for, in ways small enough to obey."""
+"""Skill: following simple system messages."""
 
 from random import Random
 

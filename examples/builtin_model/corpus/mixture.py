@@ -1,4 +1,4 @@
-"""How much of each skill, and what stands around it: system messages and tools that do not fit."""
+"""The share of each skill, and its context: system messages and tools that do not fit."""
 
 from dataclasses import replace
 from random import Random
@@ -56,7 +56,7 @@ SYSTEM_SHARE = 0.3
 
 
 def dressed(random: Random, example: Example) -> Example:
-    """Sometimes a harmless system message stands before the conversation."""
+    """Adds, sometimes, a system message without effect."""
     if example.messages[0]["role"] == "system" or random.random() > SYSTEM_SHARE:
         return example
     return replace(example, messages=[system(random.choice(PLAIN)), *example.messages])

@@ -1,4 +1,4 @@
-"""Everyday sloppiness: openers, capitals, slips of the finger; words that nobody has seen."""
+"""Variation of phrasings: openers, capitals, typing mistakes, made-up words."""
 
 from collections.abc import Sequence
 from random import Random
@@ -9,7 +9,7 @@ _POOLS = pools("phrasing")
 
 
 def split(pool: Sequence[str], held: bool, every: int = 8) -> list[str]:
-    """Every eighth word of a pool is kept for the examination."""
+    """Every eighth word of a pool is held out for evaluation."""
     return [word for i, word in enumerate(pool) if (i % every == every - 1) == held]
 
 
@@ -32,7 +32,7 @@ def _slip(random: Random, text: str) -> str:
 
 
 def question(random: Random, text: str, *, slips: float = 0.0) -> str:
-    """A question as somebody might type it."""
+    """A question as a user might type it."""
     if random.random() < 0.3:
         text = text.replace("what is ", "what's ").replace("who is ", "who's ")
     if random.random() < slips:
@@ -45,7 +45,7 @@ def question(random: Random, text: str, *, slips: float = 0.0) -> str:
 
 
 def request(random: Random, text: str, *, slips: float = 0.0) -> str:
-    """An order as somebody might type it."""
+    """A command as a user might type it."""
     end = random.choice((".", ".", ".", "", "", "!"))
     if random.random() < slips:
         text = _slip(random, text)
@@ -62,14 +62,14 @@ def request(random: Random, text: str, *, slips: float = 0.0) -> str:
 
 
 def asked(random: Random, text: str, *, slips: float = 0.0) -> str:
-    """A question or, after "!", an order."""
+    """A question or, after "!", a command."""
     if text.startswith("!"):
         return request(random, text[1:], slips=slips)
     return question(random, text, slips=slips)
 
 
 def made_up_word(random: Random) -> str:
-    """A word nobody has seen: teaches copying letter by letter."""
+    """A made-up word: teaches copying letter by letter."""
     syllables = random.randint(1, 3)
     word = "".join(
         random.choice(_POOLS["onsets"]) + random.choice(_POOLS["vowels"]) for _ in range(syllables)

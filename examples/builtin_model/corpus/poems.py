@@ -1,4 +1,4 @@
-"""Skill: four lines of verse about anything, always in the same simple manner."""
+"""Skill: four lines of verse about anything, always in the same form."""
 
 from random import Random
 

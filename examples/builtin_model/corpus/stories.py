@@ -1,4 +1,4 @@
-"""Skill: short made-up stories about whom and where the user wants them."""
+"""Skill: short stories with the hero and place that the user names."""
 
 from random import Random
 

@@ -19,7 +19,7 @@ def is_held(a: int, b: int) -> bool:
 
 
 def operands(random: Random, kind: str, held: bool) -> tuple[int, int]:
-    """A pair from the right side of the split; products are too few to be split."""
+    """Operands of the training or the held-out split; products are too few to be split."""
     while True:
         if kind == "times":
             return random.randint(0, 10), random.randint(0, 10)
@@ -46,7 +46,7 @@ def sums(random: Random, held: bool) -> Example:
 
 
 def several_sums(random: Random, held: bool) -> Example:
-    """Some sums in one question, one line for each: many sums in few tokens."""
+    """Several sums in one question, one line each."""
     asks, lines = [], []
     for _ in range(random.randint(2, 6)):
         kind = random.choice(("plus", "plus", "plus", "minus", "minus", "times"))

@@ -1,4 +1,4 @@
-"""Skill: greetings, small talk, and saying plainly what the model does not know."""
+"""Skill: greetings, small talk, and stating what the model does not know."""
 
 from random import Random
 

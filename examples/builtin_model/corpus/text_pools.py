@@ -1,4 +1,4 @@
-"""Reads the text that lies in `text/`: words, phrasings, facts, sentences."""
+"""Reads the TOML files in `text/`: words, phrasings, facts, sentences."""
 
 import tomllib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Pools = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """Phrasings of one question; the `kept` ones appear in the examination only."""
+    """Phrasings of one question; the `kept` ones occur in the evaluation only."""
 
     taught: tuple[str, ...]
     kept: tuple[str, ...]

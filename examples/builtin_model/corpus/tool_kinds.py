@@ -1,4 +1,4 @@
-"""The tools that training offers: how each is named, described, asked for, and what it returns."""
+"""The tools of the training text: names, descriptions, questions for them, results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ KINDS: dict[str, Kind] = {name: _kind(table) for name, table in _POOLS["tools"].
 
 
 def made_up_kind(random: Random, held: bool) -> Kind:
-    """A tool nobody has heard of, so that names and parameters are read, not remembered."""
+    """A made-up tool, so that names and parameters are read from the prompt, not memorised."""
     verb, noun = random.choice(_POOLS["verbs"]), random.choice(split(_POOLS["nouns"], held))
     if random.random() < 0.3 and not held:
         noun = made_up_word(random)

@@ -40,7 +40,7 @@ def offer(random: Random, kind: Kind) -> Offer:
 
 
 def schema(random: Random, offered: Offer) -> Tool:
-    """OpenAI's form, as bare or as wordy as people write it."""
+    """OpenAI's format, brief or verbose."""
     wordy = random.random() < 0.4
     properties: dict[str, Any] = {}
     for name, parameter in offered.parameters:
@@ -103,7 +103,7 @@ _BARE = ("result", "value", "time", "text")
 
 
 def _words(result: Any) -> str:
-    """A result in words: a lone value as it is, a record as names and values."""
+    """A result in words: a single value as it is, a record as names and values."""
     if not isinstance(result, dict):
         return str(result).rstrip(".")
     values = {
@@ -116,7 +116,7 @@ def _words(result: Any) -> str:
 
 
 def told(kind: Kind, given: Arguments, result: Any) -> str:
-    """What the model says about a result: always made of the result's own words."""
+    """The model's report of a result, which uses only the result's words."""
     words = _words(result)
     if isinstance(result, dict) and "error" in result:
         return f"The tool reports an error: {result['error']}."
@@ -128,7 +128,7 @@ def told(kind: Kind, given: Arguments, result: Any) -> str:
 
 
 def _ask(random: Random, held: bool, chosen: Offer) -> tuple[Message, list[Call]]:
-    """A question and its calls: sometimes one question about two places."""
+    """A question and its calls: sometimes one question with two calls."""
     asked, given = _call(random, held, chosen)
     calls = [(chosen.name, given)]
     if chosen.kind in (KINDS["weather"], KINDS["time"]) and random.random() < 0.2:
@@ -141,7 +141,7 @@ def _ask(random: Random, held: bool, chosen: Offer) -> tuple[Message, list[Call]
 
 
 def _answered(random: Random, chosen: Offer, calls: list[Call]) -> list[Message]:
-    """The results of the calls, and what the model says about them."""
+    """The results of the calls, and the model's report."""
     messages: list[Message] = []
     answers = []
     for i, (_, given) in enumerate(calls):

@@ -13,7 +13,7 @@ ROWS = 32
 
 class Answerer(Protocol):
     def answer(self, examples: list[Example], max_tokens: int) -> list[str]:
-        """One reply per example, tool calls written out as the model writes them."""
+        """One reply per example, tool calls in the model's own format."""
 
 
 class LocalModel:

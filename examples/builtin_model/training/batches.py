@@ -1,4 +1,4 @@
-"""Examples to padded batches of similar length; a background process keeps some ready."""
+"""Padded batches of examples with similar lengths, prepared in a background process."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ POOL = 1500  # examples drawn at a time
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to draw; `early` lessons are short and full of copying and sums."""
+    """What to sample; `early` batches are short, with much copying and arithmetic."""
 
     seed: int
     early: bool
@@ -57,7 +57,7 @@ def pad(rows: list[Encoded], filler: int) -> Batch:
 
 
 def rounds(tokenizer: Tokenizer, plan: Plan) -> Iterator[list[Encoded]]:
-    """Draws a pool, sorts it by length, cuts it into batches and shuffles those."""
+    """Samples a pool, sorts it by length, divides it into batches and shuffles them."""
     random = Random(plan.seed)
     while True:
         pool = [encode(tokenizer, draw(random, plan.early)) for _ in range(POOL)]

@@ -1,4 +1,4 @@
-"""The model card that is written beside the weights."""
+"""The model card, written into the checkpoint directory."""
 
 from examples.builtin_model.training.checkpoint import Trained
 
@@ -53,7 +53,7 @@ def model_card(parameters: int, trained: Trained) -> str:
 
 
 def with_scores(card: str, scores: Scores) -> str:
-    """The card with its last section, the scores, written anew."""
+    """The card with new scores in its last section."""
     total = [sum(column) for column in zip(*scores.values(), strict=True)]
     rows = [
         f"| {name} | {right} / {of} | {right / of:.1%} |" for name, (right, of) in scores.items()

@@ -78,7 +78,7 @@ def tool_turns(messages: list[Message], at: int) -> tuple[str, int]:
 
 
 def segments(messages: list[Message], tools: list[Tool]) -> list[Segment]:
-    """The conversation in pieces; only the assistant's own pieces are learned."""
+    """The conversation in segments; only the assistant's segments have a loss."""
     pieces: list[Segment] = []
     at = 0
     if tools:

@@ -1,4 +1,4 @@
-"""Writes a directory that any Hugging Face loader reads; a reader never sees half a file."""
+"""Writes a Hugging Face checkpoint directory; each file is replaced atomically."""
 
 import json
 import os
@@ -19,7 +19,7 @@ MAX_POSITIONS = 32768
 
 
 class Trained(NamedTuple):
-    """How far: kept in the metadata of the weights, so that training can go on."""
+    """The state of a training, saved in the metadata of the weights, so that it can be resumed."""
 
     steps: int
     tokens: int
@@ -73,7 +73,7 @@ def write_checkpoint(
     trained: Trained,
     card: str,
 ) -> None:
-    """Each file is written beside its place and renamed into it."""
+    """Write each file under a temporary name, then rename it."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "config.json": json.dumps(config(shape, tokenizer), indent=2) + "\n",
@@ -93,7 +93,7 @@ def write_checkpoint(
 
 
 def resume(folder: Path, model: nn.Module) -> Trained:
-    """Loads the weights; the optimisers begin afresh."""
+    """Load the weights; the optimisers' states are not saved."""
     path = folder / "model.safetensors"
     model.load_state_dict({name: weight.float() for name, weight in load_file(path).items()})
     with safe_open(path, framework="pt") as file:

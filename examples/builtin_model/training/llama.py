@@ -84,7 +84,7 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kept: Tensor | None) -> Tensor:
-        """Rows that are not kept go no further: in the last layer nobody looks at them."""
+        """With `kept`, only these rows are returned: the loss of the last layer needs no others."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         if kept is not None:
             x = x[kept]  # [kept tokens, hidden]
@@ -100,7 +100,7 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """`loss(tokens, weights)`: weights are zero where a token is not to be learned."""
+    """`loss(tokens, weights)`: weights are zero for tokens without a loss."""
 
     def __init__(self, shape: Shape, longest: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Llama(nn.Module):
         return cast(Tensor, self.model.norm(x))
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy of the weighted next tokens; the others cost no logits."""
+        """Mean cross-entropy of the weighted next tokens; only these need logits."""
         taught = weights[:, 1:] > 0
         x = self.hidden(tokens[:, :-1], taught)
         logits = F.linear(x, self.model.embed_tokens.weight)

@@ -32,7 +32,7 @@ class Course:
 
 
 def rate(course: Course, step: int, progress: float) -> float:
-    """Of the peak: up in the first steps, level, then straight down to a hundredth."""
+    """The learning rate as a share of its peak: warm-up, constant, linear decay to 1 %."""
     up = min(1.0, (step + 1) / course.warm_up_steps)
     return up * max(0.01, min(1.0, (1.0 - progress) / course.cool_down_share))
 
@@ -40,7 +40,7 @@ def rate(course: Course, step: int, progress: float) -> float:
 def train(
     model: Llama, lessons: tuple[Iterator[Batch], Iterator[Batch]], course: Course, save: Save
 ) -> None:
-    """Early lessons, then later ones; saves the averaged weights now and then and at the end."""
+    """Train on early batches, then later ones; save averaged weights regularly and at the end."""
     parts = optimisers(model, course.peak_lr)
     average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     began = saved = logged = time.perf_counter()
@@ -78,6 +78,6 @@ def train(
 
 @torch.no_grad()
 def _follow(average: dict[str, Tensor], model: Llama, keep: float) -> None:
-    """The moving average of the weights: steadier than any single step."""
+    """The exponential moving average of the weights."""
     for name, weight in model.named_parameters():
         average[name].lerp_(weight, 1 - keep)
