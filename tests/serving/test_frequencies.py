@@ -96,7 +96,7 @@ def test_frequencies_are_those_of_transformers(
     pair: Pair, sampling: SamplingParams, processors: tuple[Any, ...]
 ) -> None:
     counts = np.zeros(VOCAB)
-    for token in drawn(pair, PROMPT, sampling, 1):
+    for token in sampled(pair, PROMPT, sampling, 1):
         counts[token[0]] += 1
     assert_sampled_from(counts, expected(pair, PROMPT, *processors))
 
@@ -108,7 +108,7 @@ def test_presence_and_frequency_penalties_change_the_second_token(pair: Pair) ->
         presence_penalty=presence, frequency_penalty=frequency, logit_bias=((9, 100.0),)
     )
     second = np.zeros(VOCAB)
-    for tokens in drawn(pair, PROMPT, sampling, 2):
+    for tokens in sampled(pair, PROMPT, sampling, 2):
         assert tokens[0] == 9
         second[tokens[1]] += 1
 
@@ -120,7 +120,7 @@ def test_presence_and_frequency_penalties_change_the_second_token(pair: Pair) ->
     assert_sampled_from(second, expected(pair, (*PROMPT, 9), penalise))
 
 
-def drawn(
+def sampled(
     pair: Pair, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int
 ) -> list[list[int]]:
     """The tokens of `COUNT` requests that differ in their seeds."""

@@ -44,9 +44,9 @@ async def served(url: str) -> None:
         async with session.post(f"{url}/detokenize", json={"tokens": [20_000, 31_999]}) as reply:
             assert (await reply.json())["prompt"] == " w4e20 w7cff"
         chat = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
-        said = await events(session, f"{url}/v1/chat/completions", chat)
-        assert said[0]["choices"][0]["delta"]["role"] == "assistant"
-        assert said[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        chunks = await events(session, f"{url}/v1/chat/completions", chat)
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
 
 
 async def test_a_random_model_is_served_and_measured(

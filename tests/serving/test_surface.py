@@ -148,12 +148,12 @@ async def test_best_of_returns_the_highest_mean_log_probability(server_url: str)
     async with aiohttp.ClientSession() as session:
         all_of_them = await whole(session, server_url, TEXT, {**with_stream, "n": 5})
         best = await whole(session, server_url, TEXT, {**with_stream, "best_of": 5, "n": 1})
-    said = {
+    logprobs = {
         choice["text"]: choice["logprobs"]["token_logprobs"] for choice in all_of_them["choices"]
     }
     (text,) = [choice["text"] for choice in best["choices"]]
-    full = {text: values for text, values in said.items() if len(values) == 8}
-    if len(full) == len(said):
-        assert text == max(said, key=lambda text: sum(said[text]))
-    assert text in said
+    full = {text: values for text, values in logprobs.items() if len(values) == 8}
+    if len(full) == len(logprobs):
+        assert text == max(logprobs, key=lambda text: sum(logprobs[text]))
+    assert text in logprobs
     assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]
