@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -190,8 +191,10 @@ async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(
         uvicorn.Config(
-            build_app(service), http=Connection, ws="none", lifespan="off", log_level="error",
-            access_log=False, timeout_graceful_shutdown=1,
+            build_app(service),
+            http=partial(Connection, log=service.request_log),  # type: ignore[arg-type] # it is called only
+            ws="none", lifespan="off", log_level="error", access_log=False,
+            timeout_graceful_shutdown=1,
         )
     )  # fmt: skip
     async with asyncio.TaskGroup() as group:

@@ -75,7 +75,7 @@ class Caller:
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,
             **self.limits,
-            **self.unknown_fields.headers(),
+            **(self.unknown_fields.headers() if self.unknown_fields.ignored else {}),
         }
 
 
