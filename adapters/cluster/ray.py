@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from engine.errors import StartupError
 from engine.step import Placement
 from engine.transport.handshake import HandshakeFailed, accept_worker
-from engine.transport.launcher import placements
+from engine.transport.launcher import WorkerExit, placements
 from engine.worker.process import remote
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,12 @@ class RayWorker:
         with contextlib.suppress(RayError):
             ray.kill(self.actor)
 
-    async def end(self, grace: float) -> str:
+    async def end(self, grace: float) -> WorkerExit:
         """Close the connection and kill the actor if it does not exit within `grace` seconds."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         try:
-            return await asyncio.to_thread(self._wait_for_exit, grace)
+            return WorkerExit(await asyncio.to_thread(self._wait_for_exit, grace))
         finally:
             self.kill()
             self.connection.close()

@@ -2,9 +2,19 @@
 
 import socket
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.step import Placement
+
+
+class WorkerExit(NamedTuple):
+    """How a worker ended, as a predicate such as "ended with exit code 0".
+
+    `is_kill`: by a signal that programs do not raise themselves and the server did not send.
+    """
+
+    description: str
+    is_kill: bool = False
 
 
 class LaunchedWorker(Protocol):
@@ -27,13 +37,9 @@ class LaunchedWorker(Protocol):
         """Send SIGKILL without waiting; `end` must still be called."""
         ...
 
-    async def end(self, grace: float) -> str:
+    async def end(self, grace: float) -> WorkerExit:
         """Close the connection, kill the process if it does not exit within `grace` seconds, and
-        release its resources.
-
-        Returns how the process ended, as a predicate such as "ended with exit code 0".
-        Idempotent.
-        """
+        release its resources. Idempotent."""
         ...
 
 

@@ -18,11 +18,11 @@ from engine.errors import StartupError, Unavailable
 from engine.ports import Clock
 from engine.step import Step, WorkerReport, WorkerSettings
 from engine.transport.channel import ResultFuture, StepChannel
-from engine.transport.launcher import LaunchedWorker, Launcher
+from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
 from engine.transport.process import LocalLauncher
 from engine.transport.restart_backoff import RestartBackoff
 from engine.transport.trace import TraceFile
-from engine.transport.worker_startup import OnProgress, load_all
+from engine.transport.worker_startup import OnProgress, WorkerKilled, load_all
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ class MultiprocessExecutor:
         Retries a failed start, with growing pauses. Raises `Unavailable` in a crash loop and after
         `close`.
         """
-        self._note_progress()
-        await self._end("the workers are being restarted", grace=0.0)
+        exits = await self._end("the workers are being restarted", grace=0.0)
+        self._note_progress(is_kill=any(exit.is_kill for exit in exits))
         failure: StartupError | None = None
         while True:
             await self._pause(failure)
@@ -144,7 +144,7 @@ class MultiprocessExecutor:
             except StartupError as error:
                 logger.warning("the new workers could not start: %s", error)
                 failure = error
-                self._backoff.crashed()
+                self._backoff.crashed(is_kill=isinstance(error, WorkerKilled))
             else:
                 return
 
@@ -194,26 +194,27 @@ class MultiprocessExecutor:
         """Whether the worker has closed its connection, as a process does when it ends."""
         return self._channel is not None and self._channel.closed_by == worker.placement
 
-    async def _end(self, reason: str, grace: float) -> None:
+    async def _end(self, reason: str, grace: float) -> list[WorkerExit]:
         if self._channel is not None:
             self._channel.close(reason)
         workers, self._workers = self._workers, ()
-        endings = await asyncio.gather(
+        exits = await asyncio.gather(
             *(worker.end(EXIT_SECONDS if self._has_exited(worker) else grace) for worker in workers)
         )
-        for worker, how in zip(workers, endings, strict=True):
+        for worker, exit in zip(workers, exits, strict=True):
             level = logging.ERROR if self._has_exited(worker) else logging.INFO
-            logger.log(level, "worker %d %s", worker.pid, how)
+            logger.log(level, "worker %d %s", worker.pid, exit.description)
+        return exits
 
-    def _note_progress(self) -> None:
-        """Tell the backoff what the lost workers did after they were loaded."""
+    def _note_progress(self, *, is_kill: bool) -> None:
+        """Report to the backoff what the lost workers did after they were loaded."""
         channel = self._channel
         assert channel is not None, "restart before start"
         lived = self._clock() - self._loaded_at
         if channel.num_results or lived >= self._settings.stable_seconds:
             self._backoff.progressed()
         if channel.num_lost and not channel.num_results:
-            self._backoff.crashed()
+            self._backoff.crashed(is_kill=is_kill)
 
     async def _pause(self, failure: StartupError | None) -> None:
         """Wait until the next restart is due. Raises `Unavailable` if there will be none."""

@@ -19,9 +19,10 @@ from typing import Self
 
 from engine.errors import StartupError
 from engine.step import Placement
-from engine.transport.launcher import placements
+from engine.transport.launcher import WorkerExit, placements
 
 STDERR = 2
+KILL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 class WorkerProcess:
@@ -74,10 +75,10 @@ class WorkerProcess:
         """Send SIGKILL; `end` must still reap the process."""
         self._send(signal.SIGKILL)
 
-    async def end(self, grace: float) -> str:
+    async def end(self, grace: float) -> WorkerExit:
         """Close the connection, wait, terminate, wait, kill; each wait is at most `grace` seconds.
 
-        Returns how the process ended, as a predicate. Idempotent.
+        Idempotent.
         """
         with contextlib.suppress(OSError):  # either end may be closed already
             self.connection.shutdown(socket.SHUT_RDWR)  # also wakes a pending read
@@ -88,7 +89,7 @@ class WorkerProcess:
                 if done:
                     break
                 self._send(number)
-            return describe_exit(await exited, self._signals_sent)
+            return exit_of(await exited, self._signals_sent)
         finally:
             self._process.kill()  # if this coroutine is cancelled; no effect once reaped
             self.connection.close()
@@ -139,17 +140,17 @@ class LocalLauncher:
         """The processes share nothing that must be released."""
 
 
-def describe_exit(returncode: int, signals_sent: Collection[int] = ()) -> str:
-    """A return code as a predicate: "ended with exit code 3", "was killed by signal 15, …".
+def exit_of(returncode: int, signals_sent: Collection[int] = ()) -> WorkerExit:
+    """How a process with this return code ended.
 
     `signals_sent` are the signals that this process has sent. SIGKILL from elsewhere may be the
     kernel's out-of-memory killer, which cannot be known here.
     """
     if returncode >= 0:
-        return f"ended with exit code {returncode}"
+        return WorkerExit(f"ended with exit code {returncode}")
     number = -returncode
     name = f"signal {number}, {signal.strsignal(number)}"
     if number in signals_sent:
-        return f"was killed by the server ({name})"
+        return WorkerExit(f"was killed by the server ({name})")
     hint = " (not by the server; possibly out of memory)" if number == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    return WorkerExit(f"was killed by {name}{hint}", is_kill=number in KILL_SIGNALS)

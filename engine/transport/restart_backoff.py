@@ -3,13 +3,15 @@
 A restart follows *progress* if the workers have returned a result since they were loaded, or have
 lived for `stable_seconds`. Without progress each restart waits longer than the one before. Workers
 that crash while loading or in their first step are in a crash loop, which ends after
-`max_restarts` such restarts in a row. So workers that are killed from outside are restarted any
-number of times, and workers that cannot work are not.
+`max_restarts` such restarts in a row. Workers that are killed from outside are restarted any
+number of times if they make progress between, and `KILLS` times as often if they do not.
 """
 
 from dataclasses import dataclass, field
 
 from engine.errors import Unavailable
+
+KILLS = 10  # kills from outside that count as one crash
 
 
 @dataclass(slots=True)
@@ -24,23 +26,30 @@ class RestartBackoff:
     first_pause: float = 1.0
     max_pause: float = 30.0
     _num_crashes: int = field(default=0, init=False)  # in a row, without progress
+    _num_kills: int = field(default=0, init=False)  # in a row, without progress
     _num_restarts: int = field(default=0, init=False)  # in a row, without progress
 
     def progressed(self) -> None:
         """The lost workers had made progress."""
-        self._num_crashes = self._num_restarts = 0
+        self._num_crashes = self._num_kills = self._num_restarts = 0
 
-    def crashed(self) -> None:
-        """The workers died while loading or before the first result of a step."""
-        self._num_crashes += 1
+    def crashed(self, *, is_kill: bool = False) -> None:
+        """The workers died while loading or before the first result of a step.
+
+        `is_kill`: they were killed from outside.
+        """
+        if is_kill:
+            self._num_kills += 1
+        else:
+            self._num_crashes += 1
 
     def next_pause(self) -> float:
         """Seconds to wait before the next restart. Raises `Unavailable` if it is not allowed."""
         if not self.max_restarts:
             raise Unavailable("the worker was lost, and restarts are disabled")
-        if self._num_crashes > self.max_restarts:
+        if self._num_crashes + self._num_kills / KILLS > self.max_restarts:
             raise Unavailable(
-                f"the worker was restarted {self._num_crashes - 1} times in a row "
+                f"the worker was restarted {self._num_restarts} times in a row "
                 "without completing a step"
             )
         doublings = min(self._num_restarts - 1, 30)  # so that the power stays finite

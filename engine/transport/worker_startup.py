@@ -60,6 +60,10 @@ async def load_all(
     return replace(reports[-1], bytes_per_block=bytes_per_block)
 
 
+class WorkerKilled(StartupError):
+    """A worker was killed from outside while it was loading."""
+
+
 class _Loading:
     """The loading of one worker."""
 
@@ -78,8 +82,9 @@ class _Loading:
             raise self._failure(f"protocol error while loading the worker: {error}") from error
         except (EOFError, ConnectionError):
             self.hung_up = True
-            how = await self.worker.end(EXIT_SECONDS)
-            raise self._failure(f"the worker {how} while loading") from None
+            ended = await self.worker.end(EXIT_SECONDS)
+            failure = self._failure(f"the worker {ended.description} while loading")
+            raise (WorkerKilled(*failure.args) if ended.is_kill else failure) from None
 
     async def _await_report(self) -> WorkerReport:
         loop = asyncio.get_running_loop()

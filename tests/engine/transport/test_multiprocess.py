@@ -266,7 +266,7 @@ async def test_the_worker_gets_its_environment_and_its_name() -> None:
 async def crash(executor: MultiprocessExecutor) -> None:
     """Let the worker die in its next step."""
     with pytest.raises(WorkerLost):
-        await executor.submit(a_step(1, Command.DIE))
+        await executor.submit(a_step(1, Command.LOSE))
 
 
 async def test_workers_that_die_in_their_first_step_are_restarted_a_limited_number_of_times() -> (
@@ -310,6 +310,20 @@ async def test_workers_that_live_long_before_they_crash_are_not_in_a_crash_loop(
         now += 60.0
         await crash(executor)
         await executor.restart()
+    await executor.close()
+
+
+async def test_workers_killed_while_loading_are_restarted_more_often_than_crashing_ones(
+    tmp_path: Path,
+) -> None:
+    """The `die` marker of `DigestWorker` makes it kill itself while it loads, once."""
+    settings = replace(ECHO, worker="tests.survival.workers:DigestWorker", max_restarts=1, depth=1)
+    executor = MultiprocessExecutor(WorkerSettings(model=str(tmp_path)), settings)
+    await executor.start(no_progress)
+    for _ in range(4):
+        (tmp_path / "die").touch()
+        await executor.restart()
+    assert executor.num_restarts == 8
     await executor.close()
 
 

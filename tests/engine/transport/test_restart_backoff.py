@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import Unavailable
-from engine.transport.restart_backoff import RestartBackoff
+from engine.transport.restart_backoff import KILLS, RestartBackoff
 
 
 def test_pauses_double_up_to_a_maximum_and_are_reset_by_progress() -> None:
@@ -20,6 +20,16 @@ def test_a_crash_loop_ends_after_the_maximum_number_of_restarts() -> None:
         backoff.next_pause()
     backoff.crashed()
     with pytest.raises(Unavailable, match="restarted 3 times in a row without completing a step"):
+        backoff.next_pause()
+
+
+def test_kills_from_outside_end_a_crash_loop_only_after_many() -> None:
+    backoff = RestartBackoff(max_restarts=2)
+    for _ in range(2 * KILLS):
+        backoff.crashed(is_kill=True)
+        backoff.next_pause()
+    backoff.crashed(is_kill=True)
+    with pytest.raises(Unavailable, match="restarted 20 times in a row"):
         backoff.next_pause()
 
 
