@@ -11,7 +11,8 @@ The first line (`RecordingHeader`) has the settings. Every other line is an even
     committed  step: the worker's `seconds`, and the requests that had `faults`
     failed     step
     ended      request: `outcome`, `reason`, tokens `produced`, `blocks` beyond the prompt's
-    cancelled  request: `reason`        preempted  request        switched  name of a policy
+    cancelled  request: `reason`        preempted  request
+    switched   name of a policy: its `settings`
     idled, lost (the worker), given_up (all requests): true
 
 A recording has no texts and no token ids, and neither can be derived from the names in it.
@@ -30,7 +31,7 @@ from engine.cost.model import CostModel
 from engine.events import NullObserver, Observer
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
-from engine.policy import PolicySettings, build, name_of
+from engine.policy import PolicySettings, build, name_of, settings_of
 from engine.request import State
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class EventRecorder(NullObserver):
         self._write({"at": now, "given_up": True})
 
     def switched(self, policy: "Policy", now: float) -> None:
-        self._write({"at": now, "switched": name_of(policy)})
+        settings = asdict(settings_of(policy))
+        self._write({"at": now, "switched": name_of(policy), "settings": settings})
 
 
 def render(row: Row, name: Name) -> str:

@@ -2,6 +2,6 @@
 
 from engine.policy.port import Policy
 from engine.policy.settings import PolicySettings
-from engine.policy.table import ORACLES, POLICIES, build, name_of
+from engine.policy.table import ORACLES, POLICIES, build, name_of, settings_of
 
-__all__ = ["ORACLES", "POLICIES", "Policy", "PolicySettings", "build", "name_of"]
+__all__ = ["ORACLES", "POLICIES", "Policy", "PolicySettings", "build", "name_of", "settings_of"]

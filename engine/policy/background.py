@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.policy.port import Policy, Preemption, SortKey
+    from engine.policy.settings import PolicySettings
     from engine.request import Request, RequestSpec
 
 
 class BackgroundLast:
     """Wraps every policy made by `engine.policy.build`; `inner` orders the foreground requests."""
 
-    def __init__(self, inner: "Policy") -> None:
+    def __init__(self, inner: "Policy", settings: "PolicySettings") -> None:
         self.inner = inner
+        self.settings = settings  # that `inner` was made with
         self._background: dict[Request, SortKey] = {}
         self._num_arrived = 0
 

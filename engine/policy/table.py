@@ -34,8 +34,9 @@ def build(
         reason = " (simulation only)" if name in ORACLES else ""
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
     module, _, kind = known[name].partition(":")
-    policy = getattr(import_module(module), kind)(cost, settings or PolicySettings())
-    return BackgroundLast(cast("Policy", policy))
+    settings = settings or PolicySettings()
+    policy = getattr(import_module(module), kind)(cost, settings)
+    return BackgroundLast(cast("Policy", policy), settings)
 
 
 def name_of(policy: "Policy") -> str:
@@ -44,3 +45,8 @@ def name_of(policy: "Policy") -> str:
     target = f"{kind.__module__}:{kind.__qualname__}"
     names = (name for name, known in (POLICIES | ORACLES).items() if known == target)
     return next(names, kind.__name__)
+
+
+def settings_of(policy: "Policy") -> PolicySettings:
+    """The settings with which `build` made the policy; the defaults if it did not."""
+    return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()

@@ -17,6 +17,7 @@ from engine.control.event_recorder import VERSION, RecordingHeader
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
+from engine.policy import PolicySettings
 from engine.request import Abort, FinishReason, Request, RequestSpec
 from engine.simulated.trace import GREEDY, Arrival
 
@@ -61,6 +62,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     cancelled: int | None = None
     preempted: int | None = None
     switched: str | None = None
+    settings: PolicySettings | None = None  # of the policy switched to
     idled: bool = False
     lost: bool = False
     given_up: bool = False

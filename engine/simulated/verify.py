@@ -95,8 +95,8 @@ class RecordingVerifier:
         elif row.cancelled is not None:
             scheduler.cancel(self._requests[row.cancelled], Abort(row.reason), now)
         elif row.switched is not None:
-            header = self._recording.header
-            scheduler.switch(build(row.switched, scheduler.cost, header.policies), now)
+            settings = row.settings or self._recording.header.policies
+            scheduler.switch(build(row.switched, scheduler.cost, settings), now)
         elif row.lost:
             scheduler.lose_device(self._in_flight, now)
             self._in_flight.clear()

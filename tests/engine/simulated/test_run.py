@@ -56,8 +56,8 @@ def test_swapping_takes_time_and_its_traffic_is_counted() -> None:
     assert swapped.num_preempted == swapped.num_swapped > swapped.num_ahead > 0
     assert swapped.swapped_slots > 0
     assert max(moment.host_slots for moment in swapped.moments) > 0
-    free = simulate(replace(short, slot_seconds=0.0), arrivals)
-    assert free.busy_seconds < swapped.busy_seconds
+    slow = simulate(replace(short, slot_seconds=1000 * deployed.slot_seconds), arrivals)
+    assert slow.busy_seconds > swapped.busy_seconds
 
 
 def test_two_stages_compute_two_batches_at_once() -> None:

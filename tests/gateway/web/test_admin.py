@@ -11,6 +11,15 @@ from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
 
 POLICY = "/admin/policy"
 NUM_STREAMS = 32
+SETTINGS = {
+    "starvation_seconds": None,
+    "base_quantum": None,
+    "quantum_ratio": 2.0,
+    "num_levels": 16,
+    "skip_join": True,
+    "input_weight": 1.0,
+    "output_weight": 2.0,
+}
 
 
 async def ask(rig: Rig, payload: object = None, headers: dict[str, str] | None = None) -> Any:
@@ -34,12 +43,32 @@ async def info(rig: Rig) -> list[str]:
 
 def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
     async def scene(rig: Rig) -> None:
-        result = {"policy": "fcfs", "admission": "grow", "policies": list(POLICIES)}
+        result = {
+            "policy": "fcfs",
+            "admission": "grow",
+            "policies": list(POLICIES),
+            "settings": SETTINGS,
+        }
         assert await ask(rig) == (200, result)
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
         assert await ask(rig, {"policy": "mlfq"}) == (200, result | {"policy": "mlfq"})
         assert await ask(rig) == (200, result | {"policy": "mlfq"})
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="mlfq"} 1.0']
+
+    play(scene)
+
+
+def test_settings_are_changed_with_or_without_the_policy_and_the_others_are_kept() -> None:
+    async def scene(rig: Rig) -> None:
+        slow = {"policy": "mlfq", "starvation_seconds": 30, "num_levels": 4, "skip_join": False}
+        _, result = await ask(rig, slow)
+        changed = SETTINGS | {"starvation_seconds": 30.0, "num_levels": 4, "skip_join": False}
+        assert (result["policy"], result["settings"]) == ("mlfq", changed)
+        _, result = await ask(rig, {"policy": "mlfq", "quantum_ratio": 4, "base_quantum": None})
+        assert result["settings"] == changed | {"quantum_ratio": 4.0}
+        _, result = await ask(rig, {"policy": "fair"})
+        assert (result["policy"], result["settings"]) == ("fair", changed | {"quantum_ratio": 4.0})
+        assert (await ask(rig))[1] == result
 
     play(scene)
 
@@ -61,6 +90,11 @@ def test_switching_to_the_current_policy_changes_nothing() -> None:
         ({"policy": 1}, "policy"),
         ({}, "policy"),
         ({"policy": "mlfq", "ratio": 2}, "ratio"),
+        ({"policy": "mlfq", "quantum_ratio": 1}, "quantum_ratio"),
+        ({"policy": "mlfq", "starvation_seconds": 0}, "starvation_seconds"),
+        ({"policy": "mlfq", "num_levels": 65}, "num_levels"),
+        ({"policy": "fair", "output_weight": -1}, "output_weight"),
+        ({"policy": "mlfq", "skip_join": 1}, "skip_join"),
         (b"mlfq", None),
     ],
 )

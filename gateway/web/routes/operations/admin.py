@@ -1,15 +1,17 @@
-"""`/admin/policy`: GET returns the scheduling policy, POST changes it while serving."""
+"""`/admin/policy`: GET returns the scheduling policy and its settings, POST changes them while
+serving."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
 
-from engine.policy import POLICIES, build, name_of
+from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
 from gateway.access.callers import read_body
 from gateway.generation.reply import json_response
-from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.decoding import check_allowed, check_range, decode
 from gateway.service import Service, caller_of, service_of
 
 if TYPE_CHECKING:
@@ -18,40 +20,78 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FIELDS = {  # of a POST, named as in the settings file: the field of `PolicySettings`
+    "starvation_seconds": "starvation_seconds",
+    "base_quantum": "base_quantum",
+    "quantum_ratio": "ratio",
+    "num_levels": "num_levels",
+    "skip_join": "skips",
+    "input_weight": "input_weight",
+    "output_weight": "output_weight",
+}
+
 
 class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a POST: a name of `engine.policy.POLICIES`."""
+    """The body of a POST: a name of `engine.policy.POLICIES`, and settings to change.
+
+    A setting that is absent or null keeps its value. Seconds and ratios as in the settings file.
+    """
 
     policy: str
+    starvation_seconds: float | None = None
+    base_quantum: float | None = None
+    quantum_ratio: float | None = None
+    num_levels: int | None = None
+    skip_join: bool | None = None
+    input_weight: float | None = None
+    output_weight: float | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` if the policy is unknown or a setting is out of range."""
+        check_allowed(self.policy, "policy", tuple(POLICIES))
+        check_range(self.starvation_seconds, "starvation_seconds", 0.001, 1e6)
+        check_range(self.base_quantum, "base_quantum", 1e-6, 1e6)
+        check_range(self.quantum_ratio, "quantum_ratio", 1.001, 1000.0)
+        check_range(self.num_levels, "num_levels", 1, 64)
+        check_range(self.input_weight, "input_weight", 0.001, 1e6)
+        check_range(self.output_weight, "output_weight", 0.001, 1e6)
+
+    def applied_to(self, settings: PolicySettings) -> PolicySettings:
+        """These settings, changed by those that the body has."""
+        values = {own: getattr(self, name) for name, own in _FIELDS.items()}
+        return replace(settings, **{k: value for k, value in values.items() if value is not None})
 
 
 async def policy(http: "HttpRequest") -> "Response":
-    """The current policy, the admission mode and the policies to choose from.
+    """The current policy with its settings, the admission mode and the policies to choose from.
 
-    Raises `InvalidRequest` for a POST with an unknown policy.
+    Raises `InvalidRequest` for a POST with an unknown policy or a setting that is out of range.
     """
     service = service_of(http)
     if http.method == "POST":
         choice = decode(_DECODER, await read_body(http, service.limits))
-        check_allowed(choice.policy, "policy", tuple(POLICIES))
-        _switch(service, choice.policy)
+        choice.check()
+        _switch(service, choice)
     scheduler = service.engine.scheduler
+    settings = settings_of(scheduler.policy)
     body = {
         "policy": name_of(scheduler.policy),
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
+        "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
     }
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
-def _switch(service: Service, name: str) -> None:
-    """Live requests move to the new policy; switching to the current one changes nothing."""
+def _switch(service: Service, choice: PolicyChoice) -> None:
+    """Live requests move to the new policy; without a difference nothing changes."""
     scheduler = service.engine.scheduler
     before = name_of(scheduler.policy)
-    if name == before:
+    settings = choice.applied_to(settings_of(scheduler.policy))
+    if choice.policy == before and settings == settings_of(scheduler.policy):
         return
-    service.engine.switch(build(name, scheduler.cost, service.policies))
-    logger.info("policy=%s before=%s live=%d", name, before, len(scheduler.pool))
+    service.engine.switch(build(choice.policy, scheduler.cost, settings))
+    logger.info("policy=%s before=%s live=%d", choice.policy, before, len(scheduler.pool))
 
 
 _DECODER = msgspec.json.Decoder(PolicyChoice)
