@@ -163,7 +163,7 @@ class Superseded(EngineError):
         super().__init__("This request was retried, and the retry is served instead.")
 
 
-class Verdict(NamedTuple):
+class HttpError(NamedTuple):
     """The HTTP form of an error class.
 
     `retry` sets the header `x-should-retry`, which official clients follow; None leaves it out.
@@ -177,46 +177,46 @@ class Verdict(NamedTuple):
 
 _INVALID = "invalid_request_error"
 
-TABLE: dict[type[EngineError], Verdict] = {
-    InvalidRequest: Verdict(400, _INVALID, "invalid_request_error"),
-    ContextTooLong: Verdict(400, _INVALID, "context_length_exceeded"),
-    InvalidApiKey: Verdict(401, _INVALID, "invalid_api_key"),
-    Forbidden: Verdict(403, _INVALID, "permission_denied"),
-    ModelNotFound: Verdict(404, _INVALID, "model_not_found"),
-    UnsupportedByModel: Verdict(400, _INVALID, "unsupported_model"),
-    PathNotFound: Verdict(404, _INVALID, "not_found"),
-    RequestNotFound: Verdict(404, _INVALID, "request_not_found"),
-    FileNotFound: Verdict(404, _INVALID, "file_not_found"),
-    ResponseNotFound: Verdict(404, _INVALID, "response_not_found"),
-    BatchNotFound: Verdict(404, _INVALID, "batch_not_found"),
-    MethodNotAllowed: Verdict(405, _INVALID, "method_not_allowed"),
-    BodyTooSlow: Verdict(408, _INVALID, "request_timeout"),
-    BodyTooLarge: Verdict(413, _INVALID, "request_too_large"),
-    StoreFull: Verdict(413, _INVALID, "storage_full"),
-    WrongMediaType: Verdict(415, _INVALID, "unsupported_media_type"),
-    RequestCancelled: Verdict(499, _INVALID, "request_cancelled"),
-    NoAllowedToken: Verdict(400, _INVALID, "nothing_allowed"),
-    Superseded: Verdict(409, _INVALID, "superseded", retry=False),
-    TooManyBatches: Verdict(429, "requests", "batch_limit_exceeded", retry=False),
-    TooManyRequests: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
-    TooManyAtOnce: Verdict(429, "requests", "rate_limit_exceeded", retry=True),
-    TooManyTokens: Verdict(429, "tokens", "rate_limit_exceeded", retry=True),
-    Overloaded: Verdict(503, "server_error", "overloaded", retry=True),
-    DeadlineUnmeetable: Verdict(503, "server_error", "deadline_unmeetable", retry=True),
-    Unavailable: Verdict(503, "server_error", "unavailable", retry=True),
-    RequestFailed: Verdict(500, "server_error", "internal_error", retry=True),
+TABLE: dict[type[EngineError], HttpError] = {
+    InvalidRequest: HttpError(400, _INVALID, "invalid_request_error"),
+    ContextTooLong: HttpError(400, _INVALID, "context_length_exceeded"),
+    InvalidApiKey: HttpError(401, _INVALID, "invalid_api_key"),
+    Forbidden: HttpError(403, _INVALID, "permission_denied"),
+    ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    UnsupportedByModel: HttpError(400, _INVALID, "unsupported_model"),
+    PathNotFound: HttpError(404, _INVALID, "not_found"),
+    RequestNotFound: HttpError(404, _INVALID, "request_not_found"),
+    FileNotFound: HttpError(404, _INVALID, "file_not_found"),
+    ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
+    BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),
+    MethodNotAllowed: HttpError(405, _INVALID, "method_not_allowed"),
+    BodyTooSlow: HttpError(408, _INVALID, "request_timeout"),
+    BodyTooLarge: HttpError(413, _INVALID, "request_too_large"),
+    StoreFull: HttpError(413, _INVALID, "storage_full"),
+    WrongMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
+    RequestCancelled: HttpError(499, _INVALID, "request_cancelled"),
+    NoAllowedToken: HttpError(400, _INVALID, "nothing_allowed"),
+    Superseded: HttpError(409, _INVALID, "superseded", retry=False),
+    TooManyBatches: HttpError(429, "requests", "batch_limit_exceeded", retry=False),
+    TooManyRequests: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
+    TooManyAtOnce: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
+    TooManyTokens: HttpError(429, "tokens", "rate_limit_exceeded", retry=True),
+    Overloaded: HttpError(503, "server_error", "overloaded", retry=True),
+    DeadlineUnmeetable: HttpError(503, "server_error", "deadline_unmeetable", retry=True),
+    Unavailable: HttpError(503, "server_error", "unavailable", retry=True),
+    RequestFailed: HttpError(500, "server_error", "internal_error", retry=True),
     # Not retried: the request was in the batch at every crash of the worker.
-    WorkerLost: Verdict(500, "server_error", "internal_error", retry=False),
-    DeadlineExceeded: Verdict(504, "server_error", "deadline_exceeded", retry=False),
-    StoreOutOfSpace: Verdict(507, "server_error", "insufficient_storage", retry=False),
-    EngineError: Verdict(500, "server_error", "internal_error"),
+    WorkerLost: HttpError(500, "server_error", "internal_error", retry=False),
+    DeadlineExceeded: HttpError(504, "server_error", "deadline_exceeded", retry=False),
+    StoreOutOfSpace: HttpError(507, "server_error", "insufficient_storage", retry=False),
+    EngineError: HttpError(500, "server_error", "internal_error"),
 }
 
-_INTERNAL = Verdict(500, "server_error", "internal_error")
+_INTERNAL = HttpError(500, "server_error", "internal_error")
 _SERVER_ERROR = "The server had an error while processing your request. Please try again."
 
 
-def verdict(error: BaseException) -> Verdict:
+def http_error(error: BaseException) -> HttpError:
     """Status, type and code of an error: the row of its class or of the nearest base class."""
     rows = (TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
     return next(rows, _INTERNAL)
@@ -224,12 +224,12 @@ def verdict(error: BaseException) -> Verdict:
 
 def message_of(error: BaseException) -> str:
     """The message for the client. Details of internal errors go to the log only."""
-    return _SERVER_ERROR if verdict(error).status == 500 else str(error)
+    return _SERVER_ERROR if http_error(error).status == 500 else str(error)
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """The headers of this error, besides those of every response."""
-    retry = verdict(error).retry
+    retry = http_error(error).retry
     headers = {} if retry is None else {"x-should-retry": "true" if retry else "false"}
     return headers | _own_headers(error)
 

@@ -84,7 +84,7 @@ class Dialect(Protocol):
     """The format in which one model writes reasoning and tool calls."""
 
     @property
-    def reads_calls(self) -> bool:
+    def has_tool_calls(self) -> bool:
         """Whether it has tool calls."""
         ...
 
@@ -106,7 +106,7 @@ class Dialect(Protocol):
         """The text that closes the reasoning if `prompt` opens it, else an empty string."""
         ...
 
-    def hold_calls(self, held: ToolCallGrammar) -> "Grammar | None":
+    def call_grammar(self, calls: ToolCallGrammar) -> "Grammar | None":
         """The grammar of outputs with such calls; None if this format has no grammar."""
         ...
 

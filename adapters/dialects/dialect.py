@@ -53,7 +53,7 @@ class ModelDialect:
     reasoning: ReasoningMarkers | None = None
 
     @property
-    def reads_calls(self) -> bool:
+    def has_tool_calls(self) -> bool:
         return self.tools is not None
 
     @property
@@ -85,7 +85,7 @@ class ModelDialect:
             return ""
         return f"\n{self.reasoning.close}\n\n"
 
-    def hold_calls(self, held: ToolCallGrammar) -> Grammar | None:
+    def call_grammar(self, calls: ToolCallGrammar) -> Grammar | None:
         """The grammar of outputs with such calls.
 
         None if calls have no mark and free text is allowed, since the two cannot be distinguished.
@@ -93,39 +93,39 @@ class ModelDialect:
         style = self.tools
         assert style is not None, "the model can call tools"
         if style.mark:
-            return _tagged(style, held)
-        if not held.must_call and held.answer is None:
+            return _tagged(style, calls)
+        if not calls.must_call and calls.answer is None:
             return None
         choices = [
             _call(name, parameters, style.key, f"#/anyOf/{place}")
-            for place, (name, parameters) in enumerate(held.tools.items())
+            for place, (name, parameters) in enumerate(calls.tools.items())
         ]
-        if not held.must_call:
-            choices.append(_moved(held.answer, f"#/anyOf/{len(choices)}"))
+        if not calls.must_call:
+            choices.append(_moved(calls.answer, f"#/anyOf/{len(choices)}"))
         return _json(GrammarKind.JSON_SCHEMA, {"anyOf": choices})
 
     def _is_open(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open)
 
 
-def _tagged(style: ToolStyle, held: ToolCallGrammar) -> Grammar:
+def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
     structures = [
         {
             "begin": style.mark + style.head % name,
             "schema": _parameters(parameters),
             "end": style.tail,
         }
-        for name, parameters in held.tools.items()
+        for name, parameters in calls.tools.items()
     ]
     tags = {
         "triggers": [style.mark],
         "structures": structures,
-        "at_least": int(held.must_call or held.answer is not None),
-        "at_most": held.max_calls,
-        "has_text": not held.must_call and held.answer is None,
+        "at_least": int(calls.must_call or calls.answer is not None),
+        "at_most": calls.max_calls,
+        "has_text": not calls.must_call and calls.answer is None,
     }
-    if not held.must_call and held.answer is not None:
-        tags["answer"] = held.answer
+    if not calls.must_call and calls.answer is not None:
+        tags["answer"] = calls.answer
     return _json(GrammarKind.TAGS, tags)
 
 

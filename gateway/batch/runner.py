@@ -31,7 +31,7 @@ from gateway.batch.lines import (
     request_id,
     tokens_of,
 )
-from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, verdict
+from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, http_error
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import generate_body
 from gateway.observe.request_log import RequestRecord
@@ -212,7 +212,7 @@ class _Run:
             except Exception as error:  # an error or a bug in one line must not end the others
                 if not isinstance(error, EngineError):
                     logger.exception("batch %s line %d", record.id, line.number)
-                row = verdict(error)
+                row = http_error(error)
                 entry.status, entry.reason = row.status, row.code
                 body = OPENAI.error_body(error, "")
                 text = answer_line(record, line, row.status, body)

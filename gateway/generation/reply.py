@@ -9,7 +9,7 @@ import anyio
 from starlette.responses import Response
 
 from engine.request import Abort
-from gateway.errors import error_headers, verdict
+from gateway.errors import error_headers, http_error
 from gateway.generation.choices import ChoiceGroup
 from gateway.observe.timelines import phase_seconds, slowest
 from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished_choice
@@ -38,10 +38,10 @@ def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 2
 def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
     """The status, headers and body of an error, from the table in `gateway.errors`. Its code is
     the reason in the request log."""
-    caller.note(verdict(error).code)
+    caller.note(http_error(error).code)
     headers = caller.headers(clock()) | error_headers(error)
     body = caller.dialect.error_body(error, caller.request_id)
-    return Response(body, verdict(error).status, headers, JSON)
+    return Response(body, http_error(error).status, headers, JSON)
 
 
 class Reply:

@@ -21,7 +21,7 @@ def tool_constraint(
     Where tools may be called and JSON is requested, an output is a call or the JSON. Raises
     `InvalidRequest` if the model cannot call tools, or if both cannot be one grammar.
     """
-    if dialect is None or not dialect.reads_calls:
+    if dialect is None or not dialect.has_tool_calls:
         raise InvalidRequest(
             f"'{tools.param}' is not supported: this model's chat template has no tool calls that "
             "the server can parse. (Their format can be set with --tool-dialect.)",
@@ -34,7 +34,7 @@ def tool_constraint(
     calls = ToolCallGrammar(tools.argument_schemas(), tools.must_call, tools.max_calls)
     if requested is not None:
         calls = calls._replace(answer=_json_schema(requested, tools.param))
-    grammar = dialect.hold_calls(calls)
+    grammar = dialect.call_grammar(calls)
     if grammar is None:
         return None
     return OutputConstraint(grammar, tools.param if requested is None else requested.param)

@@ -16,7 +16,7 @@ from gateway.access.callers import Caller, valid_request_id
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
-from gateway.errors import Forbidden, InvalidApiKey, Superseded, verdict
+from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.observe.request_log import OTHER, RequestRecord
 from gateway.schema.dialect import dialect_of
@@ -186,7 +186,7 @@ class AccessControl:
         """End the response that the app left open; its connection may still be alive."""
         caller: Caller = scope["podway.caller"]
         error = Superseded()
-        caller.note(verdict(error).code)
+        caller.note(http_error(error).code)
         if not response.has_started:
             whole = error_response(error, caller, self._service.clock)
             await whole(scope, attempt.receive, response.send)

@@ -2,7 +2,7 @@
 
 import orjson
 
-from gateway.errors import message_of, verdict
+from gateway.errors import http_error, message_of
 from gateway.schema.rendering import error_event
 
 _TYPES = {
@@ -23,7 +23,7 @@ class AnthropicDialect:
     request_id_header: str | None = "request-id"
 
     def error_body(self, error: BaseException, request_id: str) -> bytes:
-        status = verdict(error).status
+        status = http_error(error).status
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         detail = {"type": kind, "message": message_of(error)}
         return orjson.dumps({"type": "error", "error": detail, "request_id": request_id})

@@ -3,7 +3,7 @@
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.errors import message_of, verdict
+from gateway.errors import http_error, message_of
 from gateway.schema.rendering import error_event
 
 
@@ -21,6 +21,6 @@ class OpenAIDialect:
 
 def error_fields(error: BaseException) -> dict[str, str | None]:
     """The fields of OpenAI's `error` object; `param` names the invalid request field, if any."""
-    row = verdict(error)
+    row = http_error(error)
     param = error.param if isinstance(error, InvalidRequest) else None
     return {"message": message_of(error), "type": row.type, "param": param, "code": row.code}

@@ -38,7 +38,7 @@ def test_the_template_determines_the_dialect(
     template: str, style: str | None, opened_by: str | None
 ) -> None:
     dialect = choose_dialect(template)
-    assert dialect.reads_calls == (style is not None)
+    assert dialect.has_tool_calls == (style is not None)
     assert dialect.tools == (TOOL_STYLES[style] if style else None)
     assert (dialect.reasoning.open if dialect.reasoning else None) == opened_by
 
@@ -84,7 +84,7 @@ MARKED = sorted(WRITTEN.keys() - {"llama3"})
 
 
 def grammar_of(style: str, calls: ToolCallGrammar) -> Grammar:
-    grammar = choose_dialect("", style).hold_calls(calls)
+    grammar = choose_dialect("", style).call_grammar(calls)
     assert grammar is not None
     return grammar
 
@@ -152,4 +152,4 @@ def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
 
 
 def test_calls_without_a_mark_cannot_be_constrained_within_free_text() -> None:
-    assert choose_dialect("", "llama3").hold_calls(ToolCallGrammar({"f": TREE})) is None
+    assert choose_dialect("", "llama3").call_grammar(ToolCallGrammar({"f": TREE})) is None

@@ -15,7 +15,7 @@ from engine.errors import (
     Unavailable,
     WorkerLost,
 )
-from gateway.errors import error_headers, verdict
+from gateway.errors import error_headers, http_error
 from gateway.schema.dialect import OPENAI
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
@@ -37,8 +37,8 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
     ],
 )
 def test_every_error_class_has_a_row(error: Exception, status: int, code: str) -> None:
-    assert verdict(error).status == status
-    assert verdict(error).code == code
+    assert http_error(error).status == status
+    assert http_error(error).code == code
     assert b"secret" not in OPENAI.error_body(error, "")
 
 
