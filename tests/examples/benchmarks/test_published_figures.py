@@ -258,6 +258,18 @@ def quality_of_int8_weights() -> list[str]:
     return rows
 
 
+def linear_formats() -> list[str]:
+    """The second table of engine/README.md."""
+    found = read("linear_formats/amd_zen5_1_core.json")["milliseconds_by_rows"]
+    rows = []
+    for name, times in found.items():
+        label = name.replace(" (", ", ").replace(", VNNI)", "")
+        rows.append(
+            f"| {label} | " + " | ".join(f"{each:.1f} ms" for each in times.values()) + " |"
+        )
+    return rows
+
+
 def test_the_kv_cache_shrinks_as_readme_says() -> None:
     shape = ModelShape(2, 4, 4, 64, 256, 512, 1, 100, 512)
     sizes = {
@@ -282,6 +294,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (PAGE, streamed_token_in_full),
     (PAGE, quality),
     (ROOT / "engine" / "README.md", quality_of_int8_weights),
+    (ROOT / "engine" / "README.md", linear_formats),
 ]
 
 

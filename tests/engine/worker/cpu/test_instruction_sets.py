@@ -87,6 +87,7 @@ def test_linears_use_the_widest_dot_products_of_a_cpu(
     assert found.stdout.splitlines() == expected
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("cpu", CPUS)
 def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
     if not can_execute(cpu) or is_own(cpu):
