@@ -208,7 +208,7 @@ SHAPES = (
 )
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(
-    r"/(health|ready|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
+    r"/(health|ready|v1/loads|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
     r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/.+|/v1/messages(/.+)?"
 )
 

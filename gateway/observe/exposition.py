@@ -54,6 +54,11 @@ class Exposition(Collector):
         """The page of `/metrics`, of media type `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Prompt tokens found in the prefix cache, and all prompt tokens."""
+        return self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
+
     def describe(self) -> list[Metric]:
         """None: the registry has no other collector to conflict with."""
         return []
@@ -156,11 +161,23 @@ class Exposition(Collector):
             Described("podway_orphan_blocks", "KV blocks owned by no live request; always 0."),
             ledger.num_leaked(self._scheduler.pool),
         )
+        yield self._cache_config()
         used = (ledger.num_held + ledger.num_moving) / ledger.num_blocks
         for alias in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield self._aliased(
                 GaugeMetricFamily, alias, "Share of KV blocks in use, 0 to 1.", used
             )
+
+    def _cache_config(self) -> Metric:
+        """vLLM's, from which routers learn the block size and the number of blocks."""
+        ledger = self._scheduler.ledger
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Block size and number of KV blocks.",
+            labels=["model_name", "block_size", "num_gpu_blocks"],
+        )
+        info.add_metric([self._model, str(ledger.block_size), str(ledger.num_blocks)], 1)
+        return info
 
     def _outcomes(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -225,7 +242,7 @@ class Exposition(Collector):
 
     def _prefixes(self) -> Iterator[Metric]:
         """Prompt tokens, counted at their request's first token."""
-        hits, queries = self._metrics.num_cached_tokens, self._metrics.num_prompt_tokens
+        hits, queries = self.prefix_tokens
         text = "Prompt tokens found in the prefix cache (hit) or computed (miss)."
         counts = {"hit": hits, "miss": queries - hits}
         yield labelled("podway_prefix_tokens_total", text, "result", counts)

@@ -30,7 +30,7 @@ from gateway.web.routes import (
     responses,
     tokens,
 )
-from gateway.web.routes.operations import admin, docs, health, page, simulate
+from gateway.web.routes.operations import admin, docs, health, loads, page, simulate
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -84,6 +84,7 @@ ROUTES = (
     Route("/admin/live", page.live, methods=["GET"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),
     Route("/health", health.health, methods=["GET"]),
+    Route("/v1/loads", loads.loads, methods=["GET"]),
     Route("/ready", health.ready, methods=["GET"]),
     Route("/metrics", health.metrics, methods=["GET"]),
     Route("/openapi.json", docs.openapi, methods=["GET"]),

@@ -126,6 +126,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "operation", "Change the scheduling policy while serving.", PolicyChoice
     ),
     ("GET", "/health"): Operation("operation", "Liveness."),
+    ("GET", "/v1/loads"): Operation("operation", "Load, for routers, in SGLang's format."),
     ("GET", "/ready"): Operation("operation", "Readiness."),
     ("GET", "/metrics"): Operation(
         "operation", "Metrics in the Prometheus text format.", media_types=(TEXT,)

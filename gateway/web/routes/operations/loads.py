@@ -1,0 +1,53 @@
+"""`GET /v1/loads`: the load of this server for routers, in SGLang's format (smg reads it)."""
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import orjson
+
+from engine.request import State
+from gateway.generation.reply import json_response
+from gateway.service import caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+
+async def loads(http: "HttpRequest") -> "Response":
+    """Requests and KV slots; one entry, since a server is one data-parallel rank."""
+    service = service_of(http)
+    scheduler = service.engine.scheduler
+    pool, ledger, settings = scheduler.pool, scheduler.ledger, scheduler.settings
+    running, waiting = pool.num_admitted, pool.count(State.WAITING)
+    used = (ledger.num_held + ledger.num_moving) * ledger.block_size
+    usage = used / ledger.num_slots
+    hits, tokens = service.exposition.prefix_tokens
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": used,
+        "num_total_tokens": used + pool.waiting_tokens,
+        "max_total_num_tokens": ledger.num_slots,
+        "token_usage": usage,
+        "gen_throughput": scheduler.cost.tokens_per_second if running else 0.0,
+        "cache_hit_rate": hits / tokens if tokens else 0.0,
+        "utilization": running / settings.max_batch_size,
+        "max_running_requests": settings.max_batch_size,
+    }
+    body = {
+        "timestamp": datetime.fromtimestamp(service.unix_now(), UTC).isoformat(),
+        "dp_rank_count": 1,
+        "loads": [load],
+        "aggregate": {
+            "total_running_reqs": running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": running + waiting,
+            "avg_token_usage": usage,
+            "avg_throughput": load["gen_throughput"],
+            "avg_utilization": load["utilization"],
+        },
+    }
+    return json_response(orjson.dumps(body), caller_of(http), service.clock)
