@@ -182,15 +182,15 @@ class Recording:
         sizes: dict[int, tuple[int, int, float, int]] = {}
         for row in self.rows:
             if row.planned is not None:
-                tokens = slots = draws = 0
+                tokens = slots = num_sampled = 0
                 pairs = 0.0
                 for request, start, count in row.entries:
                     tokens, slots = tokens + count, slots + start + count
                     pairs += count * (start + (count + 1) / 2) if count > 1 else 0.0
                     if start + count >= known[request]:
                         known[request] = start + count + 1
-                        draws += 1
-                sizes[row.planned] = (tokens, slots, pairs, draws)
+                        num_sampled += 1
+                sizes[row.planned] = (tokens, slots, pairs, num_sampled)
             elif row.committed is not None and not row.faults:
                 yield Sample(*sizes[row.committed], row.seconds)
 
