@@ -13,7 +13,8 @@ from random import Random
 from statistics import mean, quantiles
 
 from engine.control.admission import Admission
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger

@@ -16,7 +16,8 @@ from ray.cluster_utils import Cluster
 
 import adapters
 from adapters.cluster.ray import RayLauncher
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed

@@ -25,7 +25,8 @@ from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.events import NullObserver, Observer

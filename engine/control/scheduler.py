@@ -6,15 +6,14 @@ is admitted before it. And KV may grow block by block, with preemption when bloc
 `engine.control.admission`).
 """
 
-from dataclasses import dataclass
 from itertools import repeat
-from math import inf
 from typing import TYPE_CHECKING
 
-from engine.control.admission import Admission, AdmissionControl, AdmissionSettings, SwapMode
-from engine.control.background_time import BackgroundTime
+from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
 from engine.control.batch_builder import BatchBuilder
+from engine.control.batch_planner import BatchPlanner
 from engine.control.lifecycle import Lifecycle
+from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
@@ -41,35 +40,8 @@ if TYPE_CHECKING:
     from engine.step import Fault, StepResult
 
 
-WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
-LEAVING, PLAN, COMMIT = State.LEAVING, Move.PLAN, Move.COMMIT  # path (see engine.pool)
-LEAST_PIECE = 16  # tokens of a prompt's chunk, even if there is less time
+WAITING, LEAVING, COMMIT = State.WAITING, State.LEAVING, Move.COMMIT  # bound once (engine.pool)
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Bounds of an iteration, of the queue, and of unfairness. Seconds and tokens."""
-
-    max_model_len: int
-    max_batch_size: int = 64
-    max_batch_tokens: int = 512
-    admission: Admission = Admission.GROW
-    max_queue_requests: int = 2048
-    max_queue_tokens: int = 1 << 20
-    max_step_overs: int = 64
-    max_preemptions: int = 3
-    swap: SwapMode = SwapMode.PROACTIVE  # with a host tier only
-    max_crashes: int = 3
-    reuses_prefixes: bool = True
-    scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
-    max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
-    max_background_slowdown: float = inf  # factor on an iteration with others
-
-    def __post_init__(self) -> None:
-        assert self.max_batch_tokens >= self.max_batch_size, (
-            "max_batch_tokens is at least max_batch_size"
-        )
 
 
 class IterationScheduler:
@@ -93,6 +65,9 @@ class IterationScheduler:
         self.admission = AdmissionControl(terms, self.kv, self.pool, observer)
         self._swap_planner = SwapPlanner(
             terms, self.kv, self.pool, self.admission, settings.max_batch_size
+        )
+        self._planner = BatchPlanner(
+            settings, self.pool, self.kv, self.admission, self._swap_planner, self.cost
         )
         self._lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
         self._next_request_id = 0
@@ -191,12 +166,12 @@ class IterationScheduler:
         batch.least_crashes = self._lifecycle.least_crashes
         self.admission.begin_plan()
         self.kv.begin_plan()
-        self._fill(batch, now)
+        self._planner.fill(batch, now)
         while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
             batch.is_deferred = False
             batch.background = None
             self.kv.begin_plan()
-            self._fill(batch, now)
+            self._planner.fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
         swaps = self.kv.collect_swaps()
@@ -209,155 +184,6 @@ class IterationScheduler:
         self._next_step_id += 1
         self._observer.planned(iteration, now)
         return iteration
-
-    def _fill(self, batch: BatchBuilder, now: float) -> None:
-        """Take requests in the policy's order; when no more may be admitted, only started ones."""
-        order = self.policy.order(now)
-        whole_batch = self.settings.admission is Admission.REQUEST
-        admits = not (whole_batch and self.pool.num_admitted)
-        request: Request | None = None
-        while admits and not batch.is_full:
-            request = next(order, None)
-            if request is None:
-                return
-            if request.state is READY or request in batch.ahead:
-                self._take(batch, request, now)
-            elif request.state is WAITING or request.state is SWAPPED:
-                admits = self._admit(batch, request, now)
-        if not batch.is_full and self._ready_left(batch):
-            for other in self._started_behind(request, now):
-                if batch.is_full:
-                    return
-                if other.state is READY or other in batch.ahead:
-                    self._take(batch, other, now)
-
-    def _started_behind(self, request: Request | None, now: float) -> list[Request]:
-        """Started requests behind `request` in the policy's order (all if it is None), sorted.
-
-        The order itself may have any number of waiting requests between them.
-        """
-        started = [*self.pool.started]
-        keys = dict(zip(started, self.policy.sort_keys(started, now), strict=True))
-        if request is not None:
-            (key,) = self.policy.sort_keys([request], now)
-            started = [other for other in started if keys[other] > key]
-        return sorted(started, key=keys.__getitem__)
-
-    def _take(self, batch: BatchBuilder, request: Request, now: float) -> None:
-        """Add a started request to the batch, unless tokens or KV blocks lack.
-
-        A prefill leaves a token for every other ready request, so that decodes go on. If KV blocks
-        lack, no request is planned ahead any more: when those in flight return, they can be
-        preempted.
-        """
-        unplanned = request.unplanned
-        num_tokens = self._num_tokens_now(batch, request, unplanned)
-        if batch.ahead:
-            batch.ahead.discard(request)
-        slots = request.num_planned + num_tokens
-        if num_tokens > 0 and self.admission.secure(request, slots, now):
-            if batch.background is not None:
-                beside = self.settings.max_batch_tokens - batch.tokens_left
-                batch.background.spend(request, num_tokens, beside)
-            batch.add(request, num_tokens, self.kv, is_last=num_tokens == unplanned)
-            if num_tokens > 1:
-                self.kv.note_prefill(request)
-            self.pool.move(request, PLAN)
-            return
-        if request.state is READY:
-            batch.num_skipped += 1
-        if num_tokens > 0:
-            batch.ahead.clear()
-
-    def _num_tokens_now(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
-        """How many of the request's `num_tokens` unplanned tokens fit into the batch; 0 if none."""
-        if request.num_crashes and batch.excludes_suspect(request):
-            return 0
-        if num_tokens > 1:
-            others = self._num_others(batch, request, self._ready_left(batch) - 1)
-            num_tokens = min(num_tokens, batch.tokens_left - others)
-            is_bounded = self.settings.max_step_seconds < inf and not request.is_suspect
-            if num_tokens > LEAST_PIECE and is_bounded:  # suspects are not slowed down
-                num_tokens = self._num_tokens_in_time(batch, request, num_tokens, others)
-        if num_tokens > batch.tokens_left:
-            return 0
-        if request.spec.is_background:
-            return self._num_background_tokens(batch, request, num_tokens)
-        return num_tokens
-
-    def _num_background_tokens(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
-        """How many of a background request's tokens the iteration has time for."""
-        settings = self.settings
-        if batch.background is None:  # all others are in the batch by now
-            slowdown = settings.max_background_slowdown
-            batch.background = BackgroundTime(batch, self.pool, self.cost, slowdown)
-        beside = settings.max_batch_tokens - batch.tokens_left
-        return batch.background.num_tokens(request, num_tokens, beside)
-
-    def _num_tokens_in_time(
-        self, batch: BatchBuilder, request: Request, num_tokens: int, others: int
-    ) -> int:
-        """How many of a prompt's tokens fit into `max_step_seconds`: at least `LEAST_PIECE` for the
-        first prompt of an iteration; 0 once the time is used up."""
-        if batch.is_out_of_time:
-            return 0
-        beside = self.settings.max_batch_tokens - batch.tokens_left + others
-        if not beside:
-            return num_tokens
-        bound, start = self.settings.max_step_seconds, request.num_planned
-        in_time = max(LEAST_PIECE, self.cost.tokens_within(bound, num_tokens, start, beside))
-        batch.is_cut = batch.is_cut or in_time < num_tokens
-        return in_time
-
-    def _ready_left(self, batch: BatchBuilder) -> int:
-        """Ready requests, and those that may be planned ahead, which were not considered yet."""
-        return self.pool.count(READY) - batch.num_skipped + len(batch.ahead)
-
-    def _num_others(self, batch: BatchBuilder, request: Request, num_ready: int) -> int:
-        """For how many of `num_ready` ready requests a prefill of `request` leaves a token: at most
-        one per seat, and none for background requests unless it is one itself."""
-        if self.pool.background and not request.spec.is_background:
-            num_ready -= self.pool.num_background_ready
-            num_ready -= sum(r.spec.is_background for r in batch.ahead)
-        return min(num_ready, batch.seats - 1)
-
-    def _is_used_up(self, batch: BatchBuilder, request: Request) -> bool:
-        """Whether the iteration has no tokens or no time for another request, nor for those behind
-        it."""
-        others = self._num_others(batch, request, self._ready_left(batch))
-        if batch.is_out_of_time or batch.tokens_left <= others:
-            return True
-        is_background = request.spec.is_background
-        return is_background and not self._num_background_tokens(batch, request, request.unplanned)
-
-    def _admit(self, batch: BatchBuilder, request: Request, now: float) -> bool:
-        """Start a request without device KV if it fits. Returns whether requests behind it may be
-        admitted in this plan."""
-        if request.is_suspect and batch.excludes_suspect(request):
-            return True
-        if self._swap_planner.may_wait(request, self._ready_left(batch) - batch.seats):
-            return True
-        whole_batch = self.settings.admission is Admission.REQUEST
-        if whole_batch and self.pool.num_admitted >= self.settings.max_batch_size:
-            return False
-        if not self.kv.find_prefix(request):
-            batch.is_deferred = True
-            return True
-        if not whole_batch and request.state is WAITING and self.kv.is_being_computed(request):
-            return True
-        if not whole_batch and self._is_used_up(batch, request):
-            return False
-        if self.admission.admit(request, now):
-            for other in batch.not_admitted:
-                other.num_step_overs += 1
-            self._take(batch, request, now)
-        else:
-            batch.not_admitted.append(request)
-            if self.admission.may_preempt_to_start:
-                batch.ahead.clear()  # when they return, they may be preempted for it
-        bound = self.settings.max_step_overs
-        must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)
-        return not must_stop and len(batch.not_admitted) < self.settings.scan_limit
 
     # Results
 

@@ -16,7 +16,7 @@ from engine.simulated.replay import RecordedOutputs, RecordedRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.control.scheduler import SchedulerSettings
+    from engine.control.settings import SchedulerSettings
     from engine.cost.model import CostModel
     from engine.events import Observer
     from engine.policy.port import Policy

@@ -35,7 +35,8 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine

@@ -21,7 +21,8 @@ from platformdirs import user_state_path
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.event_recorder import RecordingHeader
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine

@@ -18,7 +18,8 @@ from adapters.dialects.jinja_template import compile_request_template
 from adapters.grammar import open_compiler
 from adapters.grammar.compile_process import first_error
 from engine.control.admission import Admission
-from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.events import NullObserver, ObserverGroup

@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine

@@ -11,7 +11,7 @@ from random import Random
 
 from engine.control.admission import Admission
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.ports import Cost

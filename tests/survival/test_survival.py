@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import EngineError, Unavailable, WorkerLost
 from engine.events import NullObserver, Observer

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adapters
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine

@@ -13,7 +13,8 @@ from random import Random
 import torch
 from safetensors.torch import save_file
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.control.admission import Admission
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed

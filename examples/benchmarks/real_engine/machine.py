@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import adapters
 from engine.control.event_recorder import RecordingHeader
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.policy import PolicySettings

@@ -16,7 +16,7 @@ from time import process_time
 
 from rich.console import Console
 
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.policy import build
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.figures import SLO, Figures

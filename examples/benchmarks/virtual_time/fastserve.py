@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from engine.control.admission import Admission, SwapMode
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.policy import PolicySettings, build
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.figures import Figures

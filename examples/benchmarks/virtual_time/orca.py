@@ -19,7 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from engine.control.admission import Admission
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.simulated.capacity import highest_load

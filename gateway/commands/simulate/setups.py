@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.control.admission import Admission, SwapMode
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build

@@ -2,7 +2,8 @@
 
 from itertools import count
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.events import NullObserver, Observer, ObserverGroup
 from engine.kv.ledger import KVLedger

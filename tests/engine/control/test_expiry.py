@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import DeadlineExceeded, StepFailed
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine

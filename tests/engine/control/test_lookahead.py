@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import DeadlineExceeded, EngineError, StepFailed, Unavailable, WorkerLost
 from engine.kv.ledger import KVLedger

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.control.admission import Admission, SwapMode
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver

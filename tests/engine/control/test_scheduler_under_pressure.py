@@ -9,7 +9,8 @@ from collections import Counter, deque
 from random import Random
 
 from engine.control.admission import Admission, SwapMode
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver

@@ -3,7 +3,8 @@
 import pytest
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import PolicySettings, build

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.control.admission import Admission
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.policy.fcfs import FirstComeFirstServed

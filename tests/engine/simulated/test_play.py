@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from engine.control.admission import Admission
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed

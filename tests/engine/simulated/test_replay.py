@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import EngineError, StepFailed, WorkerLost

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from engine.control.admission import Admission
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import ContextTooLong
 from engine.kv.ledger import KVLedger

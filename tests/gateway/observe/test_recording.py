@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.control.event_recorder import RecordingHeader, Row
-from engine.control.scheduler import SchedulerSettings
+from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import StartupError
 from engine.policy import PolicySettings

@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
 from engine.events import NullObserver
 from engine.kv.ledger import KVLedger

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import UNMEASURED, IterationScheduler, SchedulerSettings
+from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger

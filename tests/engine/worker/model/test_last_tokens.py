@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.control import batch_builder
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed

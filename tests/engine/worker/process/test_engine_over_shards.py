@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler, SchedulerSettings
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
