@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from engine.worker.weights.source import Outline
 
 SPREAD = 0.02 * 3**0.5  # half-width of a uniform distribution of standard deviation 0.02
 CHUNK = 1 << 20  # elements made by one generator
+FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 
 
 class RandomWeights:
@@ -34,6 +36,8 @@ class RandomWeights:
         self._progress = progress
         self._loaded: set[str] = set()
         self._num_expected = 0
+        self._buffers = _Buffers()
+        self._alive = WeakValueDictionary[TensorSlice, Tensor]()  # a tied head is the embedding
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
     def __repr__(self) -> str:
@@ -66,6 +70,14 @@ class RandomWeights:
 
     def tensor(self, part: TensorSlice) -> Tensor:
         """Raises `StartupError` where memory does not hold the tensor."""
+        found = self._alive.get(part)
+        if found is None:
+            found = self._alive[part] = self._generate(part)
+        self._loaded.add(part.name)
+        self._progress("random weights", len(self._loaded), self._num_expected)
+        return found
+
+    def _generate(self, part: TensorSlice) -> Tensor:
         shape = part.stored_shape
         rows, *others = part.ranges[::-1] if part.is_transposed else part.ranges
         if len(shape) == 1:
@@ -74,8 +86,6 @@ class RandomWeights:
             found = self._matrix(part.name, shape, rows)
             if len(others[0]) < shape[1]:
                 found = found[:, others[0].start : others[0].stop].contiguous()
-        self._loaded.add(part.name)
-        self._progress("random weights", len(self._loaded), self._num_expected)
         found = found.to(self._dtype)
         return found.t() if part.is_transposed else found
 
@@ -100,7 +110,8 @@ class RandomWeights:
                 f"tensor {name} needs {size_text(4 * size)}, but {size_text(available_bytes())} of "
                 "memory are available"
             )
-        flat = _allocate(size)
+        begin = start - first * CHUNK
+        flat, own = self._buffers.take(size, begin, begin + stop - start)
         seed, chunks = _seed(name), range(0, size, CHUNK)
         with ThreadPoolExecutor(self._threads) as pool:  # numpy generates without the GIL
             for filled in [
@@ -108,8 +119,31 @@ class RandomWeights:
                 for at in chunks
             ]:
                 filled.result()
-        own = flat[start - first * CHUNK : stop - first * CHUNK]
-        return torch.from_numpy(own).view(len(rows), *shape[1:])
+        return own.view(len(rows), *shape[1:])
+
+
+class _Buffers:
+    """Memory for generated tensors, used again once a tensor is gone: fresh pages take longer than
+    the numbers in them."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size: int, start: int, stop: int) -> tuple[NDArray[np.float32], Tensor]:
+        """An array of `size` elements, and a tensor of its elements `[start, stop)`.
+
+        The memory is in use until the tensor and all views of it are gone.
+        """
+        fits = [one for one in self._free if 4 * size <= len(one) <= 16 * size]
+        if fits:
+            memory = min(fits, key=len)
+            self._free.remove(memory)
+        else:
+            memory = mmap.mmap(-1, 4 * size, flags=FLAGS)
+        flat = np.frombuffer(memory, dtype=np.float32)[:size]
+        own = np.frombuffer(memory, dtype=np.float32)[start:stop]
+        finalize(own, self._free.append, memory).atexit = False  # a tensor's storage holds `own`
+        return flat, torch.from_numpy(own)
 
 
 def check_memory(num_bytes: int) -> None:
@@ -119,13 +153,6 @@ def check_memory(num_bytes: int) -> None:
             f"the model's weights need {size_text(num_bytes)}, but {size_text(available)} of "
             "memory are available; use a smaller model, or a smaller format (--weights, --dtype)"
         )
-
-
-def _allocate(size: int) -> NDArray[np.float32]:
-    """Memory for `size` elements, all pages populated at once: single page faults take longer than
-    generating the numbers."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    return np.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=np.float32)
 
 
 def _seed(name: str) -> int:

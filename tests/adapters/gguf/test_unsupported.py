@@ -93,5 +93,5 @@ def test_one_file_of_a_hub_id_is_downloaded(
         assert (repository, file) == ("someone/some-model", "tiny.gguf")
         return str(path)
 
-    monkeypatch.setattr("adapters.models.checkpoint.hf_hub_download", download)
+    monkeypatch.setattr("adapters.models.hub.hf_hub_download", download)
     assert resolve_checkpoint("someone/some-model:tiny.gguf") == path

@@ -167,7 +167,7 @@ def test_a_hub_id_without_a_network_is_an_error(
     def download(model: str, **_: object) -> str:
         raise lost
 
-    monkeypatch.setattr("adapters.models.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("adapters.models.hub.snapshot_download", download)
     with pytest.raises(StartupError, match="the hub cannot be reached"):
         resolve_checkpoint("someone/some-model")
 
@@ -181,7 +181,7 @@ def test_only_config_weights_and_tokenizer_are_downloaded(
         asked.update(patterns, model=model)
         return str(make_checkpoint(tmp_path))
 
-    monkeypatch.setattr("adapters.models.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("adapters.models.hub.snapshot_download", download)
     assert resolve_checkpoint("someone/some-model") == tmp_path
     wanted = ["chat_template.jinja", "config.json", "model-1.safetensors", "tokenizer.json"]
     others = ["pytorch_model.bin", "x.py", "consolidated.safetensors", "original/a.safetensors"]

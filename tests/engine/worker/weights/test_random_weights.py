@@ -1,5 +1,6 @@
 """Random weights: the same however they are cut, finite, and served like any others."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ def test_a_slice_equals_that_part_of_the_whole_tensor(monkeypatch: pytest.Monkey
     assert torch.equal(source().weight(part), whole[:, 8:16].t())
     bias = load("a.bias", 37)
     assert torch.equal(load("a.bias", 37, rows=range(5, 30)), bias[5:30])
+
+
+def test_memory_is_used_again_only_when_a_tensor_and_its_views_are_gone() -> None:
+    weights, size = source(), (512, 512)
+    first = weights.tensor(TensorSlice("a.weight", size))
+    expected, view = first.clone(), first[3:5].t()
+    address = first.data_ptr()
+    del first
+    second = weights.tensor(TensorSlice("b.weight", size))
+    assert second.data_ptr() != address
+    assert torch.equal(view.t(), expected[3:5])
+    del view
+    gc.collect()
+    third = weights.tensor(TensorSlice("c.weight", size))
+    assert third.data_ptr() == address
+    assert torch.equal(third, load("c.weight", *size))
+    assert torch.equal(second, load("b.weight", *size))
+
+
+def test_a_tied_head_is_the_embedding_generated_before() -> None:
+    weights, part = source(), TensorSlice("embed.weight", (64, 32))
+    embedding = weights.tensor(part)
+    assert weights.weight(part) is embedding
 
 
 def test_tensors_differ_by_name_and_have_the_spread_of_fresh_checkpoints() -> None:
