@@ -27,6 +27,7 @@ PROBES = frozenset({"/health", "/ready", "/metrics"})
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "BATCH"})
 OTHER = "other"  # the label of paths and methods that no route has
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client left before a response
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _PLAIN = re.compile(r"[!#-<>-~]+")  # printable ASCII without space, quote and equals sign
 
 
@@ -53,10 +54,12 @@ class RequestRecord:
     first_token_at: float | None = None
     num_running: int = 0  # engine requests that have not ended
     is_over: bool = False  # the response has ended
+    trace_id: str = ""  # of the header traceparent (W3C Trace Context)
 
     def fields(self, now: float) -> dict[str, Any]:
         """The line's fields; durations in seconds, None where there was no token."""
         ttft = None if self.first_token_at is None else self.first_token_at - self.arrived_at
+        trace = {"trace_id": self.trace_id} if self.trace_id else {}
         return {
             "id": self.request_id,
             "key": self.key,
@@ -70,6 +73,7 @@ class RequestRecord:
             "output_tokens": self.output_tokens,
             "ttft": None if ttft is None else round(ttft, 6),
             "jct": round(now - self.arrived_at, 6),
+            **trace,
         }
 
 
@@ -150,6 +154,12 @@ def _value(value: object) -> str:
         return f"{value:.3f}"
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def trace_id_of(traceparent: str | None) -> str:
+    """The trace id of a `traceparent` header; "" without a valid one."""
+    match = _TRACEPARENT.fullmatch(traceparent or "")
+    return "" if match is None or match[1] == "0" * 32 else match[1]
 
 
 class JsonFormatter(logging.Formatter):

@@ -18,7 +18,7 @@ from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
-from gateway.observe.request_log import OTHER, RequestRecord
+from gateway.observe.request_log import OTHER, RequestRecord, trace_id_of
 from gateway.schema.dialect import dialect_of
 from gateway.schema.unknown_fields import HEADER, UnknownFields
 
@@ -97,6 +97,7 @@ class IdentifyCaller:
         request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
         client = (scope.get("client") or ("-",))[0]
         record = RequestRecord(request_id, now, scope["method"], scope["path"], client)
+        record.trace_id = trace_id_of(_header(scope, b"traceparent"))
         scope["podway.caller"] = Caller(
             request_id,
             now,

@@ -206,6 +206,18 @@ def test_vllms_histograms_of_a_request_are_filled() -> None:
     assert sums["request_decode_time_seconds"] == "1.5"
 
 
+def test_the_trace_id_of_a_router_is_in_the_line(lines: list[dict[str, Any]]) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+    async def scene(rig: Rig) -> None:
+        for value in (f"00-{trace}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", "x"):
+            async with rig.client.get("/v1/models", {"traceparent": value}) as exchange:
+                await exchange.read()
+
+    play(scene)
+    assert [line.get("trace_id") for line in lines] == [trace, None, None]
+
+
 def test_a_client_cannot_add_fields_or_lines() -> None:
     record = RequestRecord("id", 0.0, "GET", '/a b="\n2026 INFO', "::1")
     line = as_text(record.fields(1.0))
