@@ -19,6 +19,7 @@ from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.sampling.outputs import OutputMemory
 from tests.engine.transport.workers import UnconnectedWorker
 
 VOCAB = 1000
@@ -58,6 +59,7 @@ class DigestWorker(UnconnectedWorker):
         self.report = REPORT
         self._slots: dict[int, int] = {}
         self._held = LastTokens(num_stages)
+        self._outputs = OutputMemory()
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
@@ -74,7 +76,7 @@ class DigestWorker(UnconnectedWorker):
     def run(self, step: Step) -> StepResult:
         self._held.open(step)
         layout = build_layout(step, LayoutLimits(VOCAB, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE))
-        step = self._held.complete(step, layout)
+        step = self._outputs.complete(self._held.complete(step, layout))
         for token in layout.token_ids.tolist():
             _die_of(token)
         self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
