@@ -99,9 +99,10 @@ class EarliestFeasibleFirst:
             key = self._queue[at]
             if num_late < MOST_LATE and self._postpone_if_late(key.request, now):
                 num_late += 1
+                at = bisect_left(self._queue, key)  # its key may be the same as before
             else:
                 yield key.request
-            at = bisect_right(self._queue, key)
+                at = bisect_right(self._queue, key)
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         """By due time; requests that are found to be late move further back first."""

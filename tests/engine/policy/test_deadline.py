@@ -168,3 +168,10 @@ def test_one_walk_postpones_a_bounded_number_of_late_requests() -> None:
     next(policy.order(100.0))
     late = [r for r in policy.order(0.0) if policy.sort_keys([r], 0.0)[0][0] > 100.0]
     assert 0 < len(late) <= MOST_LATE
+
+
+def test_a_request_that_is_late_for_a_far_deadline_is_not_left_out_of_the_order() -> None:
+    """It is due later than a request that starves, so that it keeps its place."""
+    policy = EarliestFeasibleFirst(HAND_COST, PolicySettings(starvation_seconds=4.0))
+    arrive(policy, a_request(0, 30, 9, deadline=15.0), a_request(1, 1, 9))
+    assert numbers(policy, 1.0) == [1, 0]
