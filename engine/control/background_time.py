@@ -9,10 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.control.batch_builder import BatchBuilder
     from engine.cost.live import LiveCost
     from engine.pool import RequestPool
     from engine.request import Request
+    from engine.step import Step
 
 LEAST_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
 
@@ -20,19 +20,19 @@ LEAST_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
 class BackgroundTime:
     """The seconds that background requests may still add to the iteration being planned.
 
-    It is made once all other requests are in the batch. There is no limit if no other request is
-    in the batch or in flight.
+    It is made once all other requests are in the batch; `step` is theirs, None if there are none.
+    There is no limit if no other request is in the batch or in flight.
     """
 
     def __init__(
-        self, batch: "BatchBuilder", pool: "RequestPool", cost: "LiveCost", slowdown: float
+        self, step: "Step | None", pool: "RequestPool", cost: "LiveCost", slowdown: float
     ) -> None:
         self._model = cost.model
         self._seconds = inf
         if slowdown == inf:
             return
-        if not batch.is_empty:
-            self._seconds = (slowdown - 1) * cost.step(batch.iteration().step)
+        if step is not None:
+            self._seconds = (slowdown - 1) * cost.step(step)
         elif any(r.num_in_flight for r in pool.started if not r.spec.is_background):
             self._seconds = (slowdown - 1) * cost.compute(1, 0)
 

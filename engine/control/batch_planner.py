@@ -123,7 +123,8 @@ class BatchPlanner:
         settings = self._settings
         if batch.background is None:  # all others are in the batch by now
             slowdown = settings.max_background_slowdown
-            batch.background = BackgroundTime(batch, self._pool, self._cost, slowdown)
+            step = None if batch.is_empty else batch.iteration().step
+            batch.background = BackgroundTime(step, self._pool, self._cost, slowdown)
         beside = settings.max_batch_tokens - batch.tokens_left
         return batch.background.num_tokens(request, num_tokens, beside)
 

@@ -99,6 +99,7 @@ class Worker:
 
     def _run(self, step: Step) -> StepResult:
         self._held.open(step)
+        self._outputs.open(step)
         prepared = self._take(step)
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)

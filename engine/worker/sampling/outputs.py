@@ -24,13 +24,27 @@ class _Output(NamedTuple):
 
 
 class OutputMemory:
-    """Fills in the sample specs of steps, which come in order."""
+    """Fills in the sample specs of steps, which come in order.
+
+    The requests of a step that fails have failed with it, but steps planned ahead may still have
+    entries of theirs: these get a placeholder instead of their output, and fail no other request.
+    """
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[RequestId, _Output] = OrderedDict()  # least recently used first
+        self._opened: frozenset[RequestId] = frozenset()  # of the step that is not complete yet
+        self._failed: dict[RequestId, StepId] = {}  # by the failed step
 
     def __len__(self) -> int:
         return len(self._outputs)
+
+    def open(self, step: Step) -> None:
+        """The step is about to run; nothing in it can have failed yet."""
+        self._failed.update(dict.fromkeys(self._opened, step.step_id))
+        kept = step.step_id - OUTPUT_KEPT_STEPS
+        self._failed = {each: at for each, at in self._failed.items() if at >= kept}
+        reading = [e for e in step.entries if e.sample is not None and e.sample.reads_output]
+        self._opened = frozenset(entry.request_id for entry in reading)
 
     def complete(self, step: Step) -> Step:
         """The step, in which every token is known, with prompt, output and grammar in each sample
@@ -38,6 +52,7 @@ class OutputMemory:
 
         Raises `ValueError` for an entry that continues an output which is not remembered.
         """
+        self._opened = frozenset()
         while self._outputs:
             oldest = next(iter(self._outputs.values()))
             if step.step_id - oldest.used_at <= OUTPUT_KEPT_STEPS:
@@ -55,14 +70,17 @@ class OutputMemory:
         if spec is None or not spec.reads_output:
             return entry
         found = self._outputs.pop(entry.request_id, None)
-        if spec.continues:
+        if not spec.continues:
+            self._failed.pop(entry.request_id, None)
+            found = _first(step_id, entry, spec)
+        elif entry.request_id in self._failed:
+            found = _Output(step_id, entry.start, (), entry.tokens, None)
+        else:
             length = -1 if found is None else entry.start - found.first
             if found is None or not 0 <= length <= len(found.tokens):
                 raise ValueError(f"request {entry.request_id}: its output is not on this worker")
             tokens = (*found.tokens[:length], *entry.tokens)
             found = found._replace(used_at=step_id, tokens=tokens)
-        else:
-            found = _first(step_id, entry, spec)
         self._outputs[entry.request_id] = found
         sample = spec._replace(prompt=found.prompt, output=found.tokens, grammar=found.grammar)
         return entry._replace(sample=sample)

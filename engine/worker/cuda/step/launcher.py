@@ -90,6 +90,7 @@ class StepLauncher:
 
     def _launch(self, step: Step) -> LaunchedStep:
         self._tokens.open(step)
+        self._outputs.open(step)
         layout = build_layout(step, self._limits)
         source = self._tokens.source(step)
         moved = self._mover.launch(step.moves)

@@ -67,6 +67,22 @@ def test_an_entry_that_does_not_follow_the_remembered_output_is_rejected(start: 
         run(a_memory(), 1, start, 8, CONTINUES)
 
 
+@pytest.mark.parametrize("has_output", [False, True])
+def test_a_step_planned_ahead_of_a_failed_one_fails_no_other_request(has_output: bool) -> None:
+    """The failed step opened and never completed; its request has failed with it."""
+    memory = a_memory() if has_output else OutputMemory()
+    spec = CONTINUES if has_output else SampleSpec(PENALISED, output=(7,))
+    memory.open(Step(StepId(1), (StepEntry(RequestId(0), 3, (8,), b"", spec),)))
+    other = StepEntry(RequestId(1), 2, (5,), b"", SampleSpec(PENALISED, output=(5,)))
+    ahead = Step(StepId(2), (StepEntry(RequestId(0), 4, (9,), b"", CONTINUES), other))
+    memory.open(ahead)
+    placeholder, found = memory.complete(ahead).entries
+    assert placeholder.sample is not None
+    assert placeholder.sample.grammar is None
+    assert found.sample is not None
+    assert found.sample.output == (5,)
+
+
 def test_an_output_is_forgotten_after_the_steps_that_the_scheduler_counts_on() -> None:
     assert run(a_memory(), OUTPUT_KEPT_STEPS, 3, 8, CONTINUES).output == (7, 8)
     memory = a_memory()
