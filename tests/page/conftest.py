@@ -25,7 +25,7 @@ expect.set_options(timeout=30_000)  # milliseconds; the machine may be busy
 AXE = Path(__file__).parents[2] / "examples" / "node_modules" / "axe-core" / "axe.min.js"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop must end before other tests begin
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
