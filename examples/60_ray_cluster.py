@@ -1,8 +1,6 @@
 """A pipeline over two nodes of a Ray cluster, one stage on each; one node's worker is killed.
 
-    python examples/60_ray_cluster.py
-
-Needs `pip install podway[ray]`. Both nodes are created on this machine; on a real cluster
+Both nodes are created on this machine, with `pip install podway[ray]`. On a real cluster
 `podway serve MODEL --launcher ray --pipeline-stages 2` is enough.
 """
 

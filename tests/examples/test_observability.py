@@ -144,6 +144,8 @@ def ask(prometheus: str, expression: str) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"{prometheus}/api/v1/query?{query}") as reply:
             found: list[dict[str, Any]] = json.loads(reply.read())["data"]["result"]
     except urllib.error.HTTPError as error:
+        if error.code == 503:  # not yet ready
+            return []
         raise AssertionError(f"{expression}: {error.read().decode()}") from None
     except OSError:  # not yet listening
         return []

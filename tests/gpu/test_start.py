@@ -17,5 +17,5 @@ def test_without_a_gpu_the_start_says_what_is_missing() -> None:
     )
     assert refused.returncode == 1
     line = refused.stderr.splitlines()[-1]
-    assert line.startswith("podway: device 'cuda' cannot be used: ")
+    assert line.startswith("podway: --device 'cuda' cannot be used: ")
     assert "Traceback" not in refused.stderr
