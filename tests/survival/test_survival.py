@@ -241,16 +241,21 @@ async def test_a_worker_that_is_killed_again_and_again_fails_no_stream(
 ) -> None:
     """More kills than `max_restarts`, each after some tokens of every stream."""
     async with served(tmp_path, lookahead, replace(WORKER, max_restarts=1)) as lively:
-        num_tokens = 0
+        produced = [0] * NUM_STREAMS  # calls
+        at_last_kill = [0] * NUM_STREAMS
         num_kills = 0
 
         def on_tokens(stream: int, count: int) -> None:
-            nonlocal num_tokens, num_kills
-            num_tokens += 1
-            if num_tokens >= 60 * (num_kills + 1):
+            nonlocal at_last_kill, num_kills
+            produced[stream] += 1
+            live = [n for n in range(NUM_STREAMS) if n not in ended]
+            ended.update([stream] if count >= a_spec(stream).max_tokens else [])
+            if num_kills < 5 and all(produced[n] > at_last_kill[n] for n in live):
+                at_last_kill = list(produced)
                 num_kills += 1
                 lively.kill()
 
+        ended: set[int] = set()
         assert await all_outputs(lively, on_tokens) == undisturbed
         assert num_kills > 3
         assert lively.num_restarts > 3
