@@ -257,8 +257,8 @@ async def test_a_worker_that_is_killed_again_and_again_fails_no_stream(
 
         ended: set[int] = set()
         assert await all_outputs(lively, on_tokens) == undisturbed
-        assert num_kills > 3
-        assert lively.num_restarts > 3
+        assert num_kills > 2  # a worker that is down already may be killed once more
+        assert lively.num_restarts > 1  # `max_restarts`
 
 
 async def error_of_poisoned_request(
