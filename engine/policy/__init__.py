@@ -2,6 +2,15 @@
 
 from engine.policy.port import Policy
 from engine.policy.settings import PolicySettings
-from engine.policy.table import ORACLES, POLICIES, build, name_of, settings_of
+from engine.policy.table import ORACLES, POLICIES, build, levels_of, name_of, settings_of
 
-__all__ = ["ORACLES", "POLICIES", "Policy", "PolicySettings", "build", "name_of", "settings_of"]
+__all__ = [
+    "ORACLES",
+    "POLICIES",
+    "Policy",
+    "PolicySettings",
+    "build",
+    "levels_of",
+    "name_of",
+    "settings_of",
+]

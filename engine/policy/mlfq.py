@@ -110,6 +110,11 @@ class SkipJoinMLFQ:
             above += num_above * share
         return [min(self._waiting.seconds_left(r, now), seconds[r]) for r in requests]
 
+    @property
+    def level_sizes(self) -> list[int]:
+        """The number of live requests in each queue, the highest first."""
+        return [len(queue) for queue in self._levels]
+
     def level(self, request: "Request") -> int:
         """The queue that the request is in, 0 the highest."""
         return self._jobs[request].level

@@ -1,7 +1,7 @@
 """Policy: the port of a scheduling policy. `engine.policy.table` has all policies by name."""
 
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,4 +59,18 @@ class Policy(Protocol):
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
         is the policy's own; values are only compared with each other."""
+        ...
+
+
+@runtime_checkable
+class MultiLevel(Protocol):
+    """A policy that keeps requests in several queues; level 0 is the most urgent one."""
+
+    @property
+    def level_sizes(self) -> list[int]:
+        """The number of live requests in each queue."""
+        ...
+
+    def level(self, request: "Request") -> int:
+        """The queue that a live request is in."""
         ...

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from engine.policy.background import BackgroundLast
+from engine.policy.port import MultiLevel
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -50,3 +51,9 @@ def name_of(policy: "Policy") -> str:
 def settings_of(policy: "Policy") -> PolicySettings:
     """The settings with which `build` made the policy; the defaults if it did not."""
     return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()
+
+
+def levels_of(policy: "Policy") -> MultiLevel | None:
+    """The queues of a policy that has several; background requests are in none of them."""
+    inner = policy.inner if isinstance(policy, BackgroundLast) else policy
+    return inner if isinstance(inner, MultiLevel) else None

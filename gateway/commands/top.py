@@ -29,7 +29,7 @@ from gateway.settings.flags import Parser
 
 KV_WIDTH = 50  # characters
 KV_PARTS = (("held", "█", "green"), ("moving", "▓", "yellow"), ("cached", "▒", "blue"))
-MARGIN = 9  # lines of the terminal that are not requests
+MARGIN = 10  # lines of the terminal that are not requests
 
 
 def parser() -> Parser:
@@ -100,9 +100,18 @@ def render(state: dict[str, Any], num_rows: int) -> RenderableType:
             f"{state['worker_state']}, {state['worker_restarts']} restarts"
         ),
         Text(f"requests: {numbers}; {state['tokens_per_second']:.0f} output tokens/s"),
+        *_levels(state["levels"]),
         *(_kv(name, tier) for name, tier in state["kv"].items() if _num_blocks(tier)),
     ]
     return Group(*lines, Text(""), _requests(state, num_rows))
+
+
+def _levels(sizes: list[int]) -> list[Text]:
+    """The queues of a policy that has several, the most urgent first."""
+    if not sizes:
+        return []
+    queues = ", ".join(f"{level}: {size}" for level, size in enumerate(sizes))
+    return [Text(f"requests by policy level: {queues}")]
 
 
 def _num_blocks(tier: dict[str, int]) -> int:
@@ -126,15 +135,16 @@ def _kv(name: str, tier: dict[str, int]) -> Text:
 
 def _requests(state: dict[str, Any], num_rows: int) -> Table:
     """The oldest requests first."""
-    table = Table("request", "state", "age s", "prompt", "output", "preempted", "waits for",
-                  header_style="bold", box=None)  # fmt: skip
-    for column in table.columns[2:6]:
+    table = Table("request", "state", "level", "age s", "prompt", "output", "preempted",
+                  "waits for", header_style="bold", box=None)  # fmt: skip
+    for column in table.columns[2:7]:
         column.justify = "right"
     rows = sorted(state["requests"], key=lambda each: -each["age"])
     for each in rows[:num_rows]:
         table.add_row(
             Text(str(each["label"] or each["id"])),
             each["state"],
+            "" if each["level"] is None else str(each["level"]),
             f"{each['age']:.1f}",
             str(each["prompt"]),
             str(each["output"]),

@@ -6,19 +6,23 @@ Iterations are recorded only while a client watches; otherwise an event costs on
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engine.events import NullObserver
-from engine.policy import POLICIES, name_of
+from engine.policy import POLICIES, levels_of, name_of
 from engine.request import Phase, State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.loop import Engine
+    from engine.pool import RequestPool
     from engine.request import Request
 
 KEEP_ITERATIONS = 256
 MAX_REQUESTS = 200  # of a snapshot
+MAX_STARTED = 120  # of them, requests that hold KV on the device
+MAX_SWAPPED = 40
 RUNNING = (State.READY, State.RUNNING)
 
 
@@ -70,12 +74,12 @@ class LiveView(NullObserver):
         scheduler = engine.scheduler
         pool, ledger = scheduler.pool, scheduler.ledger
         rejection = engine.rejection()
-        levels = getattr(scheduler.policy, "level_sizes", None)
+        levels = levels_of(scheduler.policy)
         return {
             "policy": name_of(scheduler.policy),
             "policies": list(POLICIES),
             "admission": scheduler.settings.admission.value,
-            "levels": [] if levels is None else list(levels),
+            "levels": [] if levels is None else levels.level_sizes,
             "counts": {
                 "running": sum(pool.count(state) for state in RUNNING),
                 "waiting": pool.count(State.WAITING),
@@ -111,26 +115,33 @@ class LiveView(NullObserver):
         return float(sum(count for at, count in self._produced if now - at <= 1.0))
 
     def _requests(self, engine: "Engine", now: float) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for request in engine.scheduler.pool:
-            if len(found) == MAX_REQUESTS:
-                break
-            found.append(
-                {
-                    "id": request.request_id,
-                    "label": request.spec.label,
-                    "state": _state(request),
-                    "age": now - request.arrived_at,
-                    "prompt": request.prompt_len,
-                    "output": request.produced,
-                    "computed": request.num_computed,
-                    "cached": request.num_cached,
-                    "preemptions": request.num_preemptions,
-                    "level": None,
-                    "waits_for": waits_for(request, engine),
-                }
-            )
-        return found
+        levels = levels_of(engine.scheduler.policy)
+        return [
+            {
+                "id": request.request_id,
+                "label": request.spec.label,
+                "state": _state(request),
+                "age": now - request.arrived_at,
+                "prompt": request.prompt_len,
+                "output": request.produced,
+                "computed": request.num_computed,
+                "cached": request.num_cached,
+                "preemptions": request.num_preemptions,
+                "level": None
+                if levels is None or request.spec.is_background
+                else levels.level(request),
+                "waits_for": waits_for(request, engine),
+            }
+            for request in _shown(engine.scheduler.pool)
+        ]
+
+
+def _shown(pool: "RequestPool") -> "list[Request]":
+    """At most `MAX_REQUESTS` live requests: some of those that hold KV on the device, some that are
+    swapped out, and the longest waiting ones. The cost does not depend on how many wait."""
+    found = list(islice(pool.started, MAX_STARTED)) + list(islice(pool.swapped, MAX_SWAPPED))
+    waiting = (request for request in pool if request.state is State.WAITING)
+    return found + list(islice(waiting, MAX_REQUESTS - len(found)))
 
 
 def _state(request: "Request") -> str:

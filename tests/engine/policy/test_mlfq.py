@@ -48,6 +48,13 @@ def test_a_request_that_no_quantum_covers_joins_the_lowest_queue() -> None:
     assert compute(policy, request, 400) == 2
 
 
+def test_level_sizes_count_the_requests_of_each_queue() -> None:
+    policy = SkipJoinMLFQ(HAND_COST, PolicySettings(num_levels=3))
+    for number, prompt_len in enumerate((1, 1, 3, 400)):
+        policy.arrive(a_request(number, prompt_len, 9), 0.0)
+    assert policy.level_sizes == [2, 1, 1]
+
+
 def test_without_skips_every_request_joins_the_highest_queue() -> None:
     policy = SkipJoinMLFQ(HAND_COST, PolicySettings(skips=False))
     request = a_request(0, 15, 9)

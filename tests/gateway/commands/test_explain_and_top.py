@@ -14,6 +14,7 @@ from tests.gateway.commands.terminal import at_terminal, read_until
 STATE = {
     "policy": "fcfs",
     "admission": "grow",
+    "levels": [2, 0, 1],
     "counts": {"running": 2, "waiting": 1, "swapped": 0},
     "kv": {
         "device": {"free": 5, "held": 4, "cached": 0, "moving": 1, "block_size": 16},
@@ -25,9 +26,9 @@ STATE = {
     "num_requests": 3,
     "requests": [
         {"id": 7, "label": "req_[b]", "state": "decode", "age": 2.0, "prompt": 5, "output": 9,
-         "preemptions": 0, "waits_for": ""},
+         "level": 2, "preemptions": 0, "waits_for": ""},
         {"id": 9, "label": "", "state": "waiting", "age": 9.0, "prompt": 6, "output": 0,
-         "preemptions": 1, "waits_for": "KV"},
+         "level": None, "preemptions": 1, "waits_for": "KV"},
     ],
 }  # fmt: skip
 
@@ -93,7 +94,8 @@ def test_requests_are_listed_by_age_with_what_they_wait_for() -> None:
     assert "requests: 2 running, 1 waiting, 0 swapped; 12 output tokens/s" in shown
     assert "KV device " + "█" * 20 + "▓" * 5 + "·" * 25 in shown
     assert "KV host" not in shown
-    assert "waiting    9.0" in shown
+    assert "requests by policy level: 0: 2, 1: 0, 2: 1" in shown
+    assert "waiting           9.0" in shown
     assert "… 2 more" in shown
     text = io.StringIO()
     Console(file=text, width=120).print(top.render(STATE, 9))

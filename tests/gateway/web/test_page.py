@@ -104,3 +104,35 @@ def test_a_queued_request_shows_what_it_waits_for() -> None:
             await (await task).json()
 
     play(scene, Setting(max_batch_size=1))
+
+
+def test_requests_show_their_level_of_a_policy_with_several_queues() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
+        task = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+        await asyncio.sleep(2 * STEP)
+        (snapshot,) = await snapshots(rig, 1)
+        levels = snapshot["levels"]
+        (request,) = snapshot["requests"]
+        assert sum(levels) == 1
+        assert levels[request["level"]] == 1
+        await (await task).json()
+
+    play(scene, Setting(policy="mlfq"))
+
+
+def test_a_snapshot_shows_running_requests_before_the_queue_and_is_bounded() -> None:
+    async def scene(rig: Rig) -> None:
+        tasks = [
+            asyncio.create_task(rig.client.post(TEXT, text(max_tokens=3)).__aenter__())
+            for _ in range(300)
+        ]
+        await asyncio.sleep(2 * STEP)
+        (snapshot,) = await snapshots(rig, 1)
+        assert snapshot["num_requests"] > len(snapshot["requests"]) == 200
+        waiting = [each["state"] == "waiting" for each in snapshot["requests"]]
+        assert waiting == [False] * 8 + [True] * 192
+        for task in tasks:
+            await (await task).json()
+
+    play(scene, Setting(max_queue_requests=400))
