@@ -171,16 +171,19 @@ class KVLedger:
         self.prefixes.evict(block)
         self._free.append(block)
 
-    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
+    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[int]:
         """Publish the request's leading blocks, which are full and computed, under `hashes`.
 
-        A block whose content is already published stays private and is freed with its request.
+        Returns the places of the newly published ones in the request. A block whose content is
+        already published stays private and is freed with its request.
         """
-        holding = self._held[request_id]
+        holding, published = self._held[request_id], []
         for index in range(holding.num_published, len(hashes)):
             if hashes[index] not in self.prefixes:
                 self.prefixes.publish(holding.blocks[index], hashes[index], index)
+                published.append(index)
         holding.num_published = max(holding.num_published, len(hashes))
+        return published
 
     def num_private(self, request_id: "RequestId", exclude: "Container[int]" = ()) -> int:
         """Blocks that only this request holds, so that its release makes them available; those in

@@ -81,7 +81,11 @@ class KVManager:
         num_full = request.num_computed // size
         if num_full > start // size and self._reuses_prefixes:
             extend_hashes(request, size, num_full)
-            self.ledger.publish(request.request_id, request.block_hashes[:num_full])
+            hashes = request.block_hashes[:num_full]
+            depths = self.ledger.publish(request.request_id, hashes)
+            listener = self.ledger.prefixes.listener
+            if depths and listener is not None:
+                listener.stored(request, depths)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was

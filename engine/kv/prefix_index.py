@@ -5,12 +5,30 @@ that number larger, which a look at the next hash finds. Evictions make it small
 kept in a log: a request reads the evictions since it last looked, not its whole chain of hashes.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.request import Request
+
 MOST_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
+
+
+class PrefixListener(Protocol):
+    """Called synchronously when the set of cached prefixes changes. Must not wait or raise."""
+
+    def stored(self, request: "Request", depths: "Sequence[int]") -> None:
+        """These blocks of the request, by their place in it, can be reused from now on."""
+        ...
+
+    def removed(self, block_hash: bytes) -> None:
+        """The block with this hash cannot be reused any more."""
+        ...
+
+    def cleared(self) -> None:
+        """No block can be reused any more."""
+        ...
 
 
 class _Published(NamedTuple):
@@ -26,6 +44,7 @@ class PrefixIndex:
         self._published: dict[int, _Published] = {}
         self._evictions: list[_Published] = []
         self._num_dropped = 0  # evictions before those in the log
+        self.listener: PrefixListener | None = None
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._blocks
@@ -56,6 +75,8 @@ class PrefixIndex:
         """The content of a published block is overwritten from now on."""
         evicted = self._published.pop(block)
         del self._blocks[evicted.block_hash]
+        if self.listener is not None:
+            self.listener.removed(evicted.block_hash)
         self._evictions.append(evicted)
         if len(self._evictions) > 2 * MOST_EVICTIONS:
             del self._evictions[:MOST_EVICTIONS]
@@ -67,6 +88,8 @@ class PrefixIndex:
         self._published.clear()
         self._num_dropped += len(self._evictions) + 1
         self._evictions.clear()
+        if self.listener is not None:
+            self.listener.cleared()
 
     def num_matched(self, hashes: "Sequence[bytes]", num_matched: int, seen: int) -> int:
         """How many of the first `num_matched` hashes, all published when there had been `seen`

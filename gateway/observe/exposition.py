@@ -216,6 +216,13 @@ class Exposition(Collector):
                 metrics.num_dropped_traces,
             ),
             (
+                Described(
+                    "podway_kv_event_batches_dropped_total",
+                    "Batches of KV events not published: full queue.",
+                ),
+                metrics.num_dropped_kv_events,
+            ),
+            (
                 Described("podway_worker_restarts_total", "Workers that died and were replaced."),
                 metrics.num_workers_lost,
             ),

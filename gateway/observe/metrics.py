@@ -72,6 +72,7 @@ class Metrics(NullObserver):
         self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
         self.num_dropped_traces = 0
+        self.num_dropped_kv_events = 0  # batches
         self.iteration_seconds = Histogram(SECONDS)
         self.iteration_requests = Histogram(SIZES)
         self.iteration_tokens = Histogram(SIZES)

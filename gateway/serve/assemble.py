@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import uvloop
 from platformdirs import user_state_path
 
@@ -35,6 +36,7 @@ from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
+from gateway.observe.kv_events import KVEvents, KVEventsConfig, ZmqPublisher, topic_of
 from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
@@ -199,9 +201,24 @@ def build_control_plane(
     observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
+    kv_events = _kv_events(settings, loaded, metrics, stack)
+    if kv_events is not None:
+        observers.append(kv_events)
     scheduler = header.build(cost, ObserverGroup(*observers))
+    scheduler.ledger.prefixes.listener = kv_events
     timelines.attach(scheduler)
     return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces)
+
+
+def _kv_events(
+    settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
+) -> KVEvents | None:
+    config = msgspec.json.decode(settings.kv_events_config, type=KVEventsConfig)
+    if not config.is_published:
+        return None
+    publisher = ZmqPublisher(config, topic_of(config, loaded.name), metrics)
+    stack.callback(publisher.close)
+    return KVEvents(loaded.report.block_size, publisher.publish)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:

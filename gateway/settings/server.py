@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import BaseSettings, NoDecode
 
+from gateway.observe.kv_events import check_config
 from gateway.settings.options import option as _option
 from gateway.settings.options import split
 
@@ -72,6 +73,14 @@ class ServerSettings(BaseSettings):
         "server",
         "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",
         "URL",
+    )
+    kv_events_config: Annotated[str, BeforeValidator(check_config)] = _option(
+        "{}",
+        "server",
+        "publish which prefixes are cached, for routers, over ZeroMQ; a JSON object with vLLM's "
+        "fields enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, "
+        "max_queue_size",
+        "JSON",
     )
     record: Path | None = _option(
         None,

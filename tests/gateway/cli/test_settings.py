@@ -98,6 +98,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "cost_model": "none",
         "background_slowdown": "2",
         "record": "record.jsonl",
+        "kv_events_config": '{"enable_kv_cache_events": true}',
         "otlp_endpoint": "http://127.0.0.1:4318",
         "cache_dir": "cache",
         "trace": "trace.json",

@@ -1,0 +1,270 @@
+"""KV events: which prefixes this server has cached, published for routers over ZeroMQ.
+
+Wire format of vLLM 0.32 (`vllm.distributed.kv_events`), so that llm-d's and Dynamo's routers index
+this server as they index vLLM: multipart messages of topic, sequence number (8 bytes, big-endian)
+and a msgpack batch `[Unix seconds, events, data-parallel rank]`. An event is a map with the key
+`type`. A second socket replays batches from a sequence number.
+
+The event loop collects the changes of an iteration and queues them as one batch; a thread encodes
+and sends it.
+"""
+
+import contextlib
+import importlib
+import logging
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from engine.errors import StartupError
+from engine.events import NullObserver
+
+if TYPE_CHECKING:
+    from engine.iteration import Iteration
+    from engine.request import Request
+    from gateway.observe.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--kv-events-config"
+INSTALL = "pip install 'podway[kv-events]'"
+HASH_BYTES = 8  # vLLM's integer hashes have 64 bits
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+REPLAY_POLL_SECONDS = 0.05
+CLOSE_SECONDS = 1.0
+DEVICE = "GPU"  # vLLM's name of the medium where attention reads KV
+
+
+class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The fields of vLLM's `--kv-events-config`."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None  # "zmq" or "null"; None: zmq if events are enabled
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @property
+    def is_published(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Consecutive blocks of one prefix are cached. `extra_keys` has the salt of a first block."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks are no longer cached."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """No block is cached any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(NamedTuple):
+    """The changes of one iteration; a message's payload."""
+
+    unix_seconds: float
+    events: list[Event]
+    rank: int = 0
+
+
+def check_config(value: object) -> str:
+    """The value of the flag as JSON text; in a settings file it may be a table.
+
+    Raises `ValueError` with a line that names the flag and the field.
+    """
+    try:
+        given = msgspec.json.decode(value) if isinstance(value, str) else value
+        config = msgspec.convert(given, KVEventsConfig)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{FLAG}: {error}") from None
+    if config.publisher not in (None, "zmq", "null"):
+        raise ValueError(f"{FLAG}: publisher must be zmq or null, not {config.publisher!r}")
+    if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
+        raise ValueError(f"{FLAG}: buffer_steps, hwm and max_queue_size must be at least 1")
+    return msgspec.json.encode(config).decode()
+
+
+class KVEvents(NullObserver):
+    """A `PrefixListener` and an observer: batches the changes of each iteration."""
+
+    def __init__(self, block_size: int, publish: Callable[[Batch], None]) -> None:
+        self._block_size = block_size
+        self._publish = publish
+        self._events: list[Event] = []
+
+    def stored(self, request: "Request", depths: Sequence[int]) -> None:
+        """One event for each run of consecutive blocks."""
+        for first, last in _runs(depths):
+            self._events.append(self._stored(request, first, last + 1))
+
+    def _stored(self, request: "Request", first: int, stop: int) -> BlockStored:
+        hashes, size, salt = request.block_hashes, self._block_size, request.spec.salt
+        extra: list[tuple[str, ...] | None] | None = None
+        if salt and first == 0:
+            extra = [(salt,), *[None] * (stop - 1)]
+        return BlockStored(
+            block_hashes=[_integer(one) for one in hashes[first:stop]],
+            parent_block_hash=_integer(hashes[first - 1]) if first else None,
+            token_ids=list(request.tokens(first * size, stop * size)),
+            block_size=size,
+            lora_id=None,
+            medium=DEVICE,
+            lora_name=None,
+            extra_keys=extra,
+        )
+
+    def removed(self, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if not isinstance(last, BlockRemoved):
+            last = BlockRemoved([], DEVICE)
+            self._events.append(last)
+        last.block_hashes.append(_integer(block_hash))
+
+    def cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def planned(self, iteration: "Iteration", now: float) -> None:
+        self._flush()
+
+    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        self._flush()
+
+    def worker_lost(self, now: float) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._events:
+            self._publish(Batch(datetime.now(UTC).timestamp(), self._events))
+            self._events = []
+
+
+def _integer(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[:HASH_BYTES], "big")
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of consecutive numbers in an ascending sequence."""
+    breaks = [i for i, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1]
+    for start, stop in pairwise((0, *breaks, len(numbers))):
+        yield numbers[start], numbers[stop - 1]
+
+
+class ZmqPublisher:
+    """Sends batches in a thread of its own, and replays the last `buffer_steps` on request.
+
+    A batch that finds the queue full is dropped and counted; its sequence number is skipped, so
+    that subscribers notice.
+    """
+
+    def __init__(self, config: KVEventsConfig, topic: str, metrics: "Metrics") -> None:
+        """Bind or connect the sockets. Raises `StartupError`."""
+        self._metrics = metrics
+        self._topic = topic.encode()
+        self._queue: queue.Queue[tuple[int, Batch] | None] = queue.Queue(config.max_queue_size)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._next = 0
+        try:
+            zmq = importlib.import_module("zmq")
+        except ImportError as error:
+            raise StartupError(f"{FLAG} needs ZeroMQ ({INSTALL}): {error}") from None
+        context = zmq.Context.instance()
+        self._pub = context.socket(zmq.PUB)
+        self._pub.set_hwm(config.hwm)
+        self._replay: Any = None
+        try:
+            _attach(self._pub, config.endpoint)
+            if config.replay_endpoint is not None:
+                self._replay = context.socket(zmq.ROUTER)
+                self._replay.bind(config.replay_endpoint)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise StartupError(f"{FLAG}: cannot publish at {config.endpoint}: {error}") from None
+        logger.info("KV events, which contain prompts as token ids, go to %s", config.endpoint)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: Batch) -> None:
+        """Queue a batch; called on the event loop."""
+        number, self._next = self._next, self._next + 1
+        try:
+            self._queue.put_nowait((number, batch))
+        except queue.Full:
+            self._metrics.num_dropped_kv_events += 1
+
+    def close(self) -> None:
+        """Send what is queued, for at most `CLOSE_SECONDS`."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
+        self._close_sockets()
+
+    def _run(self) -> None:
+        encode = msgspec.msgpack.Encoder().encode
+        while True:
+            if self._replay is not None and self._replay.poll(0):
+                self._serve_replay()
+            try:
+                queued = self._queue.get(timeout=REPLAY_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if queued is None:
+                return
+            number, batch = queued
+            sequence, payload = number.to_bytes(8, "big"), encode(batch)
+            self._pub.send_multipart((self._topic, sequence, payload))
+            self._sent.append((sequence, payload))
+
+    def _serve_replay(self) -> None:
+        """Answer a request of a REQ or DEALER socket: an empty frame and a sequence number."""
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3:
+            logger.warning("a replay request for KV events has %d frames, not 3", len(frames))
+            return
+        client, empty, start = frames
+        for sequence, payload in self._sent:
+            if sequence >= start:
+                self._replay.send_multipart((client, empty, sequence, payload))
+        self._replay.send_multipart((client, empty, END_OF_REPLAY, b""))
+
+    def _close_sockets(self) -> None:
+        for one in (self._pub, self._replay):
+            if one is not None:
+                one.close(linger=0)
+
+
+def _attach(pub: Any, endpoint: str) -> None:
+    """Bind to an address of this machine, connect to any other, as vLLM does."""
+    is_local = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    (pub.bind if is_local else pub.connect)(endpoint)
+
+
+def topic_of(config: KVEventsConfig, model: str) -> str:
+    """The configured topic; by default `kv@HOST@MODEL`, which llm-d expects."""
+    return config.topic or f"kv@{socket.gethostname()}@{model}"

@@ -1,0 +1,249 @@
+"""KV events: what the prefix cache reports, vLLM's wire format, replay, and a full queue."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.errors import StartupError
+from engine.kv.ledger import KVLedger
+from engine.policy import build
+from engine.request import Request, RequestSpec
+from gateway.observe.kv_events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEvents,
+    KVEventsConfig,
+    ZmqPublisher,
+    check_config,
+    topic_of,
+)
+from gateway.observe.metrics import Metrics
+from tests.scheduling import GREEDY, HAND_COST, run_iteration
+
+BLOCK = 4
+GOLDEN = Path(__file__).parent / "kv_events.golden.json"
+
+
+class Rig:
+    """A scheduler whose prefix cache reports to `events`."""
+
+    def __init__(self, num_blocks: int = 8) -> None:
+        self.batches: list[Batch] = []
+        self.events = KVEvents(BLOCK, self.batches.append)
+        settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
+        ledger = KVLedger(num_blocks, BLOCK)
+        ledger.prefixes.listener = self.events
+        policy = build("fcfs", HAND_COST)
+        self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
+
+    def serve(self, *prompts: tuple[int, ...], salt: str = "") -> list[Request]:
+        """Serve these prompts with two output tokens each, all at once."""
+        specs = [RequestSpec(prompt, 2, GREEDY, salt=salt) for prompt in prompts]
+        requests = [self.scheduler.add(spec, 0.0) for spec in specs]
+        while len(self.scheduler.pool):
+            run_iteration(self.scheduler, 0.0)
+        return requests
+
+    def all_events(self) -> list[Event]:
+        return [event for batch in self.batches for event in batch.events]
+
+
+class Index:
+    """What a router knows: the token ids of each cached block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                assert event.parent_block_hash is None or event.parent_block_hash in self.blocks
+                for place, name in enumerate(event.block_hashes):
+                    tokens = event.token_ids[place * BLOCK : (place + 1) * BLOCK]
+                    assert name not in self.blocks, "stored twice"
+                    self.blocks[name] = tuple(tokens)
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    del self.blocks[name]
+            else:
+                self.blocks.clear()
+
+
+def prompt(first: int, length: int = 9) -> tuple[int, ...]:
+    return tuple(range(first, first + length))
+
+
+def test_a_computed_prompt_is_stored_as_one_run_of_blocks() -> None:
+    rig = Rig()
+    (request,) = rig.serve(prompt(100))
+    (stored,) = rig.all_events()
+    assert isinstance(stored, BlockStored)
+    assert stored.token_ids == list(range(100, 108))
+    assert stored.block_hashes == [int.from_bytes(one[:8], "big") for one in request.block_hashes]
+    assert (stored.parent_block_hash, stored.block_size, stored.medium) == (None, BLOCK, "GPU")
+
+
+def test_a_longer_prompt_with_the_same_prefix_names_its_parent() -> None:
+    rig = Rig()
+    rig.serve(prompt(100))
+    rig.serve(prompt(100, 17))
+    first, second = rig.all_events()
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == list(range(108, 116))
+
+
+def test_the_first_block_of_a_salted_prompt_has_the_salt() -> None:
+    rig = Rig()
+    rig.serve(prompt(100), salt="mine")
+    rig.serve(prompt(100))
+    salted, plain = rig.all_events()
+    assert isinstance(salted, BlockStored)
+    assert isinstance(plain, BlockStored)
+    assert salted.extra_keys == [("mine",), None]
+    assert plain.extra_keys is None
+    assert set(salted.block_hashes).isdisjoint(plain.block_hashes)
+
+
+def test_a_router_that_follows_the_events_knows_exactly_the_cached_blocks() -> None:
+    rig, index = Rig(), Index()
+    for first in (100, 200, 300, 100, 400, 200, 500):
+        rig.serve(prompt(first, 13), prompt(first, 17))
+        index.apply(rig.all_events())
+        rig.batches.clear()
+        hashes = rig.scheduler.ledger.prefixes._blocks
+        assert index.blocks.keys() == {int.from_bytes(one[:8], "big") for one in hashes}
+    rig.scheduler.ledger.reset()
+    rig.events.worker_lost(0.0)
+    index.apply(rig.all_events())
+    assert not index.blocks
+
+
+def test_evictions_in_a_row_are_one_event() -> None:
+    rig = Rig(num_blocks=4)
+    rig.serve(prompt(100, 13))
+    rig.batches.clear()
+    rig.serve(prompt(200, 13))
+    removed = [one for one in rig.all_events() if isinstance(one, BlockRemoved)]
+    assert [len(one.block_hashes) for one in removed] == [3]
+
+
+def test_the_payload_is_that_of_vllm() -> None:
+    """The golden frame was decoded by vLLM 0.32's own `KVEventBatch` when it was written."""
+    stored = BlockStored([1, 2**64 - 1], None, [5, 6, 7, 8], 2, None, "GPU", None, [("s",), None])
+    events: list[Event] = [stored, BlockRemoved([3], "GPU"), AllBlocksCleared()]
+    payload = msgspec.msgpack.encode(Batch(1.5, events))
+    assert payload.hex() == json.loads(GOLDEN.read_text())["payload"]
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> tuple[str, str]:
+    return f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+
+
+def receive(socket: Any) -> list[bytes]:
+    assert socket.poll(10_000), "nothing arrived"
+    frames: list[bytes] = socket.recv_multipart()
+    return frames
+
+
+def decoded(payload: bytes) -> list[dict[str, Any]]:
+    _, events, rank = msgspec.msgpack.decode(payload)
+    assert rank == 0
+    found: list[dict[str, Any]] = events
+    return found
+
+
+def test_a_subscriber_gets_topic_sequence_and_batch_and_can_ask_for_what_it_missed(
+    sockets: tuple[str, str],
+) -> None:
+    endpoint, replay = sockets
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay, buffer_steps=2)
+    publisher = ZmqPublisher(config, "kv@pod@m", Metrics())
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.REQ) as req:
+        sub.connect(endpoint)
+        sub.subscribe(b"kv@")
+        while not sub.poll(50):  # until the subscription has arrived
+            publisher.publish(Batch(1.0, [BlockRemoved([0], "GPU")]))
+        first = int.from_bytes(receive(sub)[1], "big")
+        for number in (7, 8):
+            publisher.publish(Batch(2.0, [BlockRemoved([number], "GPU")]))
+        frames = receive(sub)
+        while decoded(frames[2])[0]["block_hashes"] == [0]:
+            first = int.from_bytes(frames[1], "big")
+            frames = receive(sub)
+        topic, sequence, payload = frames
+        assert (topic, int.from_bytes(sequence, "big")) == (b"kv@pod@m", first + 1)
+        assert decoded(payload) == [{"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}]
+        assert decoded(receive(sub)[2])[0]["block_hashes"] == [8]
+        req.connect(replay)
+        req.send((0).to_bytes(8, "big"))
+        assert receive(req)[0] == sequence  # the last two batches are kept
+    publisher.close()
+
+
+def test_a_replay_ends_with_the_sequence_number_minus_one(sockets: tuple[str, str]) -> None:
+    endpoint, replay = sockets
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay)
+    publisher = ZmqPublisher(config, "t", Metrics())
+    publisher.publish(Batch(1.0, [AllBlocksCleared()]))
+    publisher.publish(Batch(1.0, [AllBlocksCleared()]))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(replay)
+        dealer.send_multipart((b"", (1).to_bytes(8, "big")))
+        frames = [receive(dealer)]
+        while frames[-1][2]:
+            frames.append(receive(dealer))
+    assert [int.from_bytes(one[1], "big", signed=True) for one in frames] == [1, -1]
+    publisher.close()
+
+
+def test_a_full_queue_drops_batches_counts_them_and_skips_their_numbers() -> None:
+    metrics = Metrics()
+    config = KVEventsConfig(True, endpoint="inproc://full", max_queue_size=1)
+    publisher = ZmqPublisher(config, "t", metrics)
+    publisher.close()  # nothing takes batches from the queue any more
+    publisher.publish(Batch(1.0, []))
+    publisher.publish(Batch(1.0, []))
+    assert metrics.num_dropped_kv_events == 1
+    assert publisher._next == 2
+
+
+def test_an_address_that_cannot_be_bound_fails_the_start() -> None:
+    config = KVEventsConfig(True, endpoint="ipc:///no/such/folder/events")
+    with pytest.raises(StartupError, match="cannot publish at ipc:///no/such/folder"):
+        ZmqPublisher(config, "t", Metrics())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "--kv-events-config: Input data was truncated"),
+        ('{"enabled": true}', "unknown field `enabled`"),
+        ('{"publisher": "kafka"}', "publisher must be zmq or null, not 'kafka'"),
+        ('{"hwm": 0}', "must be at least 1"),
+        ({"topic": 3}, r"Expected `str`, got `int` - at `\$.topic`"),
+    ],
+)
+def test_a_wrong_configuration_is_rejected_with_the_field(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(value)
+
+
+def test_events_are_published_only_if_enabled_and_the_topic_names_host_and_model() -> None:
+    assert not KVEventsConfig().is_published
+    assert not KVEventsConfig(True, publisher="null").is_published
+    assert KVEventsConfig(True).is_published
+    assert topic_of(KVEventsConfig(True, topic="mine"), "m") == "mine"
+    assert topic_of(KVEventsConfig(True), "m").startswith("kv@")
+    assert topic_of(KVEventsConfig(True), "m").endswith("@m")
