@@ -12,6 +12,7 @@ import torch
 
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.linears import FORMATS, linears_of
+from engine.worker.cpu.linears.packed import PackedLinear
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
@@ -33,7 +34,8 @@ def record(pool: NativeThreadPool, name: str, rows: int) -> tuple[KernelGraph, l
     kept: list[object] = [inputs]
     with pool.recording() as graph:
         for outputs, size in [*SHAPES * LAYERS, (VOCABULARY, HIDDEN)]:
-            linear = linears.linear(pool, pages, [torch.randn(outputs, size) / 50], None)
+            packed = linears.pack([torch.randn(outputs, size) / 50], pages)
+            linear = PackedLinear(pool, linears, packed, None)
             linear(inputs[size])
             kept.append(linear)
     return graph, kept

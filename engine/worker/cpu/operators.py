@@ -15,7 +15,7 @@ from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import elementwise, sampling
 from engine.worker.cpu.linears.floats import FLOAT32
-from engine.worker.cpu.linears.packed import CpuLinears
+from engine.worker.cpu.linears.packed import CpuLinears, PackedLinear
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -114,7 +114,7 @@ class NativeOperators:
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         linears = self._linears.get(common_format(weights) or "", FLOAT32)
-        return linears.linear(self._pool, self._pages, weights, bias)
+        return PackedLinear(self._pool, linears, linears.pack(weights, self._pages), bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -8,14 +8,9 @@ from torch import Tensor
 from engine.worker.cpu.kernels import linear
 from engine.worker.cpu.kernels.packing import pack
 from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16, PAIR, UNROLL
-from engine.worker.cpu.linears.packed import (
-    InputFormat,
-    PackedLinear,
-    PackedWeights,
-    zeros_without,
-)
+from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
-from engine.worker.ports import ThreadPool, Weight, dequantize
+from engine.worker.ports import Weight, dequantize
 
 BFLOAT16_INPUTS = InputFormat(torch.bfloat16, linear.convert_to_bfloat16, is_quantized=False)
 
@@ -31,14 +26,16 @@ class Float32Linears:
 
     description = "float32"
     kernels: tuple[Callable[..., None], ...] = (linear.linear_float32,)
+    inputs: InputFormat | None = None
 
-    def linear(
-        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
-    ) -> PackedLinear:
+    @property
+    def kernel(self) -> Callable[..., None]:
+        return linear.linear_float32
+
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         whole = stack_floats(weights).to(torch.float32)
         outputs, inputs = whole.shape
-        packed = PackedWeights(pack(whole, pages), outputs, inputs, zeros_without(bias, outputs))
-        return PackedLinear(pool, linear.linear_float32, packed)
+        return PackedWeights(pack(whole, pages), outputs, inputs)
 
 
 class BFloat16Linears:
@@ -49,18 +46,20 @@ class BFloat16Linears:
         linear.convert_to_bfloat16,
         linear.linear_bfloat16,
     )
+    inputs: InputFormat | None = BFLOAT16_INPUTS
 
-    def linear(
-        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
-    ) -> PackedLinear:
+    @property
+    def kernel(self) -> Callable[..., None]:
+        return linear.linear_bfloat16
+
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         whole = stack_floats(weights).to(torch.bfloat16)
         outputs, inputs = whole.shape
         padded = -(-inputs // (PAIR * UNROLL)) * PAIR * UNROLL
         if padded != inputs:
             whole = torch.nn.functional.pad(whole, (0, padded - inputs))
         pairs = whole.contiguous().view(torch.int32)
-        packed = PackedWeights(pack(pairs, pages), outputs, padded, zeros_without(bias, outputs))
-        return PackedLinear(pool, linear.linear_bfloat16, packed, BFLOAT16_INPUTS)
+        return PackedWeights(pack(pairs, pages), outputs, padded)
 
 
 FLOAT32, BFLOAT16 = Float32Linears(), BFloat16Linears()

@@ -18,14 +18,9 @@ from engine.worker.cpu.kernels.grouped_tiles import (
     NibbleFormat,
 )
 from engine.worker.cpu.kernels.packed_tiles import WIDTH
-from engine.worker.cpu.linears.packed import (
-    InputFormat,
-    PackedLinear,
-    PackedWeights,
-    zeros_without,
-)
+from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
-from engine.worker.ports import ThreadPool, Weight
+from engine.worker.ports import Weight
 from engine.worker.weights.formats.int4 import MIDDLE, Int4Weight, quantize
 
 
@@ -46,15 +41,12 @@ class Int4Linears:
     def kernels(self) -> tuple[Callable[..., None], ...]:
         return self.inputs.convert, self.kernel
 
-    def linear(
-        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
-    ) -> PackedLinear:
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         parts = [quantize(weight) for weight in weights]
         outputs, groups = sum(len(part.nibbles) for part in parts), parts[0].scales.shape[1]
         packed = pages.take((-(-outputs // WIDTH), groups, GROUP_BYTES), torch.uint8)
         pack_int4(parts, packed, self.nibbles)
-        whole = PackedWeights(packed, outputs, groups * GROUP, zeros_without(bias, outputs))
-        return PackedLinear(pool, self.kernel, whole, self.inputs)
+        return PackedWeights(packed, outputs, groups * GROUP)
 
 
 def pack_int4(parts: Sequence[Int4Weight], packed: Tensor, nibbles: NibbleFormat) -> None:

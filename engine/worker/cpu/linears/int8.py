@@ -14,14 +14,9 @@ from engine.worker.cpu.kernels import int8_linear
 from engine.worker.cpu.kernels.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.packing import pack
 from engine.worker.cpu.kernels.tile_formats import HAS_VNNI, PAIR, QUAD, UNROLL
-from engine.worker.cpu.linears.packed import (
-    InputFormat,
-    PackedLinear,
-    PackedWeights,
-    zeros_without,
-)
+from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
-from engine.worker.ports import ThreadPool, Weight
+from engine.worker.ports import Weight
 from engine.worker.weights.formats.int8 import Int8Weight, quantize
 
 
@@ -44,19 +39,15 @@ class Int8Linears:
     def kernels(self) -> tuple[Callable[..., None], ...]:
         return self.inputs.convert, self.kernel
 
-    def linear(
-        self, pool: ThreadPool, pages: WeightPages, weights: Sequence[Weight], bias: Tensor | None
-    ) -> PackedLinear:
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         weight = stack_int8(weights, UNROLL * self.group)
-        packed = PackedWeights(
+        return PackedWeights(
             packed=pack(weight.values.view(self.packed_dtype), pages),
             outputs=len(weight.scales),
             inputs=weight.shape[1],
-            bias=zeros_without(bias, len(weight.scales)),
             scale=weight.scales,
             offset=offsets(weight.values, self.zero),
         )
-        return PackedLinear(pool, self.kernel, packed, self.inputs)
 
 
 WITH_14_BITS = Int8Linears(

@@ -11,7 +11,7 @@ from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels.linear import ROWS_AT_ONCE, InputOperands, LinearOperands
 from engine.worker.cpu.kernels.packed_tiles import WIDTH
 from engine.worker.cpu.pages import WeightPages
-from engine.worker.ports import Linear, ThreadPool, Weight
+from engine.worker.ports import ThreadPool, Weight
 
 COLUMNS_FOR_FEW_ROWS = 128  # of a chunk, at most: weights are read once
 COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
@@ -30,13 +30,17 @@ class CpuLinears(Protocol):
         """The kernels that its linears run."""
         ...
 
-    def linear(
-        self,
-        pool: ThreadPool,
-        pages: WeightPages,
-        weights: Sequence[Weight],
-        bias: Tensor | None,
-    ) -> Linear:
+    @property
+    def kernel(self) -> Callable[..., None]:
+        """The kernel of the linear itself, with `LinearOperands`."""
+        ...
+
+    @property
+    def inputs(self) -> "InputFormat | None":
+        """The format of its inputs, None for float32."""
+        ...
+
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> "PackedWeights":
         """Convert weights `[out, in]` to the format, stack them along out, and pack them."""
         ...
 
@@ -59,14 +63,8 @@ class PackedWeights:
     packed: Tensor
     outputs: int
     inputs: int  # padded
-    bias: Tensor  # float32 [outputs]
     scale: Tensor | None = None
     offset: Tensor | None = None
-
-
-def zeros_without(bias: Tensor | None, outputs: int) -> Tensor:
-    """The bias, or zeros."""
-    return torch.zeros(outputs) if bias is None else bias
 
 
 def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
@@ -93,13 +91,15 @@ class PackedLinear:
     def __init__(
         self,
         pool: ThreadPool,
-        kernel: Callable[..., None],
+        linears: CpuLinears,
         weights: PackedWeights,
-        inputs: InputFormat | None = None,
+        bias: Tensor | None,
     ) -> None:
+        """The bias has one float32 for each output; None stands for zeros."""
         self._pool = pool
         self._weights = weights  # kernels keep addresses only
-        self._inputs = inputs
+        self._bias = torch.zeros(weights.outputs) if bias is None else bias
+        self._inputs = inputs = linears.inputs
         self._convert = (
             None if inputs is None else KernelCall(pool, inputs.convert, InputOperands())
         )
@@ -107,11 +107,11 @@ class PackedLinear:
             weight=weights.packed.data_ptr(),
             weight_scale=_address(weights.scale),
             offset=_address(weights.offset),
-            bias=weights.bias.data_ptr(),
+            bias=self._bias.data_ptr(),
             inputs=weights.inputs,
             outputs=weights.outputs,
         )
-        self._linear = KernelCall(pool, kernel, operands)
+        self._linear = KernelCall(pool, linears.kernel, operands)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
