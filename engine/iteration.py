@@ -1,11 +1,19 @@
 """One iteration of the scheduler: the message for the workers, and the requests it is for."""
 
 from dataclasses import dataclass
+from itertools import islice, repeat, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import BlockMove, Fault, Step, StepResult, TokenLogprobs
+
+
+class SampledToken(NamedTuple):
+    """A token of a step's result."""
+
+    token: int
+    logprobs: "TokenLogprobs | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,23 @@ class Iteration:
         rows: dict[Request, Fault | None] = {self.requests[row]: None for row in result.late}
         rows.update((self.requests[fault.entry], fault) for fault in result.faults)
         return rows
+
+    def accepted(
+        self, result: "StepResult"
+    ) -> "tuple[list[SampledToken], dict[Request, tuple[SampledToken, ...]]]":
+        """The first token of each entry that samples, and the tokens behind it of those with
+        drafts."""
+        pairs = zip(result.tokens, result.logprobs or repeat(None), strict=False)
+        tokens = starmap(SampledToken, pairs)
+        num_accepted = iter(result.num_accepted)
+        first: list[SampledToken] = []
+        behind: dict[Request, tuple[SampledToken, ...]] = {}
+        for entry, request in zip(self.step.entries, self.requests, strict=True):
+            if entry.sample is not None:
+                first.append(next(tokens))
+            if entry.num_drafts:
+                behind[request] = tuple(islice(tokens, next(num_accepted)))
+        return first, behind
 
 
 class Swaps(NamedTuple):

@@ -233,13 +233,16 @@ class Engine:
             self._in_flight.appendleft(oldest)
             return False
         else:
+            finished: list[Request] = []
             for request, token, logprobs in self.scheduler.commit(oldest.iteration, result, now):
                 if token is None:
                     self._wake([request])
                     continue
                 self._streams[request.request_id].push(token, logprobs)
                 if request.finish is not None:
-                    del self._streams[request.request_id]
+                    finished.append(request)
+            for request in finished:
+                self._streams.pop(request.request_id, None)
         return True
 
     async def _recover(self) -> None:

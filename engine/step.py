@@ -114,6 +114,12 @@ class StepEntry(NamedTuple):
     With `sample` None the entry is a chunk of a prompt and samples no token; otherwise one token
     is sampled after the entry's last position. An entry that was planned before its input token
     was known (lookahead) has `LAST_TOKEN` as its only token.
+
+    Speculation: the last `num_drafts` of a decode's `tokens` are drafts, `(last, d1, …, dk)`. Each
+    of the k + 1 rows is computed and sampled like a decode of its own, as if the drafts before it
+    were the output. Tokens are accepted as long as the token sampled by the row before equals the
+    draft; the first one that differs is the last token of the entry. So the output is the same
+    with and without drafts. `sample` holds for all rows: they have the same `banned`.
     """
 
     request_id: RequestId
@@ -122,6 +128,12 @@ class StepEntry(NamedTuple):
     blocks: bytes
     sample: SampleSpec | None
     prompt_logprobs: PromptTargets | None = None
+    num_drafts: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row of the entry is computed like the decode of one token."""
+        return len(self.tokens) == 1 + self.num_drafts
 
 
 class Direction(StrEnum):
@@ -168,6 +180,11 @@ class Step:
         """Tokens computed by this step, over all entries."""
         return sum([len(entry.tokens) for entry in self.entries])
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any entry has drafts."""
+        return any(entry.num_drafts for entry in self.entries)
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probability (natural) of a token in the model's unmodified distribution.
@@ -194,7 +211,9 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a `Step`: one token per entry with a `sample`, in the order of the entries.
+    """The result of a `Step`: one token per entry with a `sample`, in the order of the entries, and
+    one more for each accepted draft. `num_accepted` has the number of accepted drafts of each entry
+    with drafts.
 
     `logprobs` has one item per token, None where not requested; `prompt_logprobs` one tuple per
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
@@ -209,6 +228,7 @@ class StepResult:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
+    num_accepted: tuple[int, ...] = ()
 
 
 class StepTimes(NamedTuple):

@@ -12,6 +12,7 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Request, RequestSpec
+from engine.speculation.drafter import Drafter
 from engine.step import Step, StepResult, TokenLogprobs
 from engine.transport.inline import InlineExecutor, ResultFuture
 from engine.worker.process.worker import Worker
@@ -70,14 +71,15 @@ def play(
     num_blocks: int = 0,
     dies_in: Sequence[int] = (),
     lookahead: int = 0,
+    drafter: Drafter | None = None,
     **bounds: object,
 ) -> list[RequestOutcome]:
     """Serve all requests at once, to their end; `num_blocks` less than the worker's:
     preemptions."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
-    ledger = KVLedger(num_blocks or report.num_blocks, report.block_size)
-    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
+    ledger = KVLedger(num_blocks or report.num_blocks, report.block_size, report.num_host_blocks)
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
     outcomes = asyncio.run(_serve(engine, specs))

@@ -79,6 +79,25 @@ class BatchBuilder:
             self.has_suspect = True
 
     @property
+    def has_prefills(self) -> bool:
+        return bool(self._prefills)
+
+    @property
+    def decodes(self) -> "list[tuple[Request, StepEntry]]":
+        """The decodes collected so far, with their entries; `add_drafts` changes them."""
+        return self._decodes
+
+    def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVManager") -> None:
+        """Let decode number `index`, whose slots are reserved, compute these drafts too."""
+        request, entry = self._decodes[index]
+        entry = entry._replace(
+            tokens=entry.tokens + drafts, blocks=kv.table(request), num_drafts=len(drafts)
+        )
+        self._decodes[index] = (request, entry)
+        self.tokens_left -= len(drafts)
+        request.num_planned += len(drafts)
+
+    @property
     def is_empty(self) -> bool:
         return not self._decodes and not self._prefills
 

@@ -25,19 +25,20 @@ from engine.errors import (
     Overloaded,
     RowFailed,
 )
-from engine.events import NullObserver, Observer
-from engine.iteration import Delivery, Iteration
+from engine.events import NullObserver, Observer, ObserverGroup
+from engine.iteration import Delivery, Iteration, SampledToken
 from engine.kv.manager import KVManager
 from engine.pool import RequestPool
 from engine.request import Abort, FinishReason, Move, Request, RequestSpec, State
 from engine.step import RequestId, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from engine.kv.ledger import KVLedger
     from engine.policy.port import Policy
-    from engine.step import Fault, StepResult
+    from engine.speculation.drafter import Drafter
+    from engine.step import Fault, StepEntry, StepResult
 
 
 WAITING, LEAVING, COMMIT = State.WAITING, State.LEAVING, Move.COMMIT  # bound once (engine.pool)
@@ -54,11 +55,16 @@ class IterationScheduler:
         policy: "Policy",
         observer: Observer | None = None,
         cost: LiveCost | None = None,
+        drafter: "Drafter | None" = None,
     ) -> None:
         self.settings = settings
         self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
-        self._observer = observer = observer or NullObserver()
+        observer = observer or NullObserver()
+        self._drafter = drafter
+        if drafter is not None:
+            observer = ObserverGroup(observer, drafter)
+        self._observer = observer
         self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
         swap = settings.swap if ledger.host.num_blocks else SwapMode.OFF
         terms = AdmissionSettings(settings.admission, settings.max_preemptions, swap)
@@ -158,6 +164,8 @@ class IterationScheduler:
         token that it samples in that iteration.
         """
         ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
+        if self._drafter is not None and ahead:
+            ahead = {request for request in ahead if not self._drafter.expects_drafts(request)}
         settings = self.settings
         batch = BatchBuilder(
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
@@ -174,6 +182,8 @@ class IterationScheduler:
             self._planner.fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
+            if self._drafter is not None and not batch.has_prefills:
+                self._add_drafts(batch, self._drafter)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
             assert not swaps.moves, "KV is swapped by an iteration without entries"
@@ -185,6 +195,21 @@ class IterationScheduler:
         self._observer.planned(iteration, now)
         return iteration
 
+    def _add_drafts(self, batch: BatchBuilder, drafter: "Drafter") -> None:
+        """Give decodes drafts from the tokens and the KV blocks that the iteration leaves over: one
+        free block is left for each started request to grow into."""
+        spare = self.kv.num_free - len(self.pool.started)
+        for index, drafts in drafter.choose(batch.decodes, batch.tokens_left).items():
+            request, _ = batch.decodes[index]
+            slots = request.num_planned + len(drafts)
+            missing = self.kv.num_missing(request, slots) + self.kv.num_free
+            if missing > 0 and missing > spare:
+                continue
+            spare -= max(0, missing)
+            reserved = self.kv.reserve(request, slots)
+            assert reserved, "spare blocks can be reserved"
+            batch.add_drafts(index, drafts, self.kv)
+
     # Results
 
     def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
@@ -193,14 +218,16 @@ class IterationScheduler:
         A request with a fault fails, and is returned without a token. A late request computes the
         last of its tokens again in a later iteration.
         """
-        tokens = iter(result.tokens)
-        logprobs = iter(result.logprobs or repeat(None))
+        tokens, logprobs = iter(result.tokens), iter(result.logprobs or repeat(None))
+        accepted: dict[Request, tuple[SampledToken, ...]] = {}
+        if iteration.step.has_drafts:
+            first_tokens, accepted = iteration.accepted(result)
+            tokens, logprobs = (iter(part) for part in zip(*first_tokens, strict=True))
         without_token = iteration.rows_without_token(result)
         deliveries: list[Delivery] = []
         count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
         self._lifecycle.num_committed += 1
-        if iteration.step.moves or result.prompt_logprobs:
-            self._apply_extras(iteration, result, now)
+        self._apply_extras(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
             if entry.sample is not None:
@@ -214,6 +241,8 @@ class IterationScheduler:
                 deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
+            if entry.num_drafts:
+                num_tokens = self._settle_drafts(request, entry, len(accepted[request]))
             request.num_computed = entry.start + num_tokens
             count(request, num_tokens, seconds, now)
             if without_token and request in without_token:
@@ -222,31 +251,57 @@ class IterationScheduler:
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
+                deliveries += self._deliver(request, accepted.get(request, ()))
             publish(request, entry.start)
-            if request.finish is not None:
-                self._lifecycle.leave(request, now)
-            elif not request.num_in_flight:
-                self.pool.move(request, COMMIT)
+            self._settle(request, now)
         self.cost.observe(iteration.step, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
+    def _settle(self, request: Request, now: float) -> None:
+        """The tokens are committed: the request ends, or is ready if no iteration has it."""
+        if request.finish is not None:
+            self._lifecycle.leave(request, now)
+        elif not request.num_in_flight:
+            self.pool.move(request, COMMIT)
+
+    def _settle_drafts(self, request: Request, entry: "StepEntry", num_accepted: int) -> int:
+        """The request goes on behind its accepted drafts; no iteration was planned behind them.
+        Returns the number of tokens whose KV the entry has computed."""
+        assert not request.num_in_flight, "no iteration is planned behind drafts"
+        request.num_planned = entry.start + 1 + num_accepted
+        if self._drafter is not None:
+            self._drafter.returned(request, entry.num_drafts, num_accepted)
+        return 1 + num_accepted
+
+    def _deliver(self, request: Request, tokens: "Iterable[SampledToken]") -> "Iterator[Delivery]":
+        """The tokens behind the entry's first one, up to the one that ends the request."""
+        for token, scores in tokens:
+            if request.finish is None:
+                self._append(request, token)
+                yield Delivery(request, token, scores)
+
     def _apply_extras(self, iteration: Iteration, result: "StepResult", now: float) -> None:
         """Apply what few iterations have: KV moves and log-probabilities of prompts."""
-        for leaving in self.kv.finish_swaps(iteration):
-            self._lifecycle.iteration_returned(leaving, now)
+        if iteration.step.moves:
+            for leaving in self.kv.finish_swaps(iteration):
+                self._lifecycle.iteration_returned(leaving, now)
         if result.prompt_logprobs:
             for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += scores
 
     def _produce(self, request: Request, token: int, now: float) -> None:
-        request.output.append(token)
         request.num_pending -= 1
         if request.num_crashes:
             self._lifecycle.clear(request)
         request.last_token_at = now
         if request.first_token_at is None:
             request.first_token_at = now
+        self._append(request, token)
+
+    @staticmethod
+    def _append(request: Request, token: int) -> None:
+        request.output.append(token)
         if token in request.spec.end_ids:
             request.finish = FinishReason.STOP
         elif len(request.output) == request.spec.max_tokens:

@@ -82,6 +82,10 @@ class CostModel:
             return self.tokens(num_tokens) + self.per_slot * slots + self.per_draw * num_tokens
         total = self.tokens(num_tokens)
         for entry in step.entries:
+            if entry.num_drafts:  # each row is a decode
+                for start in range(entry.start, entry.start + len(entry.tokens)):
+                    total += self.attention(1, start) + self.per_draw
+                continue
             total += self.attention(len(entry.tokens), entry.start)
             if entry.sample is not None:
                 total += self.per_draw

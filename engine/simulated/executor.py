@@ -79,16 +79,28 @@ class SimulatedExecutor:
         if self._lookahead:
             self._sampled.append(_Sampled(at, {entry.request_id for entry in step.entries}))
         at += self._cost.idle(len(step.entries))
-        next_token = self._next_token
-        if next_token is None:
-            tokens = tuple([0 for entry in step.entries if entry.sample is not None])
-        else:
-            tokens = tuple(
-                [next_token(entry) for entry in step.entries if entry.sample is not None]
-            )
+        tokens, num_accepted = self._sample(step)
+        result = StepResult(step.step_id, tokens, before + seconds, num_accepted=num_accepted)
         future: asyncio.Future[StepResult] = loop.create_future()
-        loop.call_at(at, _resolve, future, StepResult(step.step_id, tokens, before + seconds))
+        loop.call_at(at, _resolve, future, result)
         return future
+
+    def _sample(self, step: "Step") -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of a step, and the number of accepted drafts of each entry with drafts."""
+        next_token = self._next_token
+        sampled = [entry for entry in step.entries if entry.sample is not None]
+        if next_token is None:
+            return (0,) * len(sampled), (0,) * sum([entry.num_drafts > 0 for entry in sampled])
+        if not step.has_drafts:
+            return tuple([next_token(entry) for entry in sampled]), ()
+        tokens: list[int] = []
+        num_accepted: list[int] = []
+        for entry in sampled:
+            rows = _sample_rows(entry, next_token)
+            tokens += rows
+            if entry.num_drafts:
+                num_accepted.append(len(rows) - 1)
+        return tuple(tokens), tuple(num_accepted)
 
     def _tokens_known_at(self, step: "Step") -> float:
         """The moment at which all tokens of earlier steps are known that this step reads."""
@@ -107,6 +119,18 @@ class SimulatedExecutor:
 
     async def restart(self) -> None:
         raise Unavailable("a simulated worker does not die")
+
+
+def _sample_rows(entry: "StepEntry", next_token: "Callable[[StepEntry], int]") -> list[int]:
+    """The tokens of an entry: one, and one more for each accepted draft."""
+    num_known = len(entry.tokens) - entry.num_drafts
+    sampled: list[int] = []
+    for count, draft in enumerate((*entry.tokens[num_known:], None)):
+        row = entry._replace(tokens=entry.tokens[: num_known + count], num_drafts=0)
+        sampled.append(next_token(row))
+        if sampled[-1] != draft:
+            break
+    return sampled
 
 
 def _link_blocks(moves: "Sequence[BlockMove]") -> int:

@@ -26,6 +26,7 @@ from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import RaggedLayout
 from engine.worker.process.build import WorkerParts, build_worker
+from engine.worker.process.draft_rows import accept_drafts, last_tokens, split_drafts
 from engine.worker.process.inbox import Inbox
 from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
@@ -106,13 +107,17 @@ class Worker:
         with torch.inference_mode(), self._device.awake(), self._mover.moving(step.moves):
             if self._samples:
                 step = self._outputs.complete(step)
-            masks = self._reader.begin(step) if self._samples else MaskRequest()
+            rows = split_drafts(step)
+            masks = self._reader.begin(rows) if self._samples else MaskRequest()
             hidden = self._compute(step, prepared)
             output = LogitsOutput()
             if hidden is not None:
-                output = self._read(step, prepared.layout, hidden, masks)
-        self._held.keep(step, output.tokens, output.faults)
-        self._return.send(output.tokens)
+                output = self._read(rows, prepared.layout, hidden, masks)
+        if output.tokens:
+            output = accept_drafts(step, output)
+        last = last_tokens(step, output)
+        self._held.keep(step, last, output.faults)
+        self._return.send(last)
         seconds = self._seconds(prepared)
         self.times = self.times._replace(ended_at=time.monotonic())
         return StepResult(step_id=step.step_id, seconds=seconds, **output._asdict())
@@ -146,7 +151,7 @@ class Worker:
 
     def _prepare(self, step: Step) -> Prepared:
         """Build the layout, and wait for the hidden states of the previous stage."""
-        layout = build_layout(step, self._limits)
+        layout = build_layout(split_drafts(step), self._limits)
         if self._shard.is_first:
             return Prepared(layout, None)
         assert self._plane is not None, "the only stage sends and receives nothing"

@@ -10,13 +10,19 @@ A row whose grammar is not compiled yet, or whose mask takes long, is late: the 
 batch do not wait for it, and its token is sampled in a later step, which takes the mask that is
 still being computed. If that takes more than `MASK_SECONDS` the row fails. Rows whose last mask
 was slow have a thread of their own, so that other rows do not queue behind them.
+
+Drafts of a request are rows behind its own, with equal request id. Their masks are computed after
+its mask, by a copy of its matcher that reads the drafts. They are only waited for as late rows are:
+a draft without a mask, or that the grammar does not allow, counts as late.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 from engine.errors import EngineError
@@ -35,7 +41,7 @@ MASK_SECONDS = 2.0  # after which a row fails
 class _MatcherPosition:
     """A request's matcher and the output tokens that it has read, or is reading."""
 
-    __slots__ = ("began_at", "grammar", "is_slow", "mask", "matcher", "seen")
+    __slots__ = ("began_at", "drafts", "grammar", "is_slow", "mask", "matcher", "seen")
 
     def __init__(self, grammar: Grammar, matcher: Matcher) -> None:
         self.grammar = grammar
@@ -44,6 +50,7 @@ class _MatcherPosition:
         self.mask: Future[Mask] | None = None  # after the tokens `seen`
         self.began_at: float | None = None  # while a thread computes the mask
         self.is_slow = False  # whether the last mask was
+        self.drafts: _DraftMasks | None = None  # of the last step, if it had any
 
     def is_for(self, spec: SampleSpec) -> bool:
         if self.mask is not None and not self.mask.done() and spec.output != self.seen:
@@ -72,14 +79,59 @@ class _MatcherPosition:
             self.is_slow = time.perf_counter() - began_at > MASK_WAIT_SECONDS
 
 
+class _DraftMasks:
+    """The masks after each draft of a request, computed one after the other in a thread."""
+
+    def __init__(self, matcher: Matcher, drafts: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._drafts = drafts
+        self._masks: list[Mask] = []
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def mask(self, num_drafts: int, deadline: float) -> Mask | None:
+        """The mask after so many drafts; None if it is not there by the deadline."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or len(self._masks) >= num_drafts, _seconds_until(deadline)
+            )
+            return self._masks[num_drafts - 1] if num_drafts <= len(self._masks) else None
+
+    def end(self) -> None:
+        """Compute no more masks; the request's matcher is not used any more."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
+
+    def compute(self) -> None:
+        """Compute the masks, up to a draft that the grammar does not allow."""
+        try:
+            with self._changed:
+                copied = None if self._has_ended else self._matcher.copy()
+            for draft in self._drafts:
+                if copied is None or self._has_ended:
+                    return
+                copied.feed((draft,))
+                mask = copied.mask()
+                with self._changed:
+                    self._masks.append(mask)
+                    self._changed.notify()
+        except GrammarError:
+            return  # the row before cannot sample this draft
+        finally:
+            self.end()
+
+
 class _MaskJob(NamedTuple):
-    """A row that needs a mask; `position` is None while its grammar is being compiled."""
+    """A row that needs a mask; `position` is None while its grammar is being compiled. `num_drafts`
+    of its request's drafts are before the row."""
 
     row: int
     request_id: RequestId
     spec: SampleSpec
     compiled: "Future[Matcher] | None"
     position: _MatcherPosition | None
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +174,27 @@ class Constraints:
         specs = [
             (entry.request_id, entry.sample) for entry in step.entries if entry.sample is not None
         ]
-        rows = [
-            self._want(row, request_id, spec)
-            for row, (request_id, spec) in enumerate(specs)
-            if spec.grammar is not None
-        ]
+        rows: list[_MaskJob] = []
+        for request_id, group in groupby(enumerate(specs), lambda numbered: numbered[1][0]):
+            places = [(row, spec) for row, (_, spec) in group]
+            (row, spec), behind = places[0], places[1:]
+            if spec.grammar is None:
+                continue
+            job = self._want(row, request_id, spec)
+            rows.append(job)
+            rows += [
+                job._replace(row=row, num_drafts=count) for count, (row, _) in enumerate(behind, 1)
+            ]
+            if behind and job.position is not None:
+                self._start_drafts(job.position, behind[-1][1].output[len(spec.output) :])
         return MaskRequest(rows, len(specs))
+
+    def _start_drafts(self, position: _MatcherPosition, drafts: tuple[int, ...]) -> None:
+        """Compute the masks after each draft, once the mask before the first one is there."""
+        assert position.mask is not None, "the mask before the drafts is being computed"
+        masks = position.drafts = _DraftMasks(position.matcher, drafts)
+        pool = self._slow_masking if position.is_slow else self._masking
+        position.mask.add_done_callback(lambda _: pool.submit(masks.compute))
 
     def collect(self, wanted: MaskRequest) -> Masks:
         """The masks, waited for; rows that may be late are waited for only briefly."""
@@ -142,7 +209,7 @@ class Constraints:
         late: set[int] = set()
         for one in wanted.rows:
             try:
-                mask = self._mask(one, deadline)
+                mask = (self._draft_mask if one.num_drafts else self._mask)(one, deadline)
             except (GrammarError, EngineError) as error:
                 line = f"grammar: {error}"
                 faults[one.row] = RowFault(line, is_caller_error=isinstance(error, GrammarError))
@@ -151,6 +218,9 @@ class Constraints:
                 late.add(one.row)
             else:
                 allowed[one.row] = mask
+        for one in wanted.rows:
+            if one.position is not None and one.position.drafts is not None:
+                one.position.drafts.end()
         return Masks(allowed, faults, frozenset(late))
 
     def _want(self, row: int, request_id: RequestId, spec: SampleSpec) -> _MaskJob:
@@ -163,6 +233,12 @@ class Constraints:
             position = _MatcherPosition(spec.grammar, compiled.result().copy())
         self._start(request_id, position, spec)
         return _MaskJob(row, request_id, spec, None, position)
+
+    def _draft_mask(self, one: _MaskJob, deadline: float) -> Mask | None:
+        """The mask of a row behind drafts; None if it cannot be used in this step."""
+        if one.position is None or one.position.drafts is None:
+            return None
+        return one.position.drafts.mask(one.num_drafts, deadline)
 
     def _mask(self, one: _MaskJob, deadline: float) -> Mask | None:
         """The mask; None if the row is late. Raises `GrammarError`; the matcher is then unusable.

@@ -27,6 +27,7 @@ class LogitsOutput(NamedTuple):
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
+    num_accepted: tuple[int, ...] = ()  # of steps with drafts
 
 
 Head = Callable[[Tensor], Tensor | None]

@@ -1,7 +1,9 @@
 """The outputs of requests that penalties or a grammar read, remembered from step to step.
 
 The first entry that samples for a request carries its prompt, output and grammar; later entries
-carry only their one input token (`SampleSpec.continues`). Only the worker that samples needs this.
+carry only their one input token (`SampleSpec.continues`). Drafts are remembered with the output;
+the `start` of the request's next entry says how many of them were accepted. Only the worker that
+samples needs this.
 An output is dropped `OUTPUT_KEPT_STEPS` steps after it was last used; the scheduler counts the same
 steps, and sends everything again after them, or when a request has lost its KV.
 """
@@ -82,11 +84,15 @@ class OutputMemory:
             tokens = (*found.tokens[:length], *entry.tokens)
             found = found._replace(used_at=step_id, tokens=tokens)
         self._outputs[entry.request_id] = found
-        sample = spec._replace(prompt=found.prompt, output=found.tokens, grammar=found.grammar)
+        output = found.tokens[: len(found.tokens) - entry.num_drafts]
+        sample = spec._replace(prompt=found.prompt, output=output, grammar=found.grammar)
         return entry._replace(sample=sample)
 
 
 def _first(step_id: StepId, entry: StepEntry, spec: SampleSpec) -> _Output:
-    """From an entry that carries everything: its tokens end where the output does."""
-    first = entry.start + len(entry.tokens) - len(spec.output)
-    return _Output(step_id, first, spec.prompt, spec.output, spec.grammar)
+    """From an entry that carries everything: its tokens, without drafts, end where the output
+    does."""
+    num_known = len(entry.tokens) - entry.num_drafts
+    first = entry.start + num_known - len(spec.output)
+    tokens = spec.output + entry.tokens[num_known:]
+    return _Output(step_id, first, spec.prompt, tokens, spec.grammar)

@@ -1,0 +1,201 @@
+"""Drafter: how many drafts each decode of an iteration gets.
+
+Each proposer's guess has a probability of being right, from the acceptance rates. Drafts are added
+in the order of their probability as long as that raises the expected tokens per second:
+
+    (decodes + sum of the probabilities of the drafts) / predicted seconds of the iteration
+
+Guesses cost the event loop's time. Requests whose guesses are not worth a draft are asked again
+after a pause, which is doubled each time.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.events import NullObserver
+from engine.speculation.acceptance import AcceptanceRates
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
+from engine.step import LAST_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.cost.live import LiveCost
+    from engine.request import Request
+    from engine.speculation.settings import SpeculationSettings
+    from engine.step import RequestId, StepEntry
+
+MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
+MAX_PAUSE = 32  # iterations
+MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
+
+PROPOSERS: "dict[str, Callable[[SpeculationSettings], Proposer]]" = {"ngram": NgramProposer}
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What is known of one request: its rates by proposer, and its last guess."""
+
+    rates: "dict[str, AcceptanceRates]" = field(default_factory=dict)
+    proposals: "dict[str, Proposal]" = field(default_factory=dict)
+    proposed_at: int = 0  # output tokens when they were made
+    pause: int = 0  # iterations until it is asked again
+    last_pause: int = 0
+    source: str = ""  # the proposer of the drafts in flight
+
+
+class _Candidate(NamedTuple):
+    """A guess for a decode, with the probabilities that its first 1, 2, … tokens are right."""
+
+    place: int  # among the decodes
+    drafting: _Drafting
+    source: str
+    tokens: tuple[int, ...]
+    probabilities: list[float]
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals for metrics. `by_position[i]` counts the accepted drafts that had i before them."""
+
+    num_entries: int = 0  # decodes with drafts
+    num_drafts: int = 0
+    num_accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+
+class Drafter(NullObserver):
+    """Proposes and chooses drafts; observes the ends of requests."""
+
+    def __init__(self, proposers: "Sequence[Proposer]", num_drafts: int, cost: "LiveCost") -> None:
+        """At most `num_drafts` per request and iteration."""
+        self.counts = DraftCounts(by_position=[0] * num_drafts)
+        self._num_drafts = num_drafts
+        self._cost = cost
+        self._proposers = proposers
+        self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
+        self._draftings: dict[RequestId, _Drafting] = {}
+
+    @classmethod
+    def build(cls, settings: "SpeculationSettings", cost: "LiveCost") -> "Drafter":
+        """A drafter with the proposers of a method."""
+        return cls([PROPOSERS[settings.method](settings)], settings.num_drafts, cost)
+
+    def choose(
+        self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int
+    ) -> dict[int, tuple[int, ...]]:
+        """The drafts of an iteration that consists of these decodes, at most `most` in all, by the
+        place of the decode."""
+        found = []
+        for index, (request, entry) in enumerate(decodes):
+            if entry.sample is not None and entry.tokens[0] != LAST_TOKEN:
+                candidate = self._candidate(index, request)
+                if candidate is not None:
+                    found.append(candidate)
+        if not found:
+            return {}
+        counts = self._worth_it(found, decodes, most)
+        chosen: dict[int, tuple[int, ...]] = {}
+        for candidate in found:
+            drafting, count = candidate.drafting, counts.get(candidate.place, 0)
+            if count:
+                drafting.last_pause = 0
+                drafting.source = candidate.source
+                chosen[candidate.place] = candidate.tokens[:count]
+            else:
+                drafting.last_pause = min(MAX_PAUSE, 2 * drafting.last_pause + 1)
+                drafting.pause = drafting.last_pause
+        return chosen
+
+    def expects_drafts(self, request: "Request") -> bool:
+        """Whether a request in flight will probably have drafts when its token is known, so that it
+        is better not to plan it ahead, without drafts."""
+        candidate = self._candidate(0, request)
+        return candidate is not None and sum(candidate.probabilities) > MIN_EXPECTED
+
+    def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
+        """The drafts of a request were verified."""
+        counts = self.counts
+        counts.num_entries += 1
+        counts.num_drafts += num_drafts
+        counts.num_accepted += num_accepted
+        for position in range(num_accepted):
+            counts.by_position[position] += 1
+
+    def ended(self, request: "Request", now: float) -> None:
+        """Forget the request."""
+        self._draftings.pop(request.request_id, None)
+        for proposer in self._proposers:
+            proposer.forget(request)
+
+    def _candidate(self, index: int, request: "Request") -> _Candidate | None:
+        """The best guess for a request; None if it has none, or is not asked now."""
+        drafting = self._draftings.get(request.request_id)
+        if drafting is None:
+            drafting = self._draftings[request.request_id] = _Drafting()
+            drafting.rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
+        drafting.source = ""
+        if drafting.pause:
+            drafting.pause -= 1
+            return None
+        since = request.output[drafting.proposed_at :]
+        for name, proposal in drafting.proposals.items():
+            drafting.rates[name].compare(proposal, since)
+        drafting.proposed_at = request.produced
+        limit = self._most_drafts(request)
+        best: _Candidate | None = None
+        for proposer in self._proposers:
+            proposal = proposer.propose(request, limit) if limit > 0 else NO_PROPOSAL
+            proposal = _without_end(proposal, request)
+            drafting.proposals[proposer.name] = proposal
+            if not proposal.tokens:
+                continue
+            rates = drafting.rates[proposer.name]
+            probabilities = rates.cumulative(proposal.length, len(proposal.tokens))
+            if best is None or sum(probabilities) > sum(best.probabilities):
+                best = _Candidate(index, drafting, proposer.name, proposal.tokens, probabilities)
+        return best
+
+    def _most_drafts(self, request: "Request") -> int:
+        """Drafts that the request can use: none behind its last token, nor behind the one from
+        which end tokens are allowed (`min_tokens`), since the rows of an entry ban the same ids."""
+        spec, produced = request.spec, request.produced
+        most = min(self._num_drafts, spec.max_tokens - produced - 1)
+        return min(most, spec.min_tokens - 1 - produced) if produced < spec.min_tokens else most
+
+    def _worth_it(
+        self,
+        found: "list[_Candidate]",
+        decodes: "Sequence[tuple[Request, StepEntry]]",
+        most: int,
+    ) -> dict[int, int]:
+        """How many drafts each candidate gets, by its index."""
+        model = self._cost.model
+        ranked = sorted(
+            (-probability, count, candidate.place)
+            for candidate in found
+            for count, probability in enumerate(candidate.probabilities, 1)
+        )
+        num_decodes = len(decodes)
+        seconds = sum([model.attention(1, entry.start) for _, entry in decodes])
+        seconds += model.per_draw * num_decodes + model.idle(num_decodes)
+        expected = float(num_decodes)
+        best_rate = MIN_GAIN * expected / max(seconds + model.tokens(num_decodes), 1e-9)
+        best = 0
+        for count, (negative, _, index) in enumerate(ranked[:most], 1):
+            expected -= negative
+            seconds += model.attention(1, decodes[index][1].start) + model.per_draw
+            rate = expected / max(seconds + model.tokens(num_decodes + count), 1e-9)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return {index: count for _, count, index in ranked[:best]}
+
+
+def _without_end(proposal: Proposal, request: "Request") -> Proposal:
+    """The guess up to the first token that would end the output."""
+    end_ids = request.spec.end_ids
+    for count, token in enumerate(proposal.tokens):
+        if token in end_ids:
+            return Proposal(proposal.tokens[:count], proposal.length)
+    return proposal

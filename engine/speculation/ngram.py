@@ -1,0 +1,61 @@
+"""Prompt lookup: what followed the last tokens where they occurred before in the same request.
+
+Saxena, "Prompt Lookup Decoding" (2023); vLLM calls the method ngram. The longest match is used, and
+of equally long ones the latest.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.speculation.token_index import TokenIndex
+
+if TYPE_CHECKING:
+    from engine.request import Request
+    from engine.speculation.settings import SpeculationSettings
+    from engine.step import RequestId
+
+TOKENS_PER_CALL = 2048  # that are added to an index: about 1 ms; long prompts take several calls
+
+
+class RequestIndexes:
+    """An index of the prompt and the output of each request, extended when it is used."""
+
+    def __init__(self, gram: int) -> None:
+        self._gram = gram
+        self._indexes: dict[RequestId, TokenIndex] = {}
+
+    def index(self, request: "Request") -> TokenIndex | None:
+        """The request's index; None if more calls are needed to complete it."""
+        index = self._indexes.get(request.request_id)
+        if index is None:
+            index = self._indexes[request.request_id] = TokenIndex(self._gram)
+        known, total = len(index), request.num_tokens
+        stop = min(total, known + TOKENS_PER_CALL)
+        if known < stop:
+            index.extend(request.tokens(known, stop))
+        return index if stop == total else None
+
+    def forget(self, request: "Request") -> None:
+        self._indexes.pop(request.request_id, None)
+
+
+class NgramProposer:
+    """Looks up the last `lookup_min` to `lookup_max` tokens in the request itself."""
+
+    name = "ngram"
+
+    def __init__(self, settings: "SpeculationSettings") -> None:
+        self._lookup_max = settings.lookup_max
+        self._indexes = RequestIndexes(settings.lookup_min)
+
+    def propose(self, request: "Request", count: int) -> Proposal:
+        index = self._indexes.index(request)
+        if index is None:
+            return NO_PROPOSAL
+        found = index.find(index.tokens[-self._lookup_max :])
+        if not found.length:
+            return NO_PROPOSAL
+        return Proposal(tuple(index.follow(found.ends[0], count)), found.length)
+
+    def forget(self, request: "Request") -> None:
+        self._indexes.forget(request)

@@ -1,0 +1,159 @@
+"""Speculation changes no output: any drafts, any parameters, over a model that computes.
+
+`PODWAY_EXAMPLES=1000` runs as many cases.
+"""
+
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import adapters
+from adapters.tokenizers import load_token_table
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
+from engine.grammar import TokenTable
+from engine.request import Request, RequestSpec
+from engine.speculation.drafter import Drafter
+from engine.speculation.proposers import Proposal
+from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
+from engine.worker.process.worker import Worker
+from tests.inline import RequestOutcome, play
+
+BUILTIN = Path(adapters.__file__).parent / "builtin"
+FREE_DRAFTS = CostModel.linear(per_step=1.0, per_token=1e-9, per_slot=0.0)
+GRAMMARS = (
+    Grammar(GrammarKind.REGEX, "[a-z ]{30,40}"),
+    Grammar(GrammarKind.JSON_OBJECT),
+    Grammar(GrammarKind.CHOICE, '["once upon a time", "once there was a cat", "no"]'),
+)
+PROMPTS = ("Write a story.", "One day, Tom and Tom and Tom and", "a")
+
+
+class ScriptedProposer:
+    """Proposes what a request's output will be, with a wrong token here and there."""
+
+    name = "scripted"
+
+    def __init__(self, outcomes: list[RequestOutcome], error_rate: float, seed: int) -> None:
+        self._outcomes = outcomes
+        self._error_rate = error_rate
+        self._random = Random(seed)
+
+    def propose(self, request: Request, count: int) -> Proposal:
+        known = self._outcomes[request.request_id].tokens[request.produced :][:count]
+        guesses = [
+            token + 1 if self._random.random() < self._error_rate else token for token in known
+        ]
+        return Proposal(tuple(guesses), 16)
+
+    def forget(self, request: Request) -> None:
+        """Keeps nothing of a request."""
+
+
+def a_drafter(
+    outcomes: list[RequestOutcome], error_rate: float = 0.2, seed: int = 0, num_drafts: int = 4
+) -> Drafter:
+    proposer = ScriptedProposer(outcomes, error_rate, seed)
+    return Drafter([proposer], num_drafts, LiveCost(FREE_DRAFTS))
+
+
+@pytest.fixture(scope="module")
+def table() -> TokenTable:
+    return load_token_table(BUILTIN)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Worker:
+    found = WorkerSettings(
+        str(BUILTIN), block_size=4, kv_slots=1024, host_kv_bytes=1 << 22, threads=1, lookahead=1
+    )
+    return Worker.load(found, lambda *_: None)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    one = draw(st.sampled_from(range(4)))
+    return SamplingParams(
+        temperature=draw(st.sampled_from((0.0, 0.7, 1.0))),
+        top_p=draw(st.sampled_from((1.0, 0.9))),
+        top_k=draw(st.sampled_from((0, 20))),
+        min_p=draw(st.sampled_from((0.0, 0.05))),
+        repetition_penalty=1.3 if one == 1 else 1.0,
+        presence_penalty=0.8 if one == 2 else 0.0,
+        frequency_penalty=0.5 if one == 2 else 0.0,
+        logit_bias=((65, 2.0), (300, -100.0)) if one == 3 else (),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def spec_lists(draw: st.DrawFn, table: TokenTable) -> list[RequestSpec]:
+    ends = frozenset({table.special["<|im_end|>"], table.special["<|endoftext|>"]})
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = tuple(table.encode(draw(st.sampled_from(PROMPTS))))
+        common = draw(st.sampled_from(prompt))
+        found.append(
+            RequestSpec(
+                prompt,
+                draw(st.integers(1, 24)),
+                draw(samplings()),
+                end_ids=ends | ({common} if draw(st.booleans()) else set()),
+                min_tokens=draw(st.sampled_from((0, 0, 5, 12))),
+                logprobs=draw(st.sampled_from((None, 0, 3))),
+                prompt_logprobs=draw(st.sampled_from((None, None, 1))),
+                grammar=draw(st.sampled_from((None, None, *GRAMMARS))),
+            )
+        )
+    return found
+
+
+def results(outcomes: list[RequestOutcome]) -> list[tuple[Any, ...]]:
+    return [
+        (one.tokens, one.logprobs, one.prompt_logprobs, one.finish, str(one.error))
+        for one in outcomes
+    ]
+
+
+@settings(
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "30")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_drafts_leave_every_output_as_it_is(
+    worker: Worker, table: TokenTable, data: st.DataObject
+) -> None:
+    specs = data.draw(spec_lists(table))
+    plain = play(worker, specs)
+    drafter = a_drafter(
+        plain,
+        data.draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))),
+        data.draw(st.integers(0, 5)),
+        data.draw(st.integers(1, 7)),
+    )
+    drafted = play(
+        worker,
+        specs,
+        drafter=drafter,
+        num_blocks=data.draw(st.sampled_from((0, 16))),
+        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
+        lookahead=data.draw(st.sampled_from((0, 1))),
+        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
+        max_batch_size=8,
+    )
+    assert results(drafted) == results(plain)
+
+
+def test_right_drafts_save_steps(worker: Worker, table: TokenTable) -> None:
+    spec = RequestSpec(tuple(table.encode("Write a story.")), 40, SamplingParams(seed=1))
+    plain = play(worker, [spec])
+    drafter = a_drafter(plain, error_rate=0.0)
+    assert results(play(worker, [spec], drafter=drafter)) == results(plain)
+    assert drafter.counts.num_accepted == drafter.counts.num_drafts
+    assert drafter.counts.num_accepted >= 30
