@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.policy.port import Policy
     from engine.request import Request
+    from engine.speculation.drafter import Drafter
 
 Row = dict[str, object]
 Name = Callable[[bytes | str], object]
@@ -82,11 +83,13 @@ class RecordingHeader:
     lookahead: int = 0
     num_host_blocks: int = 0
 
-    def build(self, cost: LiveCost, observer: Observer) -> IterationScheduler:
+    def build(
+        self, cost: LiveCost, observer: Observer, drafter: "Drafter | None" = None
+    ) -> IterationScheduler:
         """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
         ledger = KVLedger(self.num_blocks, self.block_size, self.num_host_blocks)
-        return IterationScheduler(self.scheduler, ledger, policy, observer, cost)
+        return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
         """The first line of a recording, without scheduler settings that are infinite."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-METHODS = ("ngram", "suffix", "prediction")
+METHODS = ("ngram",)
 MAX_DRAFTS = 64
 LOOKUP_MIN, LOOKUP_MAX = 2, 16
 MAX_CACHED_REQUESTS = 10_000

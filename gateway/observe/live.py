@@ -54,7 +54,7 @@ class LiveView(NullObserver):
             {
                 "id": entry.request_id,
                 "tokens": len(entry.tokens),
-                "is_prefill": len(entry.tokens) > 1,
+                "is_prefill": not entry.is_decode,
             }
             for entry in entries
         ]

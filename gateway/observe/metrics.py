@@ -14,7 +14,7 @@ from engine.step import Direction
 if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.request import Request
-    from engine.step import BlockMove, StepId
+    from engine.step import BlockMove, RequestId, StepId
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -87,6 +87,7 @@ class Metrics(NullObserver):
         self.cancel_to_free = Histogram(ITERATIONS)
         self.loop_lag = Histogram(SECONDS)
         self._last_tokens: dict[StepId, list[float | None]] = {}
+        self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         """Remember the previous token's time of each request that will get a token."""
@@ -95,6 +96,10 @@ class Metrics(NullObserver):
             for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
             if entry.sample is not None
         ]
+        if iteration.step.has_drafts:
+            for request, entry in zip(iteration.requests, iteration.step.entries, strict=True):
+                if entry.num_drafts:
+                    self._produced[request.request_id] = request.produced
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """Count the iteration; requests with the same previous iteration share one gap."""
@@ -108,9 +113,17 @@ class Metrics(NullObserver):
             self._count_first_tokens(iteration, now)
         self.num_iterations += 1
         self.num_output_tokens += len(last_tokens)
+        if self._produced:
+            self._count_accepted(iteration)
         self.iteration_seconds.add(seconds)
         self.iteration_requests.add(len(iteration.requests))
         self.iteration_tokens.add(iteration.step.num_tokens)
+
+    def _count_accepted(self, iteration: "Iteration") -> None:
+        """Count the tokens that requests with drafts have produced besides one each."""
+        for request in iteration.requests:
+            before = self._produced.pop(request.request_id, request.produced)
+            self.num_output_tokens += max(0, request.produced - before - 1)
 
     def _count_first_tokens(self, iteration: "Iteration", now: float) -> None:
         for request in iteration.requests:
@@ -155,3 +168,4 @@ class Metrics(NullObserver):
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1
         self._last_tokens.clear()
+        self._produced.clear()

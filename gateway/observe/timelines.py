@@ -138,7 +138,7 @@ class Timelines(NullObserver):
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if len(entry.tokens) > 1 and (found := self._live.get(request.request_id)):
+            if not entry.is_decode and (found := self._live.get(request.request_id)):
                 found.pieces.append((now, len(entry.tokens)))
         if self._interrupted:
             for request in iteration.requests:

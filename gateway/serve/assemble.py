@@ -28,6 +28,7 @@ from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
+from engine.speculation.drafter import Drafter
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.origins import OriginPolicy, is_loopback
@@ -52,6 +53,7 @@ from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.checks import check_settings
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
+from gateway.settings.speculative_config import speculation_settings
 from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.store.usage import StoreLimits
 from gateway.version import podway_version
@@ -204,7 +206,9 @@ def build_control_plane(
     kv_events = _kv_events(settings, loaded, metrics, stack)
     if kv_events is not None:
         observers.append(kv_events)
-    scheduler = header.build(cost, ObserverGroup(*observers))
+    speculation = speculation_settings(settings.speculative_config)
+    drafter = None if speculation is None else Drafter.build(speculation, cost)
+    scheduler = header.build(cost, ObserverGroup(*observers), drafter)
     scheduler.ledger.prefixes.listener = kv_events
     timelines.attach(scheduler)
     return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces)

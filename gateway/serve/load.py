@@ -29,6 +29,7 @@ from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.settings.engine import BUILTIN_MODEL
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
+from gateway.settings.speculative_config import check_device
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
@@ -100,6 +101,7 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
         report, texts = starting.result(), reading.result()
+        check_device(settings.speculative_config, report.device)
         stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
         yield LoadedModel(

@@ -32,6 +32,10 @@ def check_settings(settings: Settings) -> None:
         path: Path | None = getattr(settings, name)
         if path is not None:
             _check_writable(_flag(name), path)
+    if settings.record is not None and settings.speculative_config:
+        raise StartupError(
+            "--record cannot be used with --speculative-config: recordings have no drafts"
+        )
     if settings.chat_template is not None and not settings.chat_template.is_file():
         raise StartupError(f"--chat-template: there is no file {settings.chat_template}")
 

@@ -11,6 +11,7 @@ from engine.policy import POLICIES
 from gateway.settings.generation_config import check_override
 from gateway.settings.options import option as _option
 from gateway.settings.options import split
+from gateway.settings.speculative_config import check_speculative_config
 
 BUILTIN_MODEL = "builtin"
 
@@ -256,6 +257,14 @@ class EngineSettings(BaseSettings):
         "maximum tokens (prompt + max_tokens) of the waiting requests; further ones get a 503",
         "TOKENS",
         ge=1,
+    )
+
+    speculative_config: Annotated[str, BeforeValidator(check_speculative_config)] = _option(
+        "",
+        "scheduling",
+        "propose several next tokens and compute them in one step, without changing any output; "
+        'a JSON object as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}',
+        "JSON",
     )
 
     pipeline_stages: int = _option(

@@ -88,6 +88,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_batch_tokens": "32",
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
+        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
         "cuda_graphs": "false",
         "lookahead": "1",
         "thread_wait": "sleep",
