@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
+if not torch.cuda.is_available():  # before any Triton kernel is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 TESTS = Path(__file__).parent
 TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of them
     "survival": "process",

@@ -1,0 +1,228 @@
+"""Matrix products of few rows, `x @ weight.T`, with everything that follows in the same launches.
+
+A product of up to 64 rows reads the weight once and computes little, so that it is as fast as the
+weight is read. If the outputs give too few thread blocks for all multiprocessors, the inner
+dimension is split among several (split-K); a second kernel adds the parts in a fixed order, so that
+results are the same in every run. Bias, scales of 8-bit operands and the residual are applied once,
+in float32.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.worker.cuda.kernels.tiling import Tiling
+
+REDUCED = 1024  # outputs per program of the second kernel
+
+
+class Epilogue(NamedTuple):
+    """What follows the product: scales, bias, and the tensor that the result is added to."""
+
+    x_scales: Tensor | None = None  # float32 [rows, 1]
+    weight_scales: Tensor | None = None  # float32 [out] or [out, 1]
+    bias: Tensor | None = None  # [out]
+    add_to: Tensor | None = None  # [rows, out], overwritten with the sum
+
+
+@triton.jit
+def _finished(
+    sums,
+    row,
+    column,
+    row_mask,
+    column_mask,
+    x_scales,
+    weight_scales,
+    bias,
+    added,
+    added_row,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+):
+    """Scales, bias and residual; `row` and `column` broadcast to the shape of `sums`."""
+    found = sums.to(tl.float32)
+    if HAS_SCALES:
+        found *= tl.load(x_scales + row, mask=row_mask, other=0.0)
+        found *= tl.load(weight_scales + column, mask=column_mask, other=0.0)
+    if HAS_BIAS:
+        found += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        mask = row_mask & column_mask
+        found += tl.load(added + row * added_row + column, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def product_kernel(
+    x,
+    weight,
+    out,
+    parts,
+    x_scales,
+    weight_scales,
+    bias,
+    M,
+    N,
+    K,
+    x_row,
+    out_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+):
+    """Grid: blocks of N × blocks of M × splits. With splits, float32 (or int32) parts
+    `[splits, M, N]` are stored, else the finished outputs. `out` is also what is added."""
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    blocks = tl.cdiv(K, BLOCK_K)
+    each = tl.cdiv(blocks, SPLITS)
+    first, end = split * each, tl.minimum((split + 1) * each, blocks)
+    inner = tl.arange(0, BLOCK_K)
+    x_at = x + rows.to(tl.int64)[:, None] * x_row
+    weight_at = weight + columns.to(tl.int64)[:, None] * K
+    kind: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    sums = tl.zeros([BLOCK_M, BLOCK_N], kind)
+    for block in range(first, end):
+        k = block * BLOCK_K + inner
+        a = tl.load(x_at + k[None, :], mask=(rows[:, None] < M) & (k[None, :] < K), other=0.0)
+        b = tl.load(
+            weight_at + k[None, :], mask=(columns[:, None] < N) & (k[None, :] < K), other=0.0
+        )
+        sums = tl.dot(a, tl.trans(b), sums, out_dtype=kind)
+    row_mask, column_mask = rows[:, None] < M, columns[None, :] < N
+    mask = row_mask & column_mask
+    row, column = rows.to(tl.int64)[:, None], columns[None, :]
+    if SPLITS == 1:
+        found = _finished(
+            sums,
+            row,
+            column,
+            row_mask,
+            column_mask,
+            x_scales,
+            weight_scales,
+            bias,
+            out,
+            out_row,
+            HAS_SCALES,
+            HAS_BIAS,
+            HAS_ADDED,
+        )
+        tl.store(out + row * out_row + column, found.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + (split.to(tl.int64) * M + row) * N + column, sums, mask=mask)
+
+
+@triton.jit
+def reduce_kernel(
+    parts,
+    out,
+    x_scales,
+    weight_scales,
+    bias,
+    M,
+    N,
+    out_row,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+):
+    """Grid: rows × blocks of N. Adds the parts in order and finishes the outputs."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < N
+    sums = tl.load(parts + row * N + column, mask=mask, other=0)
+    for split in range(1, SPLITS):
+        sums += tl.load(parts + (split * M + row) * N + column, mask=mask, other=0)
+    found = _finished(
+        sums,
+        row,
+        column,
+        row < M,
+        mask,
+        x_scales,
+        weight_scales,
+        bias,
+        out,
+        out_row,
+        HAS_SCALES,
+        HAS_BIAS,
+        HAS_ADDED,
+    )
+    tl.store(out + row * out_row + column, found.to(out.dtype.element_ty), mask=mask)
+
+
+def product(
+    x: Tensor, weight: Tensor, tiling: Tiling, dtype: torch.dtype, epilogue: Epilogue
+) -> Tensor:
+    """`x @ weight.T` with its epilogue: `add_to` with the result added, or a new `[rows, out]`.
+
+    x `[rows, in]` and weight `[out, in]` are of one dtype: bfloat16, float16, int8 or fp8; rows of
+    x may be strided. `dtype` is that of a new result.
+    """
+    rows, width = x.shape
+    outputs = len(weight)
+    assert weight.is_contiguous(), "the weight's rows lie one after the other"
+    x_scales, weight_scales, bias, add_to = epilogue
+    out = add_to
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    parts = out
+    if tiling.splits > 1:
+        kind = torch.int32 if x.dtype == torch.int8 else torch.float32
+        parts = torch.empty((tiling.splits, rows, outputs), dtype=kind, device=x.device)
+    has = {
+        "HAS_SCALES": x_scales is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_ADDED": add_to is not None,
+    }
+    extras = [out if each is None else each for each in (x_scales, weight_scales, bias)]
+    blocks = triton.cdiv(outputs, tiling.block_n), triton.cdiv(rows, tiling.block_m)
+    product_kernel[(*blocks, tiling.splits)](
+        x,
+        weight,
+        out,
+        parts,
+        *extras,
+        rows,
+        outputs,
+        width,
+        x.stride(0),
+        out.stride(0),
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        SPLITS=tiling.splits,
+        IS_INT8=x.dtype == torch.int8,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **has,
+    )
+    if tiling.splits > 1:
+        reduce_kernel[(rows, triton.cdiv(outputs, REDUCED))](
+            parts,
+            out,
+            *extras,
+            rows,
+            outputs,
+            out.stride(0),
+            SPLITS=tiling.splits,
+            BLOCK=REDUCED,
+            num_warps=4,
+            **has,
+        )
+    return out

@@ -1,0 +1,159 @@
+"""Loads the Triton kernels and verifies each of them on this GPU before a worker uses it.
+
+A kernel that cannot be compiled, or computes something else than its reference, is named in the
+log, and torch or FlashInfer is used in its place: a new GPU or Triton version can make a worker
+slower, not wrong. Compiled kernels are cached by Triton, so that only the first start takes long.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from engine.worker.cuda.kernels import reference
+from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows
+from engine.worker.cuda.kernels.tiling import Tiling
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "engine.worker.cuda.kernels"
+TRIAL_TILINGS = (Tiling(16, 64, 64, 1, 4, 3), Tiling(64, 64, 64, 2, 4, 3))
+
+
+class WrongResult(Exception):
+    """A kernel ran and computed something else than its reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonKernels:
+    """Modules with verified kernels; None where a kernel is not used."""
+
+    rope_and_cache_write: ModuleType | None = None
+    rows: ModuleType | None = None
+    quantization: ModuleType | None = None  # the same module: its 8-bit kernels
+    sampling: ModuleType | None = None
+    gemm: ModuleType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Small inputs of one worker's kind."""
+
+    place: torch.device
+    dtype: torch.dtype
+
+    def noise(self, *shape: int, seed: int = 0) -> Tensor:
+        """Normal numbers."""
+        made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return made.to(self.place, self.dtype)
+
+    def rope_and_cache_write(self, module: ModuleType) -> None:
+        """RoPE in place, and keys and values in their slots."""
+        angles = torch.arange(3 * 32, device=self.place).view(3, 32) / 7
+        pair = angles.cos(), angles.sin()
+        found = []
+        for write in (module.rope_and_cache_write, reference.rope_and_cache_write):
+            qkv = self.noise(3, 8, 64)
+            q, k, v = torch.split(qkv, [4, 2, 2], dim=1)
+            keys, values = (
+                torch.zeros(9, 2, 64, dtype=self.dtype, device=self.place) for _ in "kv"
+            )
+            slots = torch.tensor([4, 0, 7], device=self.place)
+            write(q, k, v, pair, CacheRows(slots, keys, values))
+            found.append((q, keys, values))
+        for one, other in zip(*found, strict=True):
+            check("RoPE and cache write", one, other)
+
+    def rows(self, module: ModuleType) -> None:
+        """RMS norm and a gate."""
+        x, weight = self.noise(3, 96), self.noise(96, seed=1)
+        found, wanted = torch.zeros_like(x), torch.zeros_like(x)
+        module.rms_norm(x, weight, 1e-5, found)
+        reference.rms_norm(x, weight, 1e-5, wanted)
+        check("norm", found, wanted)
+        module.gated("silu", x, found[:, :48])
+        reference.gated("silu", x, wanted[:, :48])
+        check("gate", found, wanted)
+
+    def quantization(self, module: ModuleType) -> None:
+        """Rows in int8, and in fp8 where the GPU has it, after norm and gate."""
+        x, weight = self.noise(3, 96), self.noise(96, seed=1)
+        for dtype in (torch.int8, FP8) if has_fp8(self.place) else (torch.int8,):
+            pairs = (
+                (module.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)),
+                (
+                    module.norm_and_quantize(x, weight, 1e-5, dtype),
+                    reference.norm_and_quantize(x, weight, 1e-5, dtype),
+                ),
+                (
+                    module.gate_and_quantize("silu", x, dtype),
+                    reference.gate_and_quantize("silu", x, dtype),
+                ),
+            )
+            for found, wanted in pairs:
+                check("quantized rows", _expanded(found), _expanded(wanted))
+
+    def sampling(self, module: ModuleType) -> None:
+        """The ids at points of a filtered distribution, by hand."""
+        logits = torch.zeros(3, 1000, device=self.place)
+        logits[:, 7], logits[:, 400], logits[:, 999] = 5.0, 4.0, 4.0
+        each = [torch.full((3,), value, device=self.place) for value in (1.0, 0.0)]
+        top_ks = torch.full((3,), 3, device=self.place)
+        top_ps = torch.full((3,), 0.7, device=self.place, dtype=torch.float64)
+        points = torch.tensor([0.0, 0.5, 0.99], device=self.place, dtype=torch.float64)
+        found = module.sample(logits, *each, top_ks, top_ps, points)
+        if found.tolist() != [7, 7, 400]:
+            raise WrongResult(f"sampled {found.tolist()} instead of [7, 7, 400]")
+
+    def gemm(self, module: ModuleType) -> None:
+        """Products with and without splits."""
+        x, weight, add_to = self.noise(5, 160), self.noise(72, 160, seed=1), self.noise(5, 72)
+        wanted = reference.product(x, weight, self.dtype, add_to=add_to)
+        for tiling in TRIAL_TILINGS:
+            epilogue = module.Epilogue(add_to=add_to.clone())
+            check("product", module.product(x, weight, tiling, self.dtype, epilogue), wanted)
+
+
+TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
+    "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
+    "rows": ("rows", Trial.rows),
+    "quantization": ("rows", Trial.quantization),
+    "sampling": ("sampling", Trial.sampling),
+    "gemm": ("gemm", Trial.gemm),
+}
+
+
+def load(place: torch.device, dtype: torch.dtype) -> TritonKernels:
+    """The kernels that compile and compute correctly on this device; the log names the others."""
+    found: dict[str, ModuleType] = {}
+    for name, (module, trial) in TRIALS.items():
+        try:
+            kernels = importlib.import_module(f"{PACKAGE}.{module}")
+            with torch.inference_mode():
+                trial(Trial(place, dtype), kernels)
+        except Exception as error:  # a compiler may raise anything; torch does the kernel's work
+            line = next(iter(str(error).splitlines()), "") or type(error).__name__
+            logger.warning("Triton kernel %s is not used, torch takes its place: %s", name, line)
+        else:
+            found[name] = kernels
+    return TritonKernels(**found)
+
+
+def check(what: str, found: Tensor, wanted: Tensor, allowed: float = 2e-2) -> None:
+    """Raise `WrongResult` if the relative error (L2) exceeds what rounding explains."""
+    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    if not error < allowed:
+        raise WrongResult(f"{what}: relative error {error:.2g} against plain torch")
+
+
+def has_fp8(place: torch.device) -> bool:
+    """Whether the device converts to fp8; the interpreter on a CPU does."""
+    return place.type != "cuda" or torch.cuda.get_device_capability(place) >= (8, 9)
+
+
+def _expanded(rows: QuantizedRows) -> Tensor:
+    return rows.values.float() * rows.scales

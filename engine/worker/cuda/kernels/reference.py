@@ -1,0 +1,114 @@
+"""What each kernel of this package computes, in plain torch on any device.
+
+Tests compare the kernels with these functions, workers verify the kernels against them at start,
+and use them where a kernel cannot be compiled.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.worker.model.torch_operators import ACTIVATIONS
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {torch.int8: 127.0, FP8: 448.0}  # of each 8-bit dtype; larger values are clamped
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in 8 bits, `values[i] * scales[i]`."""
+
+    values: Tensor  # int8 or fp8 [rows, width]
+    scales: Tensor  # float32 [rows, 1]
+
+
+class CacheRows(NamedTuple):
+    """Where the keys and values of a step go: slot `slots[t]` of one layer's cache."""
+
+    slots: Tensor  # int64 [tokens]
+    keys: Tensor  # [slots, kv heads, dim]
+    values: Tensor  # the same
+    k_scale: float = 1.0  # fp8 only: what the cache keeps is key / k_scale
+    v_scale: float = 1.0
+
+
+def rope_and_cache_write(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, cache: CacheRows
+) -> None:
+    """Rotate q in place; write the rotated k and v to the cache. All `[tokens, heads, dim]`.
+
+    `angles` are cosines and sines `[tokens, dim / 2]`; the two halves of dim are the pairs. None:
+    nothing is rotated. k is rounded to its own dtype before it is converted to fp8.
+    """
+    if angles is not None:
+        q.copy_(_rotated(q, *angles))
+        k = _rotated(k, *angles)
+    for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
+        if pages.dtype == FP8:
+            most = LARGEST[FP8]
+            kept = (rows.float() * (1 / scale)).clamp(-most, most).to(FP8)
+            pages.view(torch.uint8).index_copy_(0, cache.slots, kept.view(torch.uint8))
+        else:
+            pages.index_copy_(0, cache.slots, rows)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """RMS norm over the last dimension into `out`, which may be `x`; rounded once."""
+    out.copy_(F.rms_norm(x, weight.shape, weight, eps))
+
+
+def gated(name: str, x: Tensor, out: Tensor) -> None:
+    """`activation(left half of x) * right half`; the product is rounded once."""
+    left, right = x.float().chunk(2, dim=-1)
+    out.copy_(ACTIVATIONS[name](left) * right)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """Rows `[rows, width]` in int8 or fp8, one scale per row; a row of zeros has scale 1."""
+    values, most = x.float(), LARGEST[dtype]
+    largest = values.abs().amax(dim=1, keepdim=True)
+    scales = torch.where(largest > 0, largest / most, 1.0)
+    steps = (values / scales).clamp_(-most, most)
+    return QuantizedRows((steps.round_() if dtype == torch.int8 else steps).to(dtype), scales)
+
+
+def norm_and_quantize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> QuantizedRows:
+    """`quantize_rows` of the RMS norm, which is rounded to the dtype of `x` in between."""
+    normed = torch.empty_like(x)
+    rms_norm(x, weight, eps, normed)
+    return quantize_rows(normed, dtype)
+
+
+def gate_and_quantize(name: str, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """`quantize_rows` of the gated activation, which is rounded to the dtype of `x` in between."""
+    products = x.new_empty((len(x), x.shape[1] // 2))
+    gated(name, x, products)
+    return quantize_rows(products, dtype)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None].float(), sin[:, None].float()
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(pairs, dim=-1).to(heads.dtype)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """`x @ weight.T` in float64, times the scales `[rows, 1]` and `[out, 1]`, plus bias and
+    `add_to`; rounded once."""
+    sums = x.double() @ weight.double().T
+    if scales is not None:
+        sums *= scales[0].double() * scales[1].double().view(1, -1)
+    if bias is not None:
+        sums += bias.double()
+    if add_to is not None:
+        sums += add_to.double()
+    return sums.to(dtype)

@@ -1,0 +1,135 @@
+"""RoPE and the write of keys and values to the paged KV cache, in one launch per layer.
+
+It replaces three launches: RoPE of q and k, and one indexed copy each for keys and values. A
+program handles a block of heads of one token; the rotated k goes to the cache only.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.worker.cuda.kernels.fp8 import to_fp8
+from engine.worker.cuda.kernels.reference import FP8, CacheRows
+
+BLOCK_ELEMENTS = 1024  # of q, k or v per program
+
+
+@triton.jit
+def kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    q_stride,
+    k_stride,
+    v_stride,
+    angle_stride,
+    k_factor,
+    v_factor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    angle = token * angle_stride + dims
+    if block < Q_BLOCKS:
+        if HAS_ROPE:
+            heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+            mask = (heads < NUM_HEADS) & (dims < HALF)
+            at = q + token * q_stride + heads * (2 * HALF) + dims
+            first, second = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
+            tl.store(at, first.to(q.dtype.element_ty), mask=mask)
+            tl.store(at + HALF, second.to(q.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slots + token)
+        is_key = block < Q_BLOCKS + KV_BLOCKS
+        block -= tl.where(is_key, Q_BLOCKS, Q_BLOCKS + KV_BLOCKS)
+        heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        mask = (heads < NUM_KV_HEADS) & (dims < HALF)
+        inside = heads * (2 * HALF) + dims
+        to = slot * (NUM_KV_HEADS * 2 * HALF) + inside
+        if is_key:
+            at = k + token * k_stride + inside
+            if HAS_ROPE:
+                left, right = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
+            else:
+                left, right = _pairs(at, mask, HALF)
+            _store(keys + to, left, mask, k_factor, k.dtype.element_ty, IS_FP8)
+            _store(keys + to + HALF, right, mask, k_factor, k.dtype.element_ty, IS_FP8)
+        else:
+            left, right = _pairs(v + token * v_stride + inside, mask, HALF)
+            _store(values + to, left, mask, v_factor, v.dtype.element_ty, IS_FP8)
+            _store(values + to + HALF, right, mask, v_factor, v.dtype.element_ty, IS_FP8)
+
+
+@triton.jit
+def _pairs(at, mask, HALF: tl.constexpr):
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotated(at, mask, cos, sin, is_dim, HALF: tl.constexpr):
+    first, second = _pairs(at, mask, HALF)
+    c = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
+    s = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _store(to, rows, mask, factor, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+    if IS_FP8:
+        scaled = rows.to(dtype).to(tl.float32) * factor
+        tl.store(to, to_fp8(tl.minimum(tl.maximum(scaled, -448.0), 448.0)), mask=mask)
+    else:
+        tl.store(to, rows.to(dtype), mask=mask)
+
+
+def rope_and_cache_write(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, cache: CacheRows
+) -> None:
+    """As `reference.rope_and_cache_write`; heads of a token are adjacent, tokens may be strided."""
+    tokens, num_heads, dim = q.shape
+    num_kv_heads, half = k.shape[1], dim // 2
+    block_half = triton.next_power_of_2(half)
+    block_heads = max(1, BLOCK_ELEMENTS // (2 * block_half))
+    cos, sin = (q, q) if angles is None else angles
+    blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
+    kernel[(tokens, blocks)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        cache.slots,
+        cache.keys,
+        cache.values,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        cos.stride(0),
+        1 / cache.k_scale,
+        1 / cache.v_scale,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        BLOCK_HALF=block_half,
+        BLOCK_HEADS=block_heads,
+        HAS_ROPE=angles is not None,
+        IS_FP8=cache.keys.dtype == FP8,
+        num_warps=4,
+    )

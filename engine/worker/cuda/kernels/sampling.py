@@ -1,0 +1,184 @@
+"""Temperature, min-p, top-k, top-p and the sampled id of each row, in one launch.
+
+One program per row. A threshold is found without sorting: the bit patterns of non-negative floats
+are ordered as they are, and each pass over the row fixes two of the 30 bits of the threshold, by
+the number (top-k) or the mass (top-p) of the weights above three candidates. Sums are float64 in a
+fixed order, so that a row's id depends on its logits, parameters and point only. The definition is
+`engine.worker.sampling.filters`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # ids per iteration of a pass
+NUM_WARPS = 16
+FIRST_SHIFT = tl.constexpr(28)  # weights are at most 1.0, whose highest set bit is 29
+
+
+@triton.jit
+def _largest_threshold(weights, vocab, floor, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of the largest threshold such that the weights at or above it suffice: their
+    number, or their mass, is at least `wanted`. Weights whose bits are below `floor` count as 0."""
+    found = floor * 0
+    for step in range(15):
+        shift = FIRST_SHIFT - 2 * step
+        one, two, three = found + (1 << shift), found + (2 << shift), found + (3 << shift)
+        at_one = tl.zeros([BLOCK], tl.float64)
+        at_two = tl.zeros([BLOCK], tl.float64)
+        at_three = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            weight = tl.load(weights + ids, mask=ids < vocab, other=0.0)
+            bits = weight.to(tl.int32, bitcast=True)
+            amount = weight.to(tl.float64) if BY_MASS else (bits * 0 + 1).to(tl.float64)
+            amount = tl.where((ids < vocab) & (bits >= floor), amount, 0.0)
+            at_one += tl.where(bits >= one, amount, 0.0)
+            at_two += tl.where(bits >= two, amount, 0.0)
+            at_three += tl.where(bits >= three, amount, 0.0)
+        digit = (tl.sum(at_one, axis=0) >= wanted).to(tl.int32)
+        digit += (tl.sum(at_two, axis=0) >= wanted).to(tl.int32)
+        digit += (tl.sum(at_three, axis=0) >= wanted).to(tl.int32)
+        found += digit << shift
+    return found
+
+
+@triton.jit
+def _store_weights(logits, weights, temperature, min_p, vocab, BLOCK: tl.constexpr):
+    """Unnormalised probabilities, the largest is 1; those below min-p are 0."""
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        most = tl.maximum(most, logit)
+    largest = tl.max(most, axis=0)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        weight = tl.exp(tl.div_rn(logit - largest, temperature))
+        tl.store(weights + ids, tl.where(weight < min_p, 0.0, weight), mask=ids < vocab)
+
+
+@triton.jit
+def _mass_and_ties(weights, vocab, border, BLOCK: tl.constexpr):
+    """The mass of the weights above the border, and the number of those equal to it."""
+    above = tl.zeros([BLOCK], tl.float64)
+    ties = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + ids, mask=ids < vocab, other=0.0)
+        bits = weight.to(tl.int32, bitcast=True)
+        above += tl.where(bits > border, weight, 0.0).to(tl.float64)
+        ties += ((bits == border) & (ids < vocab)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(ties, axis=0)
+
+
+@triton.jit
+def _id_at(weights, vocab, border, num_kept, num_ties, target, BLOCK: tl.constexpr):
+    """The first id at which the mass of the kept weights passes `target`; of the `num_ties`
+    weights equal to the border the `num_kept` with the lowest ids are kept."""
+    before = target * 0  # mass of the kept weights of earlier blocks
+    ties_before = num_ties * 0
+    found = vocab
+    last = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + ids, mask=ids < vocab, other=0.0)
+        bits = weight.to(tl.int32, bitcast=True)
+        is_kept = (bits >= border) & (weight > 0)
+        if num_kept < num_ties:
+            tie = (bits == border).to(tl.int32)
+            rank = ties_before + tl.cumsum(tie, axis=0) - tie
+            is_kept = is_kept & ((tie == 0) | (rank < num_kept))
+            ties_before += tl.sum(tie, axis=0)
+        last = tl.maximum(last, tl.where(is_kept, ids, 0))
+        amount = tl.where(is_kept, weight, 0.0).to(tl.float64)
+        after = before + tl.sum(amount, axis=0)
+        if (found == vocab) & (after > target):
+            passed = before + tl.cumsum(amount, axis=0) > target
+            first = tl.min(tl.where(passed & is_kept, ids, vocab), axis=0)
+            rounded = tl.max(tl.where(is_kept, ids, 0), axis=0)  # the two sums may differ
+            found = tl.where(first < vocab, first, rounded)
+        before = after
+    return tl.where(found < vocab, found, tl.max(last, axis=0))
+
+
+@triton.jit
+def kernel(
+    logits,
+    weights,
+    temperatures,
+    min_ps,
+    top_ks,
+    top_ps,
+    points,
+    sampled,
+    vocab,
+    row_stride,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: rows. `weights` is scratch memory, `[rows, vocab]` float32."""
+    row = tl.program_id(0).to(tl.int64)
+    weights += row * vocab
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
+    _store_weights(logits + row * row_stride, weights, temperature, min_p, vocab, BLOCK)
+    tl.debug_barrier()  # other threads read these weights
+    border = vocab * 0  # bits of the smallest kept weight
+    if HAS_TOP_K:
+        top_k = tl.load(top_ks + row).to(tl.float64)
+        border = _largest_threshold(weights, vocab, border, top_k, False, BLOCK)
+    mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
+    each = border.to(tl.float32, bitcast=True).to(tl.float64)
+    num_kept = num_ties
+    if HAS_TOP_P:
+        top_p = tl.load(top_ps + row)
+        if top_p < 1.0:
+            wanted = top_p * (mass + num_ties.to(tl.float64) * each)
+            border = _largest_threshold(weights, vocab, border, wanted, True, BLOCK)
+            border = tl.minimum(border, 0x3F800000)  # 1.0, the largest weight
+            mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
+            each = border.to(tl.float32, bitcast=True).to(tl.float64)
+            missing = tl.ceil((wanted - mass) / tl.maximum(each, 1e-300))
+            missing = tl.minimum(tl.maximum(missing, 1.0), num_ties.to(tl.float64))
+            num_kept = missing.to(tl.int32)
+    target = tl.load(points + row) * (mass + num_kept.to(tl.float64) * each)
+    found = _id_at(weights, vocab, border, num_kept, num_ties, target, BLOCK)
+    tl.store(sampled + row, found.to(tl.int64))
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    min_ps: Tensor,
+    top_ks: Tensor | None,
+    top_ps: Tensor | None,
+    points: Tensor,
+) -> Tensor:
+    """An id for each row of `[rows, vocab]` float32; any id if a row has no finite maximum.
+
+    Parameters are `[rows]`: temperatures and min_ps float32, top_ks int64 (the vocabulary's size
+    where there is no limit), top_ps and points float64. None: no row has that filter.
+    """
+    rows, vocab = logits.shape
+    sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    kernel[(rows,)](
+        logits,
+        torch.empty_like(logits, memory_format=torch.contiguous_format),
+        temperatures,
+        min_ps,
+        points if top_ks is None else top_ks,
+        points if top_ps is None else top_ps,
+        points,
+        sampled,
+        vocab,
+        logits.stride(0),
+        HAS_TOP_K=top_ks is not None,
+        HAS_TOP_P=top_ps is not None,
+        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
+        num_warps=NUM_WARPS,
+    )
+    return sampled

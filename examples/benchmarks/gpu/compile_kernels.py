@@ -1,0 +1,182 @@
+"""Compiles every Triton kernel for a GPU that need not be present, and prints what it takes.
+
+    python -m examples.benchmarks.gpu.compile_kernels [--capability 90] [--json FILE]
+
+Triton brings its own assembler, so that neither a GPU nor the CUDA toolkit is needed. The variants
+are those of Llama-3.1-8B and Qwen2.5-7B; 90 is Hopper, assembled as sm_90a. Reports registers per
+thread, bytes of registers spilled to memory, and bytes of shared memory.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "engine.worker.cuda.kernels"
+USAGE = re.compile(r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with the types of its arguments and its compile-time constants."""
+
+    module: str
+    kernel: str
+    name: str
+    types: dict[str, str]  # of the arguments that are not constants; int32 unless named
+    constants: Mapping[str, object]
+    options: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler reports about a variant."""
+
+    name: str
+    registers: int  # per thread
+    stack_bytes: int  # per thread: spilled registers
+    shared_bytes: int  # per thread block
+    num_warps: int
+
+
+def variants() -> Iterator[Variant]:
+    """All kernels, in the types and widths that matter."""
+    yield from _rope()
+    yield from _rows()
+    yield from _products()
+    for top_k, top_p in ((False, False), (True, True)):
+        types = {"logits": "*fp32", "weights": "*fp32", "sampled": "*i64", "top_ks": "*i64"}
+        types |= dict.fromkeys(("temperatures", "min_ps"), "*fp32")
+        types |= dict.fromkeys(("top_ps", "points"), "*fp64")
+        constants = {"HAS_TOP_K": top_k, "HAS_TOP_P": top_p, "BLOCK": 2048}
+        name = f"sample{' top-k top-p' * top_k}"
+        yield Variant("sampling", "kernel", name, types, constants, {"num_warps": 16})
+
+
+def _rope() -> Iterator[Variant]:
+    pointers = dict.fromkeys(("q", "k", "v"), "*bf16")
+    pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
+    pointers |= {"k_factor": "fp32", "v_factor": "fp32"}
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
+    for kept in ("bf16", "fp8e4nv"):
+        types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
+        constants = {**shape, "HAS_ROPE": True, "IS_FP8": kept != "bf16"}
+        module = "rope_and_cache_write"
+        yield Variant(module, "kernel", f"{module} {kept}", types, constants, {"num_warps": 4})
+
+
+def _rows() -> Iterator[Variant]:
+    warps = import_module(f"{PACKAGE}.rows").warps_for
+    for block in (128, 4096, 8192):
+        types = {"x": "*bf16", "weight": "*bf16", "y": "*bf16", "eps": "fp32"}
+        options = {"num_warps": warps(block)}
+        yield Variant("rows", "norm_kernel", f"norm {block}", types, {"BLOCK": block}, options)
+    gate = {"GATE": 1, "BLOCK": 1024}
+    yield Variant("rows", "gate_kernel", "silu", {"x": "*bf16", "y": "*bf16"}, gate, {})
+    for kept, most in (("i8", 127.0), ("fp8e4nv", 448.0)):
+        for name, block, norm, act in (
+            ("quantize", 4096, False, 0),
+            ("quantize", 32768, False, 0),
+            ("norm and quantize", 8192, True, 0),
+            ("silu and quantize", 16384, False, 1),
+        ):
+            types = {"x": "*bf16", "weight": "*bf16", "values": f"*{kept}", "scales": "*fp32"}
+            constants = {"MOST": most, "IS_INT8": kept == "i8", "HAS_NORM": norm, "GATE": act}
+            yield Variant(
+                "rows",
+                "quantize_kernel",
+                f"{name} {kept} {block}",
+                types | {"eps": "fp32"},
+                {**constants, "BLOCK": block},
+                {"num_warps": warps(block)},
+            )
+
+
+def _products() -> Iterator[Variant]:
+    gemm = import_module(f"{PACKAGE}.gemm")
+    tilings = import_module("engine.worker.cuda.model.gemm_choice").TILINGS
+    for dtype, kind in (("bf16", "fp32"), ("i8", "i32"), ("fp8e4nv", "fp32")):
+        types = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": "*bf16", "parts": f"*{kind}"}
+        types |= {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
+        has = {"HAS_SCALES": dtype != "bf16", "HAS_BIAS": False, "HAS_ADDED": True}
+        for tiling in tilings:
+            constants = {
+                "BLOCK_M": tiling.block_m,
+                "BLOCK_N": tiling.block_n,
+                "BLOCK_K": tiling.block_k,
+                "SPLITS": tiling.splits,
+                "IS_INT8": dtype == "i8",
+            }
+            options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+            name = f"product {dtype} {tiling}"
+            yield Variant("gemm", "product_kernel", name, types, constants | has, options)
+        constants = {"SPLITS": 4, "BLOCK": gemm.REDUCED}
+        name = f"add parts {dtype}"
+        yield Variant("gemm", "reduce_kernel", name, types, constants | has, {"num_warps": 4})
+
+
+def compiled(variant: Variant, capability: int) -> Compiled:
+    """Compile and assemble one variant."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function: Any = getattr(import_module(f"{PACKAGE}.{variant.module}"), variant.kernel)
+    signature = {
+        name: "constexpr" if name in variant.constants else variant.types.get(name, "i32")
+        for name in function.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(function.arg_names)
+        if signature[name].startswith(("*", "i"))
+    }
+    source = ASTSource(function, signature, dict(variant.constants), aligned)
+    target = GPUTarget("cuda", capability, 32)
+    made: Any = compile_kernel(source, target=target, options=variant.options)
+    registers, stack, shared = resources(made.asm["cubin"])
+    shared = max(shared, int(made.metadata.shared))
+    return Compiled(variant.name, registers, stack, shared, int(made.metadata.num_warps))
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers per thread, stack bytes per thread and static shared bytes, read by cuobjdump."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = USAGE.search(output)
+    assert found is not None, f"cuobjdump reports no usage: {output}"
+    registers, stack, shared = map(int, found.groups())
+    return registers, stack, shared
+
+
+def main() -> int:
+    """Compile all; the exit code is 1 if a kernel spills registers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = [compiled(variant, arguments.capability) for variant in variants()]
+    for each in found:
+        print(
+            f"{each.name:32} {each.registers:4} registers, {each.stack_bytes} bytes spilled, "
+            f"{each.shared_bytes} bytes shared, {each.num_warps} warps"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return int(any(each.stack_bytes for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

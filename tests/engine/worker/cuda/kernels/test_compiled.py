@@ -1,0 +1,37 @@
+"""Every Triton kernel is compiled for Hopper (sm_90a), which needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.running import ROOT
+
+MAX_REGISTERS = 168  # of a thread: three thread blocks of 128 threads on a multiprocessor
+
+
+def test_all_kernels_compile_for_hopper_without_spilling_registers(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    path = tmp_path / "kernels.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "examples.benchmarks.gpu.compile_kernels", "--json", str(path)]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = {each["name"]: each for each in json.loads(path.read_text())}
+    kernels = {name.split()[0] for name in found}
+    assert kernels == {
+        "rope_and_cache_write", "norm", "silu", "quantize", "product", "add", "sample"
+    }  # fmt: skip
+    for each in found.values():
+        assert each["stack_bytes"] == 0, each
+        assert each["registers"] <= MAX_REGISTERS, each
+        assert each["shared_bytes"] <= 227 << 10, each

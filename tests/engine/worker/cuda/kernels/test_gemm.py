@@ -1,0 +1,72 @@
+"""Products of few rows under Triton's interpreter against float64.
+
+In float16 and int8: the interpreter's `dot` does not support bfloat16 and fp8, for which the same
+kernels are compiled in `test_compiled` and run in tests/gpu.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.worker.cuda.kernels import reference
+from tests.engine.worker.cuda.kernels.interpreted import interpreted, noise
+
+gemm = interpreted("gemm")
+
+SMALL = gemm.Tiling(16, 16, 32, 1, 4, 3)
+SPLIT = gemm.Tiling(16, 32, 32, 3, 4, 3)
+
+
+def operands(rows: int, outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, weight = (
+        noise(rows, 2 * width, dtype=torch.float32)[:, :width],
+        noise(outputs, width, seed=1),
+    )
+    if dtype == torch.int8:
+        return (20 * x).to(dtype), (20 * weight).to(dtype)
+    return x.to(dtype), weight.to(dtype)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.integers(1, 20),
+    outputs=st.integers(1, 70),
+    width=st.integers(1, 100),
+    dtype=st.sampled_from([torch.float16, torch.int8]),
+    tiling=st.sampled_from([SMALL, SPLIT]),
+)
+def test_ragged_shapes(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, tiling: object
+) -> None:
+    x, weight = operands(rows, outputs, width, dtype)
+    found = gemm.product(x, weight, tiling, torch.float32, gemm.Epilogue())
+    wanted = reference.product(x, weight, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiling", [SMALL, SPLIT])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("adds", [False, True])
+def test_scales_bias_and_residual_follow_in_the_same_launches(
+    tiling: object, dtype: torch.dtype, adds: bool
+) -> None:
+    x, weight = operands(5, 40, 64, dtype)
+    scales = noise(5, 1, dtype=torch.float32), noise(40, 1, seed=2, dtype=torch.float32)
+    bias, start = noise(40, seed=3), noise(5, 48, seed=4)[:, :40]
+    wanted = reference.product(x, weight, torch.bfloat16, scales, bias, start if adds else None)
+    epilogue = gemm.Epilogue(*scales, bias, start.clone() if adds else None)
+    found = gemm.product(x, weight, tiling, torch.bfloat16, epilogue)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    if adds:
+        assert found is epilogue.add_to
+
+
+def test_the_result_of_a_row_does_not_depend_on_the_other_rows() -> None:
+    """With whole numbers, whose sums are exact; tests/gpu compares bits of any numbers."""
+    x, weight = (each.round() for each in operands(20, 30, 96, torch.float16))
+    together = gemm.product(x, weight, SPLIT, torch.float32, gemm.Epilogue())
+    for row in (0, 7, 19):
+        alone = gemm.product(x[row : row + 1], weight, SPLIT, torch.float32, gemm.Epilogue())
+        assert torch.equal(alone[0], together[row])

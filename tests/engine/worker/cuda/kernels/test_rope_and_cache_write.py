@@ -1,0 +1,111 @@
+"""The kernel of RoPE and cache write under Triton's interpreter against plain torch."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.worker.cuda.kernels import reference
+from engine.worker.cuda.kernels.reference import FP8, CacheRows
+from engine.worker.model.layers import rope_angles
+from tests.engine.worker.cuda.kernels.interpreted import interpreted, noise
+
+rope = interpreted("rope_and_cache_write")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+SHAPES = (Shape(4, 2, 64), Shape(14, 2, 64), Shape(12, 12, 64), Shape(32, 8, 128), Shape(3, 1, 80))
+
+
+@dataclass
+class Case:
+    """Adjacent q, k, v of some tokens, and a cache with other content."""
+
+    qkv: Tensor
+    shape: Shape
+    cache: CacheRows
+    angles: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        shape: Shape,
+        slots: list[int],
+        kept: torch.dtype,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        has_rope: bool = True,
+    ) -> "Case":
+        tokens, half = len(slots), shape.dim // 2
+        qkv = noise(tokens, shape.heads + 2 * shape.kv_heads, shape.dim, dtype=dtype)
+        pages = [
+            noise(64, shape.kv_heads, shape.dim, seed=seed, dtype=torch.float32).to(kept)
+            for seed in (1, 2)
+        ]
+        inverse = 1 / 10_000.0 ** (torch.arange(half) / half)
+        rope = rope_angles(torch.arange(100, 100 + tokens) * 7, inverse) if has_rope else None
+        scales = (0.5, 1.7) if kept == FP8 else (1.0, 1.0)
+        cache = CacheRows(torch.tensor(slots), pages[0], pages[1], *scales)
+        return cls(qkv, shape, cache, None if rope is None else (rope.cos, rope.sin))
+
+    def copy(self) -> "Case":
+        pages = self.cache.keys.clone(), self.cache.values.clone()
+        cache = self.cache._replace(keys=pages[0], values=pages[1])
+        return Case(self.qkv.clone(), self.shape, cache, self.angles)
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.shape.heads, self.shape.kv_heads, self.shape.kv_heads]
+        q, k, v = torch.split(self.qkv, sizes, dim=1)
+        return q, k, v
+
+
+def check(case: Case) -> None:
+    """Both ways write the same rows, and nothing else."""
+    plain = case.copy()
+    before = case.copy()
+    rope.rope_and_cache_write(*case.parts(), case.angles, case.cache)
+    reference.rope_and_cache_write(*plain.parts(), plain.angles, plain.cache)
+    torch.testing.assert_close(case.parts()[0], plain.parts()[0], rtol=1e-2, atol=1e-2)
+    slots = case.cache.slots
+    others = torch.ones(len(case.cache.keys), dtype=torch.bool).index_fill_(0, slots, False)
+    for found, wanted, old in zip(
+        case.cache[1:3], plain.cache[1:3], before.cache[1:3], strict=True
+    ):
+        assert isinstance(found, Tensor)
+        assert isinstance(wanted, Tensor)
+        assert isinstance(old, Tensor)
+        relative = 0.13 if found.dtype == FP8 else 1e-2  # a step of 3 mantissa bits
+        kept = found[slots].float(), wanted[slots].float()
+        torch.testing.assert_close(*kept, rtol=relative, atol=1e-2)
+        assert torch.equal(found[others].view(torch.uint8), old[others].view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kept", [torch.bfloat16, FP8])
+def test_the_shapes_of_the_model_families(shape: Shape, kept: torch.dtype) -> None:
+    check(Case.of(shape, [5, 63, 0, 17], kept))
+
+
+def test_float16_and_models_without_rope() -> None:
+    check(Case.of(SHAPES[0], [3, 9], torch.float16, dtype=torch.float16))
+    check(Case.of(SHAPES[2], [3, 9], torch.bfloat16, has_rope=False))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    slots=st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    half=st.sampled_from([4, 12, 32]),
+)
+def test_any_slots_and_groups(slots: list[int], heads: int, group: int, half: int) -> None:
+    check(Case.of(Shape(heads * group, heads, 2 * half), slots, torch.bfloat16))

@@ -1,0 +1,126 @@
+"""The sampling kernel under Triton's interpreter against the definition of the filters."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.step import SamplingParams
+from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
+from engine.worker.sampling import filters
+from engine.worker.sampling.filters import Floats
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+
+sampling = interpreted("sampling")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.05, 5),
+    min_p=st.just(0.0) | st.floats(0, 1),
+    top_k=st.just(0) | st.integers(1, 3000),
+    top_p=st.just(1.0) | st.floats(0, 1),
+)
+
+
+def sample(logits: Floats, some: Sequence[SamplingParams], points: Sequence[float]) -> list[int]:
+    vocab = logits.shape[1]
+    params = SamplingTensors.of(some, points, vocab, torch.from_numpy)
+    ids: list[int] = sampling.sample(
+        torch.from_numpy(logits),
+        params.temperatures,
+        params.min_ps,
+        params.top_ks if params.most else None,
+        params.top_ps if params.has_top_p else None,
+        params.points,
+    ).tolist()
+    return ids
+
+
+def logits_of(seed: int, rows: int, vocab: int, *, ties: bool) -> Floats:
+    noise = 3 * np.random.default_rng(seed).standard_normal((rows, vocab))
+    return (noise.round() if ties else noise).astype(np.float32)
+
+
+def is_decided(logits: Floats, one: SamplingParams, point: float) -> bool:
+    """Whether no rounding decides which ids are kept, or which one is sampled."""
+    left = filters.probabilities(logits, replace(one, top_p=1.0)).astype(np.float64)
+    if 0 < one.top_p < 1:
+        sums = np.cumsum(np.sort(left)[::-1])
+        if np.abs(sums / sums[-1] - one.top_p).min() < 1e-6:
+            return False
+    cumulative = np.cumsum(filters.probabilities(logits, one).astype(np.float64))
+    return bool(np.abs(cumulative / cumulative[-1] - point).min() > 1e-6)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    asked=st.lists(samplings, min_size=1, max_size=2),
+    vocab=st.integers(1, 3000),
+    seed=st.integers(0, 9999),
+    ties=st.booleans(),
+    data=st.data(),
+)
+def test_the_id_at_a_point_is_that_of_the_definition(
+    asked: list[SamplingParams], vocab: int, seed: int, ties: bool, data: st.DataObject
+) -> None:
+    logits = logits_of(seed, len(asked), vocab, ties=ties)
+    points = data.draw(
+        st.lists(st.floats(0, 1, exclude_max=True), min_size=len(asked), max_size=len(asked))
+    )
+    found = sample(logits, asked, points)
+    for row, (one, point) in enumerate(zip(asked, points, strict=True)):
+        weights = filters.probabilities(logits[row], one)
+        assert 0 <= found[row] < vocab
+        if is_decided(logits[row], one, point):
+            assert found[row] == filters.pick(weights, point)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+        SamplingParams(temperature=1.3, top_p=0.5),
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ],
+)
+def test_sampled_ids_have_the_frequencies_of_the_filtered_distribution(
+    one: SamplingParams,
+) -> None:
+    count, vocab = 25, 300
+    logits = logits_of(1, 1, vocab, ties=True)
+    points = ((np.arange(count) + 0.5) / count).tolist()
+    ids = sample(np.repeat(logits, count, axis=0), [one] * count, points)
+    exact = filters.probabilities(logits[0], one).astype(np.float64)
+    found = np.bincount(ids, minlength=vocab) / count
+    np.testing.assert_allclose(found, exact / exact.sum(), atol=2 / count)
+
+
+def test_a_rows_id_does_not_depend_on_the_other_rows() -> None:
+    asked = [
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=5),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=1500, min_p=0.01),
+    ]
+    logits, points = logits_of(3, 4, 2100, ties=True), [0.1, 0.5, 0.9, 0.999]
+    together = sample(logits, asked, points)
+    for row in (0, 3):
+        one = slice(row, row + 1)
+        assert sample(logits[one], asked[one], points[one]) == [together[row]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_yields_an_id_and_changes_no_other_row(value: float) -> None:
+    logits = logits_of(4, 3, 600, ties=False)
+    asked = [SamplingParams(top_p=0.9, top_k=7, min_p=0.01)] * 3
+    before = sample(logits, asked, [0.3] * 3)
+    logits[1] = value
+    after = sample(logits, asked, [0.3] * 3)
+    assert [after[0], after[2]] == [before[0], before[2]]
+    assert 0 <= after[1] < 600
