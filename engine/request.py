@@ -161,7 +161,7 @@ class RequestSpec:
     `logprobs` and `prompt_logprobs` request log-probabilities of the output, or of the prompt
     after its first token, each with that many of the most likely tokens. The output matches
     `grammar`; under one, `avoided_ids` (some of `end_ids`) are sampled only if nothing else is
-    allowed.
+    allowed. `prediction` is text that the output is expected to repeat, for speculation.
     """
 
     prompt: tuple[int, ...]
@@ -181,6 +181,7 @@ class RequestSpec:
     prompt_logprobs: int | None = None
     grammar: "Grammar | None" = None
     avoided_ids: frozenset[int] = frozenset()
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +209,8 @@ class Request:
     produced_at_start: int = 0  # `produced` when it last got its KV
     num_step_overs: int = 0  # later requests admitted before it since it last got its KV
     num_crashes: int = 0  # worker crashes while it was in flight, since its last token
+    num_accepted_prediction: int = 0  # drafts taken from its prediction that were right
+    num_rejected_prediction: int = 0
     has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
     finish: FinishReason | None = None
     abort: Abort | None = None

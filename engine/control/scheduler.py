@@ -61,7 +61,7 @@ class IterationScheduler:
         self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
         observer = observer or NullObserver()
-        self._drafter = drafter
+        self.drafter = drafter
         if drafter is not None:
             observer = ObserverGroup(observer, drafter)
         self._observer = observer
@@ -164,8 +164,8 @@ class IterationScheduler:
         token that it samples in that iteration.
         """
         ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
-        if self._drafter is not None and ahead:
-            ahead = {request for request in ahead if not self._drafter.expects_drafts(request)}
+        if self.drafter is not None and ahead:
+            ahead = {request for request in ahead if not self.drafter.expects_drafts(request)}
         settings = self.settings
         batch = BatchBuilder(
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
@@ -182,8 +182,8 @@ class IterationScheduler:
             self._planner.fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
-            if self._drafter is not None and not batch.has_prefills:
-                self._add_drafts(batch, self._drafter)
+            if self.drafter is not None and not batch.has_prefills:
+                self._add_drafts(batch, self.drafter)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
             assert not swaps.moves, "KV is swapped by an iteration without entries"
@@ -270,8 +270,8 @@ class IterationScheduler:
         Returns the number of tokens whose KV the entry has computed."""
         assert not request.num_in_flight, "no iteration is planned behind drafts"
         request.num_planned = entry.start + 1 + num_accepted
-        if self._drafter is not None:
-            self._drafter.returned(request, entry.num_drafts, num_accepted)
+        if self.drafter is not None:
+            self.drafter.returned(request, entry.num_drafts, num_accepted)
         return 1 + num_accepted
 
     def _deliver(self, request: Request, tokens: "Iterable[SampledToken]") -> "Iterator[Delivery]":

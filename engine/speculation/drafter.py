@@ -5,8 +5,8 @@ in the order of their probability as long as that raises the expected tokens per
 
     (decodes + sum of the probabilities of the drafts) / predicted seconds of the iteration
 
-Guesses cost the event loop's time. Requests whose guesses are not worth a draft are asked again
-after a pause, which is doubled each time.
+Guesses cost the event loop's time. So requests without drafts in their last iteration are asked in
+rotation, as often as a small share of the workers' time allows.
 """
 
 from dataclasses import dataclass, field
@@ -15,22 +15,31 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.events import NullObserver
 from engine.speculation.acceptance import AcceptanceRates
 from engine.speculation.ngram import NgramProposer
+from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
+from engine.speculation.suffix import SuffixProposer
 from engine.step import LAST_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.cost.live import LiveCost
+    from engine.iteration import Iteration
     from engine.request import Request
     from engine.speculation.settings import SpeculationSettings
     from engine.step import RequestId, StepEntry
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
-MAX_PAUSE = 32  # iterations
+ASK_SECONDS = 1e-5  # of the event loop, to make a guess and compare it with the tokens
+ASK_SHARE = 0.005  # of the workers' time, that may be used to ask requests without drafts
+MAX_CREDIT = 64.0  # asks
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
 
-PROPOSERS: "dict[str, Callable[[SpeculationSettings], Proposer]]" = {"ngram": NgramProposer}
+PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = {
+    "ngram": (NgramProposer,),
+    "suffix": (SuffixProposer,),
+    "prediction": (),
+}
 
 
 @dataclass(slots=True)
@@ -40,8 +49,6 @@ class _Drafting:
     rates: "dict[str, AcceptanceRates]" = field(default_factory=dict)
     proposals: "dict[str, Proposal]" = field(default_factory=dict)
     proposed_at: int = 0  # output tokens when they were made
-    pause: int = 0  # iterations until it is asked again
-    last_pause: int = 0
     source: str = ""  # the proposer of the drafts in flight
 
 
@@ -76,11 +83,14 @@ class Drafter(NullObserver):
         self._proposers = proposers
         self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
         self._draftings: dict[RequestId, _Drafting] = {}
+        self._credit = MAX_CREDIT  # how many requests without drafts may be asked now
+        self._first = 0  # the decode at which the next iteration begins to ask
 
     @classmethod
     def build(cls, settings: "SpeculationSettings", cost: "LiveCost") -> "Drafter":
-        """A drafter with the proposers of a method."""
-        return cls([PROPOSERS[settings.method](settings)], settings.num_drafts, cost)
+        """A drafter with the proposers of a method, and the one for predictions."""
+        proposers = [new(settings) for new in PROPOSERS[settings.method]]
+        return cls([PredictionProposer(), *proposers], settings.num_drafts, cost)
 
     def choose(
         self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int
@@ -88,9 +98,11 @@ class Drafter(NullObserver):
         """The drafts of an iteration that consists of these decodes, at most `most` in all, by the
         place of the decode."""
         found = []
-        for index, (request, entry) in enumerate(decodes):
+        self._first = first = (self._first + 1) % max(1, len(decodes))
+        for place in (*range(first, len(decodes)), *range(first)):
+            request, entry = decodes[place]
             if entry.sample is not None and entry.tokens[0] != LAST_TOKEN:
-                candidate = self._candidate(index, request)
+                candidate = self._candidate(place, request)
                 if candidate is not None:
                     found.append(candidate)
         if not found:
@@ -98,30 +110,37 @@ class Drafter(NullObserver):
         counts = self._worth_it(found, decodes, most)
         chosen: dict[int, tuple[int, ...]] = {}
         for candidate in found:
-            drafting, count = candidate.drafting, counts.get(candidate.place, 0)
+            count = counts.get(candidate.place, 0)
             if count:
-                drafting.last_pause = 0
-                drafting.source = candidate.source
+                candidate.drafting.source = candidate.source
                 chosen[candidate.place] = candidate.tokens[:count]
-            else:
-                drafting.last_pause = min(MAX_PAUSE, 2 * drafting.last_pause + 1)
-                drafting.pause = drafting.last_pause
         return chosen
 
     def expects_drafts(self, request: "Request") -> bool:
         """Whether a request in flight will probably have drafts when its token is known, so that it
         is better not to plan it ahead, without drafts."""
         candidate = self._candidate(0, request)
-        return candidate is not None and sum(candidate.probabilities) > MIN_EXPECTED
+        if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
+            return False
+        candidate.drafting.source = candidate.source
+        return True
 
     def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
         """The drafts of a request were verified."""
+        drafting = self._draftings[request.request_id]
+        if drafting.source == PredictionProposer.name:
+            request.num_accepted_prediction += num_accepted
+            request.num_rejected_prediction += num_drafts - num_accepted
         counts = self.counts
         counts.num_entries += 1
         counts.num_drafts += num_drafts
         counts.num_accepted += num_accepted
         for position in range(num_accepted):
             counts.by_position[position] += 1
+
+    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        """Allow as many asks as a share of the iteration's time is worth."""
+        self._credit = min(MAX_CREDIT, self._credit + ASK_SHARE * seconds / ASK_SECONDS)
 
     def ended(self, request: "Request", now: float) -> None:
         """Forget the request."""
@@ -135,10 +154,11 @@ class Drafter(NullObserver):
         if drafting is None:
             drafting = self._draftings[request.request_id] = _Drafting()
             drafting.rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
+        if not drafting.source:
+            if self._credit < 1.0:
+                return None
+            self._credit -= 1.0
         drafting.source = ""
-        if drafting.pause:
-            drafting.pause -= 1
-            return None
         since = request.output[drafting.proposed_at :]
         for name, proposal in drafting.proposals.items():
             drafting.rates[name].compare(proposal, since)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix", "prediction")
 MAX_DRAFTS = 64
 LOOKUP_MIN, LOOKUP_MAX = 2, 16
 MAX_CACHED_REQUESTS = 10_000
@@ -35,7 +35,8 @@ _KEYS = {
 class SpeculationSettings:
     """How drafts are proposed: at most `num_drafts` per request and iteration.
 
-    The last `lookup_min` to `lookup_max` tokens are looked up. `suffix` also looks in the outputs
+    The `prediction` of a request is used with every method. `ngram` and `suffix` look up the last
+    `lookup_min` to `lookup_max` tokens. `suffix` also looks in the outputs
     of the last `max_cached_requests` requests, proposes at most `max_spec_factor` times as many
     drafts as tokens matched, and only drafts with at least a share of `min_token_prob` among the
     continuations found.

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from engine.request import Abort, FinishReason
 from gateway.generation.text import TextStream, TokenText
 from gateway.ports import CallBegin, Piece, StreamParser
-from gateway.schema.rendering import ChoiceEnd, Delta, OutputToken, PromptReport, ReportOptions
+from gateway.schema.rendering import (
+    ChoiceEnd,
+    Delta,
+    OutputToken,
+    PredictionTokens,
+    PromptReport,
+    ReportOptions,
+)
 
 if TYPE_CHECKING:
     from engine.step import TokenLogprobs
@@ -223,6 +230,12 @@ class ChoiceStream:
     def num_cached_tokens(self) -> int:
         """Tokens of its prompt that were found in the prefix cache."""
         return self._tokens.request.num_cached
+
+    @property
+    def prediction_tokens(self) -> PredictionTokens:
+        """Tokens of the request's prediction that were computed as drafts."""
+        request = self._tokens.request
+        return PredictionTokens(request.num_accepted_prediction, request.num_rejected_prediction)
 
     def close(self, reason: Abort) -> None:
         """End the engine request early."""

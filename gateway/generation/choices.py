@@ -12,8 +12,9 @@ from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
 from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
 from gateway.generation.plan import GenerationPlan, request_specs
+from gateway.generation.prompt import tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
-from gateway.schema.rendering import Usage
+from gateway.schema.rendering import PredictionTokens, Usage
 
 if TYPE_CHECKING:
     from engine.stream import TokenStream
@@ -51,8 +52,15 @@ class ChoiceGroup:
         if plan.constraint is not None:
             await service.grammars.check_grammar(*plan.constraint, plan.caller.tenant)
         tokenized = await plan.tokenize()
+        prediction: tuple[int, ...] = ()
+        if plan.prediction:
+            prediction = await tokenize_text(
+                service.model.tokenizer, plan.prediction, "prediction.content"
+            )
         specs = [
-            spec for prompt in tokenized.prompts for spec in request_specs(plan, prompt, service)
+            spec
+            for prompt in tokenized.prompts
+            for spec in request_specs(plan, prompt, service, prediction)
         ]
         self._num_prompt_tokens = sum(len(spec.prompt) for spec in specs[:: plan.num_candidates])
         self._check_group(specs)
@@ -124,7 +132,12 @@ class ChoiceGroup:
             completion_tokens=sum(choice.num_completion_tokens for choice in self.choices),
             cached_tokens=sum(choice.num_cached_tokens for choice in first_choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
+            prediction=self._prediction_tokens() if self._plan.prediction else None,
         )
+
+    def _prediction_tokens(self) -> PredictionTokens:
+        counts = [choice.prediction_tokens for choice in self.choices]
+        return PredictionTokens(*map(sum, zip(*counts, strict=True)))
 
 
 async def _await(run: Callable[[ChoiceStream], Awaitable[T]], choice: ChoiceStream) -> T:

@@ -58,6 +58,7 @@ class GenerationPlan:
     is_stream: bool = False
     prompt_field: str = "messages"
     constraint: OutputConstraint | None = None
+    prediction: str = ""  # text that the outputs are expected to repeat, if the engine can use it
     on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
 
     @property
@@ -99,7 +100,9 @@ def plan_chat(
         skips_reasoning=skips_reasoning,
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
-    return replace(plan, constraint=constraint)
+    can_speculate = service.engine.scheduler.drafter is not None
+    prediction = request.prediction.text if request.prediction and can_speculate else ""
+    return replace(plan, constraint=constraint, prediction=prediction)
 
 
 def build_plan(
@@ -133,8 +136,12 @@ def build_plan(
     )
 
 
-def request_specs(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> list[RequestSpec]:
+def request_specs(
+    plan: GenerationPlan, prompt: "Prompt", service: "Service", prediction: "Prompt" = ()
+) -> list[RequestSpec]:
     """One engine request per candidate. Each has its own seed, derived from the plan's.
+
+    `prediction` has the tokens of the plan's prediction.
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
@@ -157,6 +164,7 @@ def request_specs(plan: GenerationPlan, prompt: "Prompt", service: "Service") ->
         prompt_logprobs=echo_logprobs if report.prompt_logprobs is None else report.prompt_logprobs,
         grammar=None if constraint is None else constraint.grammar,
         avoided_ids=avoided_ids,
+        prediction=prediction,
         label=plan.caller.request_id,
         tenant=plan.caller.tenant,
         weight=plan.caller.weight,

@@ -55,6 +55,13 @@ async def tokenize_prompts(
     )
 
 
+async def tokenize_text(tokenizer: "Tokenizer", text: str, param: str) -> Prompt:
+    """The ids of a text without special tokens; `InvalidRequest` as `token_ids`."""
+    if fits_on_loop([text], 1):
+        return token_ids(tokenizer, text, param, add_special_tokens=False)
+    return await asyncio.to_thread(token_ids, tokenizer, text, param, add_special_tokens=False)
+
+
 def fits_on_loop(texts: Iterable[str | bytes | None], num_parts: int) -> bool:
     """Whether these texts are short enough to be tokenized on the event loop."""
     num_chars = sum(len(text) for text in texts if text)

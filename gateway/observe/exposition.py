@@ -70,6 +70,7 @@ class Exposition(Collector):
         yield from self._outcomes()
         yield from self._counters()
         yield from self._prefixes()
+        yield from self._speculation()
         yield from self._histograms()
         yield from self._http()
         yield self._policy()
@@ -256,6 +257,26 @@ class Exposition(Collector):
         for alias, count in (("hits", hits), ("queries", queries)):
             name = f"vllm:prefix_cache_{alias}"
             yield self._aliased(CounterMetricFamily, name, f"Prefix cache {alias}, tokens.", count)
+
+    def _speculation(self) -> Iterator[Metric]:
+        """vLLM's counters of speculative decoding, if it is on."""
+        if self._scheduler.drafter is None:
+            return
+        counts = self._scheduler.drafter.counts
+        for name, text, count in (
+            ("drafts", "Decodes with drafts.", counts.num_entries),
+            ("draft_tokens", "Draft tokens computed.", counts.num_drafts),
+            ("accepted_tokens", "Draft tokens accepted.", counts.num_accepted),
+        ):
+            yield self._aliased(CounterMetricFamily, f"vllm:spec_decode_num_{name}", text, count)
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position among the drafts.",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(counts.by_position):
+            by_position.add_metric([self._model, str(position)], count)
+        yield by_position
 
     def _histograms(self) -> Iterator[Metric]:
         for described, observed in histograms_of(self._metrics):

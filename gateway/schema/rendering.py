@@ -23,6 +23,13 @@ def error_event(body: bytes, name: str | None = "error") -> bytes:
     return ServerSentEvent(body.decode(), event=name, sep="\n").encode()
 
 
+class PredictionTokens(NamedTuple):
+    """Drafts taken from the request's `prediction`: equal to the output, and not equal."""
+
+    accepted: int
+    rejected: int
+
+
 class Usage(NamedTuple):
     """Token counts of a whole response: each prompt once, all choices' output."""
 
@@ -30,15 +37,20 @@ class Usage(NamedTuple):
     completion_tokens: int
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
     reasoning_tokens: int = 0  # of the output
+    prediction: PredictionTokens | None = None  # None if no prediction was used
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        if self.prediction is not None:
+            details["accepted_prediction_tokens"] = self.prediction.accepted
+            details["rejected_prediction_tokens"] = self.prediction.rejected
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": details,
         }
 
 

@@ -30,6 +30,8 @@ from engine.policy import PolicySettings, build
 from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
+from engine.speculation.drafter import Drafter
+from engine.speculation.settings import SpeculationSettings
 from engine.step import Grammar, Step, StepEntry, StepResult, TokenLogprobs
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
@@ -169,7 +171,8 @@ class ScoringExecutor(SimulatedExecutor):
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         plain = super().submit(step)
-        samples = [entry.sample for entry in step.entries if entry.sample is not None]
+        entries = [entry for entry in step.entries if entry.sample is not None]
+        samples = [entry.sample for entry in entries if entry.sample is not None]
         targets = [entry.prompt_logprobs for entry in step.entries]
         if not any(targets) and all(sample.logprobs is None for sample in samples):
             return plain
@@ -177,7 +180,10 @@ class ScoringExecutor(SimulatedExecutor):
 
         def score(done: "asyncio.Future[StepResult]") -> None:
             result = done.result()
-            sampled = zip(samples, result.tokens, strict=True)
+            num_accepted = iter(result.num_accepted)
+            counts = [1 + next(num_accepted) if entry.num_drafts else 1 for entry in entries]
+            per_token = [s for s, count in zip(samples, counts, strict=True) for _ in range(count)]
+            sampled = zip(per_token, result.tokens, strict=True)
             scored.set_result(
                 replace(
                     result,
@@ -232,6 +238,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
     seed: int = 1
+    speculation: SpeculationSettings | None = None
     store: Path | None = None
     store_executor: Callable[[], StoreExecutor] = Inline
     files: StoreLimits = field(default_factory=StoreLimits)
@@ -314,6 +321,7 @@ def build_rig(setting: Setting) -> Rig:
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
         ObserverGroup(metrics, request_log, ends, quotas, view, timelines),
         live,
+        Drafter.build(setting.speculation, LiveCost(cost)) if setting.speculation else None,
     )
     timelines.attach(scheduler)
     store = open_store(

@@ -33,7 +33,7 @@ _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):
-    """Text that the answer is expected to repeat. Accepted and not used."""
+    """Text that the output is expected to repeat, used to propose tokens (speculation)."""
 
     type: str
     content: str | list[ContentPart]
@@ -44,6 +44,13 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
         if isinstance(self.content, list):
             for i, part in enumerate(self.content):
                 part.check(f"prediction.content[{i}]")
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text or part.refusal or "" for part in self.content])
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):

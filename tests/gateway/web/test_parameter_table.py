@@ -19,7 +19,6 @@ _ROW = re.compile(
 IGNORED: dict[str, Any] = {
     "spaces_between_special_tokens": False,
     "guided_decoding_backend": "xgrammar",
-    "prediction": {"type": "content", "content": "Hello!"},
     "user": "u",
     "safety_identifier": "s",
     "metadata": {"a": "b"},

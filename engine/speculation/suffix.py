@@ -1,0 +1,103 @@
+"""Suffix decoding: what followed the last tokens in this request, or in recent outputs.
+
+Oliaro et al., "SuffixDecoding" (2024). The longest match is used; where it occurs several times,
+each draft is the most frequent continuation. Only outputs of requests with the same salt are read,
+as in the prefix cache, so that no caller learns from the timing what another one was answered.
+"""
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from engine.speculation.ngram import RequestIndexes
+from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.speculation.token_index import END, NO_MATCH, Match, TokenIndex
+
+if TYPE_CHECKING:
+    from engine.request import Request
+    from engine.speculation.settings import SpeculationSettings
+
+MAX_TOKENS = 1 << 18  # of all recent outputs; about 50 MiB
+
+
+class _Outputs:
+    """Recent outputs of one salt, in two generations: when the newer one is full, the older one is
+    dropped."""
+
+    def __init__(self, gram: int) -> None:
+        self._gram = gram
+        self.older = TokenIndex(gram)
+        self.newer = TokenIndex(gram)
+        self._num_newer = 0  # outputs
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.older) + len(self.newer)
+
+    def add(self, output: list[int], max_outputs: int) -> None:
+        """Add an output; about `max_outputs` are kept."""
+        if 2 * self._num_newer >= max_outputs or 2 * len(self.newer) >= MAX_TOKENS:
+            self.older, self.newer, self._num_newer = self.newer, TokenIndex(self._gram), 0
+        self.newer.extend([*output[: MAX_TOKENS // 2], END])
+        self._num_newer += 1
+
+
+class SuffixProposer:
+    """Looks up the last tokens of a request in itself and in recent outputs."""
+
+    name = "suffix"
+
+    def __init__(self, settings: "SpeculationSettings") -> None:
+        self._settings = settings
+        self._requests = RequestIndexes(settings.lookup_min)
+        self._outputs: OrderedDict[str, _Outputs] = OrderedDict()  # by salt; least recent first
+        self._num_tokens = 0  # of all salts
+
+    def propose(self, request: "Request", count: int) -> Proposal:
+        own = self._requests.index(request)
+        if own is None:
+            return NO_PROPOSAL
+        tail = own.tokens[-self._settings.lookup_max :]
+        index, match = own, own.find(tail)
+        outputs = self._outputs.get(request.spec.salt)
+        if outputs is not None:
+            for other in (outputs.newer, outputs.older):
+                found = other.find(tail)
+                if found.length > match.length:
+                    index, match = other, found
+        count = min(count, int(self._settings.max_spec_factor * match.length))
+        if match is NO_MATCH or count == 0:
+            return NO_PROPOSAL
+        return Proposal(_vote(index, match, count, self._settings.min_token_prob), match.length)
+
+    def forget(self, request: "Request") -> None:
+        """The request has ended; later requests with its salt may find its output."""
+        self._requests.forget(request)
+        if not self._settings.max_cached_requests or len(request.output) <= 1:
+            return
+        salt = request.spec.salt
+        outputs = self._outputs.pop(salt, None) or _Outputs(self._settings.lookup_min)
+        self._num_tokens -= outputs.num_tokens
+        outputs.add(request.output, self._settings.max_cached_requests)
+        self._outputs[salt] = outputs
+        self._num_tokens += outputs.num_tokens
+        while self._num_tokens > MAX_TOKENS and len(self._outputs) > 1:
+            _, dropped = self._outputs.popitem(last=False)
+            self._num_tokens -= dropped.num_tokens
+
+
+def _vote(index: TokenIndex, match: Match, count: int, min_share: float) -> tuple[int, ...]:
+    """The most frequent continuation of a match, up to a draft with a smaller share."""
+    if len(match.ends) == 1:
+        return tuple(index.follow(match.ends[0], count))
+    sources = [index.follow(end, count) for end in match.ends]
+    drafts: list[int] = []
+    for place in range(count):
+        votes = Counter([source[place] for source in sources if len(source) > place])
+        if not votes:
+            break
+        token, num_votes = votes.most_common(1)[0]
+        if num_votes < min_share * len(match.ends):
+            break
+        drafts.append(token)
+        sources = [source for source in sources if len(source) > place and source[place] == token]
+    return tuple(drafts)

@@ -1,0 +1,231 @@
+"""What each proposer guesses, and which drafts are chosen."""
+
+import pytest
+
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
+from engine.iteration import Iteration
+from engine.request import Request, RequestSpec
+from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
+from engine.speculation.drafter import MAX_CREDIT, Drafter
+from engine.speculation.ngram import TOKENS_PER_CALL, NgramProposer
+from engine.speculation.prediction import PredictionProposer
+from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
+from engine.speculation.settings import SpeculationSettings
+from engine.speculation.suffix import SuffixProposer
+from engine.speculation.token_index import END, Match, TokenIndex
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+
+NGRAM = SpeculationSettings("ngram", 4, lookup_min=2, lookup_max=8)
+SUFFIX = SpeculationSettings("suffix", 4, lookup_min=2, lookup_max=8)
+CHEAP_ROWS = CostModel.linear(per_step=1.0, per_token=0.001, per_slot=0.0)
+DEAR_ROWS = CostModel.linear(per_step=0.001, per_token=1.0, per_slot=0.0)
+
+
+def a_request(
+    prompt: tuple[int, ...], output: tuple[int, ...] = (), number: int = 0, **fields: object
+) -> Request:
+    spec = RequestSpec(prompt, 100, SamplingParams(), **fields)  # type: ignore[arg-type]
+    return Request(RequestId(number), spec, 0.0, output=list(output))
+
+
+def test_an_index_finds_the_longest_suffix_and_the_latest_of_equally_long_ones() -> None:
+    index = TokenIndex(2)
+    index.extend((1, 2, 3, 9, 2, 3, 7, 1, 2, 3))
+    assert index.find((1, 2, 3)) == Match(3, [2])
+    assert index.find((8, 2, 3)) == Match(2, [5, 2])
+    assert index.find((4, 4)).length == 0
+    assert index.follow(2, 3) == [9, 2, 3]
+
+
+def test_a_copy_at_the_end_of_the_text_repeats_what_it_copied() -> None:
+    index = TokenIndex(2)
+    index.extend((5, 6, 5, 6))
+    assert index.follow(index.find((5, 6)).ends[0], 5) == [5, 6, 5, 6, 5]
+
+
+def test_a_copy_ends_where_its_text_ends() -> None:
+    index = TokenIndex(2)
+    index.extend((1, 2, 3, END, 4, 5))
+    assert index.follow(1, 4) == [3]
+
+
+def test_ngram_proposes_what_followed_the_last_tokens_before() -> None:
+    proposer = NgramProposer(NGRAM)
+    request = a_request((1, 2, 3, 4, 5), (9, 2, 3))
+    assert proposer.propose(request, 3) == Proposal((4, 5, 9), 2)
+    request.output.append(8)
+    assert proposer.propose(request, 3) == NO_PROPOSAL
+
+
+def test_a_long_prompt_is_indexed_over_several_calls() -> None:
+    proposer = NgramProposer(NGRAM)
+    request = a_request((*range(3000), 1, 2))
+    assert TOKENS_PER_CALL < 3000
+    assert proposer.propose(request, 2) == NO_PROPOSAL
+    assert proposer.propose(request, 2) == Proposal((3, 4), 2)
+
+
+def test_suffix_proposes_from_earlier_outputs_with_the_same_salt_only() -> None:
+    proposer = SuffixProposer(SUFFIX)
+    proposer.forget(a_request((1,), (5, 6, 7, 8, 9), number=1, salt="mine"))
+    mine = a_request((1,), (5, 6), number=2, salt="mine")
+    other = a_request((1,), (5, 6), number=3, salt="other")
+    assert proposer.propose(mine, 4) == Proposal((7, 8), 2)  # as many as were matched
+    assert proposer.propose(other, 4) == NO_PROPOSAL
+
+
+def test_suffix_proposes_the_most_frequent_continuation() -> None:
+    proposer = SuffixProposer(SUFFIX)
+    for number, token in enumerate((7, 8, 7), 1):
+        proposer.forget(a_request((1,), (5, 6, token, token), number=number))
+    proposer.forget(a_request((1,), (5, 6, 8, 9), number=4))
+    proposer.forget(a_request((1,), (5, 6, 7, 9), number=5))
+    assert proposer.propose(a_request((1,), (5, 6), number=6), 2).tokens == (7, 7)
+
+
+def test_old_outputs_are_dropped() -> None:
+    proposer = SuffixProposer(SpeculationSettings("suffix", 4, 2, 8, max_cached_requests=2))
+    for number in range(1, 5):
+        proposer.forget(a_request((1,), (10 * number, 5, 6), number=number))
+    assert proposer.propose(a_request((1,), (10, 5), number=9), 4) == NO_PROPOSAL
+    assert proposer.propose(a_request((1,), (40, 5), number=10), 4).tokens == (6,)
+
+
+@pytest.mark.parametrize(
+    ("output", "tokens"),
+    [
+        ((), (1, 2, 3)),
+        ((1, 2), (3, 4, 5)),
+        ((1, 2, 50), (3, 4, 5)),  # inserted
+        ((1, 2, 4, 5), (6, 7, 8)),  # removed
+        ((1, 2, 50, 4, 5), (6, 7, 8)),  # replaced
+        (tuple(range(1, 10)), ()),
+    ],
+)
+def test_a_prediction_is_followed_through_edits(
+    output: tuple[int, ...], tokens: tuple[int, ...]
+) -> None:
+    proposer = PredictionProposer()
+    request = a_request((99,), (), prediction=tuple(range(1, 10)))
+    for length in range(len(output) + 1):
+        request.output[:] = output[:length]
+        found = proposer.propose(request, 3)
+    assert found.tokens == tokens
+
+
+def test_rates_follow_what_was_right() -> None:
+    everyone = AcceptanceRates()
+    rates = AcceptanceRates(everyone)
+    assert rates.cumulative(3, 2) == [UNKNOWN, UNKNOWN**2]
+    for _ in range(50):
+        rates.compare(Proposal((1, 2), 3), [1, 9])
+    assert rates.rate(bucket_of(3)) > 0.95
+    assert rates.rate(bucket_of(4)) < 0.05
+    assert everyone.rate(bucket_of(3)) > 0.9
+
+
+def decodes(*requests: Request) -> list[tuple[Request, StepEntry]]:
+    spec = SampleSpec(SamplingParams())
+    return [
+        (r, StepEntry(r.request_id, r.num_tokens - 1, (r.output[-1],), b"", spec)) for r in requests
+    ]
+
+
+def test_requests_without_drafts_are_asked_in_rotation_within_the_credit() -> None:
+    proposer = Always()
+    drafter = Drafter([proposer], 4, LiveCost(DEAR_ROWS))
+    many = decodes(*[a_request((1,), (7,), number=number) for number in range(100)])
+    for _ in range(2):
+        assert drafter.choose(many, 500) == {}
+    assert len(proposer.asked) == MAX_CREDIT
+    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.01, 0.0)
+    drafter.choose(many, 500)
+    assert len(proposer.asked) == MAX_CREDIT + 5
+    assert len(set(proposer.asked)) > 1
+
+
+class Always:
+    """Proposes 7 for ever."""
+
+    name = "always"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def propose(self, request: Request, count: int) -> Proposal:
+        self.asked.append(request.request_id)
+        return Proposal((7,) * count, 5)
+
+    def forget(self, request: Request) -> None:
+        """Keeps nothing."""
+
+
+def a_drafter(model: CostModel) -> Drafter:
+    proposer: Proposer = Always()
+    return Drafter([proposer], 4, LiveCost(model))
+
+
+def test_drafts_are_chosen_as_long_as_they_raise_the_expected_tokens_per_second() -> None:
+    cheap = a_drafter(CHEAP_ROWS).choose(decodes(a_request((1,), (7,))), 100)
+    assert cheap == {0: (7, 7, 7, 7)}
+    assert a_drafter(DEAR_ROWS).choose(decodes(a_request((1,), (7,))), 100) == {}
+
+
+def test_drafts_use_only_the_tokens_that_are_left() -> None:
+    found = a_drafter(CHEAP_ROWS).choose(
+        decodes(a_request((1,), (7,)), a_request((1,), (7,), number=1)), 3
+    )
+    assert sum(map(len, found.values())) == 3
+
+
+def test_wrong_guesses_end_the_drafts_and_right_ones_bring_them_back() -> None:
+    model = CostModel.linear(per_step=1.0, per_token=0.1, per_slot=0.0)
+    drafter, request = a_drafter(model), a_request((1,), (7,))
+    iteration = Iteration(Step(StepId(0), ()), ())
+    for _ in range(45):
+        found = drafter.choose(decodes(request), 100)
+        drafter.committed(iteration, 1.0, 0.0)
+        request.output.append(3)
+    assert found == {}
+    for _ in range(45):
+        found = drafter.choose(decodes(request), 100)
+        drafter.committed(iteration, 1.0, 0.0)
+        request.output.append(7)
+    assert found == {0: (7, 7, 7, 7)}
+
+
+def test_no_draft_is_behind_the_last_token_or_an_end_token_or_the_least_length() -> None:
+    sampling = SamplingParams()
+    last = Request(RequestId(0), RequestSpec((1,), 3, sampling), 0.0, output=[7])
+    ends = Request(RequestId(1), RequestSpec((1,), 9, sampling, frozenset({7})), 0.0, output=[7])
+    least = Request(
+        RequestId(2), RequestSpec((1,), 9, sampling, frozenset({3}), min_tokens=4), 0.0, output=[7]
+    )
+    found = a_drafter(CHEAP_ROWS).choose(decodes(last, ends, least), 100)
+    assert found == {0: (7,), 2: (7, 7)}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "eagle"}, "method is 'eagle'; supported: ngram, suffix, prediction"),
+        ({"method": "ngram", "model": "m"}, "'model' is no key of ngram"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "prompt_lookup_min is larger",
+        ),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "min_token_prob is 2"),
+    ],
+)
+def test_a_wrong_config_is_named(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculationSettings.parse(config)
+
+
+def test_the_config_has_vllms_keys() -> None:
+    parsed = SpeculationSettings.parse(
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    )
+    assert (parsed.num_drafts, parsed.lookup_min, parsed.lookup_max) == (5, 2, 4)
