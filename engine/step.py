@@ -301,7 +301,8 @@ class WorkerSettings:
     threads wait between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
     worker reports the times of each step. With `lookahead`, a step may use tokens that only the
     workers know (`LAST_TOKEN`). With `cuda_graphs`, steps of decodes only are captured on a GPU.
-    Weights quantized at load time are cached in `cache_dir`; "" disables the cache.
+    Packed weights are cached in the directory `packed_cache`, of which all files together have at
+    most `packed_cache_bytes`; "" disables the cache.
     """
 
     model: str
@@ -324,7 +325,8 @@ class WorkerSettings:
     lookahead: int = 0
     cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
-    cache_dir: str = ""
+    packed_cache: str = ""
+    packed_cache_bytes: int = 32 << 30
     placement: Placement = Placement()
 
 

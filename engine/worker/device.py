@@ -37,6 +37,7 @@ from engine.worker.ports import (
 )
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
+from engine.worker.weights.packed_cache import PackedCache
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Device(Protocol):
 
     @property
     def linear_format(self) -> LinearFormat | None:
-        """What all linear weights are converted to on the host as they are loaded.
+        """What `source` converts all linear weights to on the host.
 
         None: they reach the operators as they are stored.
         """
@@ -122,8 +123,13 @@ class Device(Protocol):
         """Samples tokens from logits on this device."""
         ...
 
-    def source(self, weights: WeightSource) -> WeightSource:
-        """The same weights, in the memory that the device computes from."""
+    def source(
+        self, weights: WeightSource, cache: PackedCache, num_bytes: int
+    ) -> AbstractContextManager[WeightSource]:
+        """The weights from which a model is built inside the `with` block.
+
+        A device that packs weights takes them from the cache, or adds about `num_bytes` to it.
+        """
         ...
 
     def backend(

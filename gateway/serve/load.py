@@ -194,6 +194,16 @@ def _by_name(target: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
 
 
+def _packed_cache(settings: Settings) -> str:
+    """The directory of packed weights; "" if they are not cached."""
+    if settings.packed_cache == "off":
+        return ""
+    if settings.packed_cache:
+        return str(Path(settings.packed_cache).expanduser().absolute())
+    folder = settings.cache_dir or user_cache_path("podway", appauthor=False)
+    return str(folder.absolute() / "packed")
+
+
 def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     return WorkerSettings(
         model=str(directory),
@@ -213,7 +223,8 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         threads=settings.threads,
         thread_wait=settings.thread_wait,
         lookahead=max_lookahead(settings),
-        cache_dir=str(settings.cache_dir or user_cache_path("podway", appauthor=False)),
+        packed_cache=_packed_cache(settings),
+        packed_cache_bytes=int(settings.packed_cache_size),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
     )

@@ -127,6 +127,20 @@ class EngineSettings(BaseSettings):
         "NAME",
     )
 
+    packed_cache: str = _option(
+        "",
+        "memory",
+        "directory for weights that are packed for this CPU, which later starts map and workers "
+        "share; default: packed in --cache-dir; off: pack at every start",
+        "DIR",
+    )
+    packed_cache_size: ByteSize = _option(
+        ByteSize(32 << 30),
+        "memory",
+        "maximum size of all files in --packed-cache, each as large as the weights of one model; "
+        "the least recently used are removed",
+        "SIZE",
+    )
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = _option(
         "auto",
         "memory",
@@ -244,8 +258,7 @@ class EngineSettings(BaseSettings):
     cache_dir: Path | None = _option(
         None,
         "scheduling",
-        "directory for saved cost models and quantized weights; default: the user's cache "
-        "directory",
+        "directory for saved cost models; default: the user's cache directory",
         "DIR",
     )
     max_queue_requests: int = _option(

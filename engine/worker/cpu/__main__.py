@@ -4,8 +4,9 @@ import sys
 
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.linears import linears_of
+from engine.worker.cpu.linears import FORMATS, linears_of
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
@@ -23,5 +24,6 @@ if __name__ == "__main__":
         paged_kernels.merge_partials,
         *rope_and_cache_write.BY_DTYPE,
     )
-    operators = NativeOperators(NativeThreadPool(1), linears_of("int8"))
+    formats = {name: linears_of(name)[name] for name in FORMATS}
+    operators = NativeOperators(NativeThreadPool(1), PackedStore(formats))
     compile_all((*operators.kernels, *attention), show_progress)

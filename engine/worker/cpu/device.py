@@ -1,8 +1,8 @@
 """The CPU as a `Device`: a thread pool, compiled kernels, one memory for both tiers of KV."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import linears_of
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
 from engine.worker.model.data_plane import HostTransport
@@ -39,6 +40,7 @@ from engine.worker.ports import (
 )
 from engine.worker.sampling.sampler import HostSampler
 from engine.worker.weights.formats import FORMATS
+from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import check_memory
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -75,8 +77,10 @@ class CpuDevice:
         preferred = self._preferred(settings, preferred or PreferredFormat())
         name = preferred.format or "float32"
         self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
-        self._linears = linears_of(name, settings.activation_bits)
-        self.weights = self._linears[name].description
+        linears = linears_of(name, settings.activation_bits)
+        self.weights = linears[name].description
+        self._layout = layout_of(linears)
+        self._store = PackedStore(linears)
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
@@ -142,7 +146,7 @@ class CpuDevice:
         return TorchOperators() if self._is_plain else self._native_operators()
 
     def _native_operators(self) -> NativeOperators:
-        return NativeOperators(self._pool, self._linears)
+        return NativeOperators(self._pool, self._store)
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         if isinstance(operators, NativeOperators):
@@ -155,8 +159,16 @@ class CpuDevice:
     def check_weights(self, num_bytes: int) -> None:
         check_memory(num_bytes)
 
-    def source(self, weights: WeightSource) -> WeightSource:
-        return weights
+    @contextmanager
+    def source(
+        self, weights: WeightSource, cache: PackedCache, num_bytes: int
+    ) -> Iterator[WeightSource]:
+        if self._is_plain:
+            yield weights
+            return
+        with cache.open(self._layout, num_bytes) as file:
+            self._store.open(file)
+            yield DeferredWeights(weights, self.linear_format)
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
@@ -172,7 +184,7 @@ class CpuDevice:
 
         The workers of a machine share the default equally.
         """
-        available = available_bytes()
+        available = max(0, available_bytes() - self._store.file_bytes)
         usual = min(DEFAULT_MAX_BYTES, available // DEFAULT_MEMORY_SHARE)
         usual //= self._settings.placement.num_local_workers
         return KVCapacity(available, usual, available, is_shared=True)

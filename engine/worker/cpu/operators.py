@@ -5,7 +5,7 @@ costs a few microseconds of Python.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import elementwise, sampling
-from engine.worker.cpu.linears.floats import FLOAT32
-from engine.worker.cpu.linears.packed import CpuLinears, PackedLinear
-from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.linears.packed import PackedLinear
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Argmax, Linear, StageModel, ThreadPool, Weight, common_format
+from engine.worker.ports import Argmax, Linear, LinearWeight, StageModel, ThreadPool
 
 ACTIVATIONS = {
     "silu": elementwise.SILU,
@@ -87,14 +86,11 @@ class NativeActivation:
 class NativeOperators:
     """`Operators` over native kernels. Activations without a kernel are torch's."""
 
-    def __init__(
-        self, pool: NativeThreadPool, linears: Mapping[str, CpuLinears] | None = None
-    ) -> None:
-        """`linears` by the format of the weights; weights of any other format become float32."""
+    def __init__(self, pool: NativeThreadPool, store: PackedStore | None = None) -> None:
+        """Without a `store` all linears are float32."""
         self._pool = pool
-        self._linears = linears or {}
+        self._store = store or PackedStore({})
         self.is_native = True  # until an activation is requested that torch computes
-        self._pages = WeightPages()
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
@@ -103,8 +99,7 @@ class NativeOperators:
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
         """Every kernel that these operators may run."""
-        of_linears = [kernel for linears in self._linears.values() for kernel in linears.kernels]
-        return *elementwise.KERNELS, *FLOAT32.kernels, *of_linears, *sampling.KERNELS
+        return *elementwise.KERNELS, *self._store.kernels, *sampling.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""
@@ -112,9 +107,9 @@ class NativeOperators:
             return RecordedDecoder(model, self._pool)
         return model
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        linears = self._linears.get(common_format(weights) or "", FLOAT32)
-        return PackedLinear(self._pool, linears, linears.pack(weights, self._pages), bias)
+    def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
+        linears, packed = self._store.packed(weights)
+        return PackedLinear(self._pool, linears, packed, bias)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -6,7 +6,7 @@ seconds per GiB.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -16,10 +16,22 @@ SLAB_BYTES = 64 << 20
 ALIGNMENT = 64
 
 
-class WeightPages:
-    """Allocates tensors from large anonymous mappings; a mapping lives as long as its tensors."""
+def anonymous(num_bytes: int) -> mmap.mmap:
+    """A new mapping of so many bytes."""
+    return mmap.mmap(-1, num_bytes)
 
-    def __init__(self) -> None:
+
+class WeightPages:
+    """Allocates tensors from large mappings; a mapping lives as long as its tensors."""
+
+    def __init__(
+        self,
+        new_mapping: Callable[[int], mmap.mmap] = anonymous,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        """`new_mapping` maps so many bytes, at least `slab_bytes` each time."""
+        self._new_mapping = new_mapping
+        self._slab_bytes = slab_bytes
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -27,7 +39,7 @@ class WeightPages:
         """An uninitialized tensor, aligned to a cache line."""
         num_bytes = dtype.itemsize * prod(shape)
         if self._used + num_bytes > len(self._slab):
-            mapping = mmap.mmap(-1, max(SLAB_BYTES, num_bytes))
+            mapping = self._new_mapping(max(self._slab_bytes, num_bytes))
             self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
             self._used = 0
         taken = self._slab[self._used : self._used + num_bytes]

@@ -38,6 +38,7 @@ from engine.worker.ports import (
     WeightSource,
     name_of,
 )
+from engine.worker.weights.packed_cache import PackedCache
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,11 @@ class CudaDevice:
         """A sampler that works on logits on the GPU."""
         return DeviceSampler(vocab_size, self._gpu.put)
 
-    def source(self, weights: WeightSource) -> WeightSource:
+    def source(
+        self, weights: WeightSource, cache: PackedCache, num_bytes: int
+    ) -> AbstractContextManager[WeightSource]:
         """A weight source that copies each tensor to the GPU through pinned memory."""
-        return OnDevice(weights, self._gpu)
+        return nullcontext(OnDevice(weights, self._gpu))
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors

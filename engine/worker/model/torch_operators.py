@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import SamplingParams
-from engine.worker.ports import Argmax, Linear, Norm, Weight, dequantize
+from engine.worker.ports import Argmax, Linear, LinearWeight, Norm, dequantize
 from engine.worker.sampling.filters import pick, probabilities
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,7 +65,7 @@ class LayerNorm:
 class TorchOperators:
     """The `Operators` of any device, in plain torch."""
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]
         return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 

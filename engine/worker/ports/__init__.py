@@ -20,7 +20,9 @@ from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
 from engine.worker.ports.shapes import ModelShape, StepLimits
 from engine.worker.ports.shard import AllReduce, RankPart, Shard
 from engine.worker.ports.weights import (
+    DeferredWeight,
     LinearFormat,
+    LinearWeight,
     PreferredFormat,
     QuantizedWeight,
     TensorSlice,
@@ -28,6 +30,7 @@ from engine.worker.ports.weights import (
     WeightSource,
     common_format,
     dequantize,
+    loaded,
     name_of,
 )
 
@@ -39,6 +42,7 @@ __all__ = [
     "BlockMover",
     "CapturableAttention",
     "ChoosesShapes",
+    "DeferredWeight",
     "Int32s",
     "Int64s",
     "KVCapacity",
@@ -46,6 +50,7 @@ __all__ = [
     "KernelRecorder",
     "Linear",
     "LinearFormat",
+    "LinearWeight",
     "MakesAttention",
     "ModelFamily",
     "ModelShape",
@@ -68,5 +73,6 @@ __all__ = [
     "as_bytes",
     "common_format",
     "dequantize",
+    "loaded",
     "name_of",
 ]

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.step import SamplingParams
-from engine.worker.ports.weights import Weight
+from engine.worker.ports.weights import LinearWeight
 
 
 class Linear(Protocol):
@@ -42,7 +42,7 @@ class Argmax(NamedTuple):
 class Operators(Protocol):
     """Makes layers in the form that one kind of device runs fast."""
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+    def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         """One linear from weights `[out, in]` stacked along out, and a bias for all outputs.
 
         Linears that read the same input are fused into one. The weights may be views of a mapped

@@ -47,8 +47,34 @@ class QuantizedWeight(Protocol):
 Weight: TypeAlias = Tensor | QuantizedWeight  # of a linear, [out, in]
 
 
-def dequantize(weight: Weight) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class DeferredWeight:
+    """A weight that is read only if the device does not have it packed.
+
+    `skip` is called with its name if it is not read.
+    """
+
+    part: "TensorSlice"
+    read: Callable[["TensorSlice"], Weight]
+    skip: Callable[[str], None]
+
+    @property
+    def key(self) -> str:
+        """Identifies the weight within its checkpoint."""
+        return self.part.name + "".join(f"[{run.start}:{run.stop}]" for run in self.part.ranges)
+
+
+LinearWeight: TypeAlias = Weight | DeferredWeight
+
+
+def loaded(weight: LinearWeight) -> Weight:
+    """The weight, which is read now if it was deferred."""
+    return weight.read(weight.part) if isinstance(weight, DeferredWeight) else weight
+
+
+def dequantize(weight: LinearWeight) -> Tensor:
     """The weight as a float tensor."""
+    weight = loaded(weight)
     return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
@@ -158,13 +184,13 @@ class WeightSource(Protocol):
         """The slice in the worker's dtype. Raises `StartupError` if missing or misshapen."""
         ...
 
-    def weight(self, part: TensorSlice) -> Weight:
-        """The slice of a linear's weight `[out, in]`, which may be quantized.
+    def weight(self, part: TensorSlice) -> LinearWeight:
+        """The slice of a linear's weight `[out, in]`, which may be quantized, or read later.
 
         Raises `StartupError` if missing or misshapen.
         """
         ...
 
     def skip(self, name: str) -> None:
-        """Count a tensor as loaded that came from elsewhere, such as a cache."""
+        """Count a tensor as loaded that came from elsewhere, such as the packed cache."""
         ...

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -27,14 +26,11 @@ from engine.worker.ports import (
     ModelShape,
     Shard,
     StepLimits,
-    WeightSource,
 )
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint, load_from_table
-from engine.worker.weights.random import RandomWeights
-from engine.worker.weights.source import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +124,6 @@ def _choose_attention(
     raise StartupError(f"attention {last!r} cannot be used: {reason}")
 
 
-def _converted(
-    checkpoint: Checkpoint,
-    weights: Weights | RandomWeights,
-    device: Device,
-    shard: Shard,
-    cache_dir: str,
-) -> AbstractContextManager[WeightSource]:
-    """The weights in the device's linear format, or as they are stored."""
-    if device.linear_format is None:
-        return nullcontext(weights)
-    return checkpoint.converted(weights, device.linear_format, shard, cache_dir)
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts of a worker. `plane` is None if it is the only worker of the model."""
@@ -184,9 +167,11 @@ def build_worker(
     operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
-    device.check_weights(_weight_bytes(checkpoint, device, num_parameters) // placement.num_workers)
-    with _converted(checkpoint, weights, device, shard, settings.cache_dir) as source:
-        model = checkpoint.family.build(device.source(source), shard, operators)
+    own_bytes = _weight_bytes(checkpoint, device, num_parameters) // placement.num_workers
+    device.check_weights(own_bytes)
+    packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
+    with device.source(weights, packed, own_bytes) as source:
+        model = checkpoint.family.build(source, shard, operators)
     model = device.recorded(model, operators, shard.num_ranks)
     weights.drop_pages()
 

@@ -4,8 +4,8 @@ Families and attention backends are adapters: they are found by name, in tables 
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,13 +17,11 @@ from engine.errors import StartupError
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
 from engine.worker.ports import (
-    LinearFormat,
+    LinearWeight,
     ModelFamily,
     PreferredFormat,
     ReadsFamily,
     Shard,
-    Weight,
-    WeightSource,
     dequantize,
 )
 from engine.worker.weights.checkpoint_files import (
@@ -31,7 +29,7 @@ from engine.worker.weights.checkpoint_files import (
     QuantizedFiles,
     SafetensorsFiles,
 )
-from engine.worker.weights.quantized_cache import cache_file, converted, source_facts
+from engine.worker.weights.packed_cache import PackedCache, source_digest
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
 
@@ -53,7 +51,7 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
 class _NoOperators(TorchOperators):
     """Builds a model from tensors without contents, and so allocates nothing large."""
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> TorchLinear:
+    def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> TorchLinear:
         return TorchLinear(dequantize(weights[0]), bias)
 
 
@@ -131,15 +129,13 @@ class Checkpoint:
         weights.expect(len(own.requested))
         return whole.num_parameters
 
-    def converted(
-        self, weights: WeightSource, to: LinearFormat, shard: Shard, cache_dir: str
-    ) -> AbstractContextManager[WeightSource]:
-        """The weights with all matrices in one format, cached in `cache_dir` for the next start."""
-        files = () if self.files is None else self.files.files
-        num_tensors = 0 if self.files is None else len(self.files.names)
+    def packed_cache(self, shard: Shard, folder: str, max_bytes: int) -> PackedCache:
+        """The cache of a shard's packed weights; of random weights nothing is cached."""
+        if self.files is None:
+            return PackedCache()
         share = (shard.span.start, shard.span.stop, shard.rank, shard.num_ranks)
-        path = cache_file(files, share, to.name, cache_dir)
-        return converted(weights, to, num_tensors, path, source_facts(files))
+        reader = source_digest(Path(inspect.getfile(type(self.files))).parent)
+        return PackedCache(folder, max_bytes, tuple(self.files.files), share, reader)
 
     def open_grammars(self) -> GrammarCompiler:
         """The grammar compiler over its vocabulary; reading a large vocabulary takes seconds."""

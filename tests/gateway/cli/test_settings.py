@@ -102,6 +102,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "kv_events_config": '{"enable_kv_cache_events": true}',
         "otlp_endpoint": "http://127.0.0.1:4318",
         "cache_dir": "cache",
+        "packed_cache": "off",
+        "packed_cache_size": "1GiB",
         "trace": "trace.json",
         "launcher": "ray",
         "ray_address": "10.0.0.1:6379",

@@ -10,7 +10,7 @@ from engine.worker.cuda.model.gemm import Gemm8Bit
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import MakesLinear, float_linear, fp8_linear, int8_linear
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Linear, Norm, Weight, common_format
+from engine.worker.ports import Linear, LinearWeight, Norm, common_format, loaded
 
 STORED = "stored"
 LINEARS: dict[str, MakesLinear] = {"int8": int8_linear, "fp8": fp8_linear}
@@ -73,10 +73,11 @@ class CudaOperators(TorchOperators):
         self._kernels = kernels
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
-    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
-        name = common_format(weights) if self._weights == STORED else self._weights
+    def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
+        parts = [loaded(weight) for weight in weights]
+        name = common_format(parts) if self._weights == STORED else self._weights
         make = LINEARS.get(name or "", float_linear)
-        return make(weights, bias, self._dtype, self._gemm)
+        return make(parts, bias, self._dtype, self._gemm)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

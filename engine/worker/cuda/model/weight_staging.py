@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from engine.worker.cuda.gpu import Gpu
-from engine.worker.ports import TensorSlice, Weight, WeightSource
+from engine.worker.ports import TensorSlice, Weight, WeightSource, loaded
 
 PIECE_BYTES = 32 << 20
 
@@ -37,7 +37,7 @@ class OnDevice:
 
     def weight(self, part: TensorSlice) -> Weight:
         """As `WeightSource`; a tied output head reuses the embedding that is already on the GPU."""
-        weight = self._weights.weight(part)
+        weight = loaded(self._weights.weight(part))
         if not isinstance(weight, Tensor):
             return weight.map(self._copy)
         if part.is_transposed:

@@ -2,9 +2,10 @@
 
 from engine.worker.cpu.linears.int8 import FASTEST, Int8Linears
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
 def int8_operators(pool: NativeThreadPool, linears: Int8Linears = FASTEST) -> NativeOperators:
     """All linears in int8, unless some of their weights are floats and some are not."""
-    return NativeOperators(pool, {"float32": linears, "int8": linears})
+    return NativeOperators(pool, PackedStore({"float32": linears, "int8": linears}))

@@ -12,6 +12,7 @@ from engine.worker.cpu import device as cpu
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import PreferredFormat
 from tests.checkpoints import make_checkpoint, make_model
@@ -23,7 +24,7 @@ TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 
 @pytest.fixture(scope="module")
 def operators() -> NativeOperators:
-    return NativeOperators(NativeThreadPool(2), {"bfloat16": BFLOAT16})
+    return NativeOperators(NativeThreadPool(2), PackedStore({"bfloat16": BFLOAT16}))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ from engine.worker.cpu.kernels.int8_linear import MAX_8_BITS, MAX_14_BITS
 from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
 from engine.worker.cpu.linears.int4 import WITH_8_BITS, WITH_14_BITS, Int4Linears
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import dequantize
 from engine.worker.weights.formats.int4 import GROUP, INT4, quantize
@@ -32,7 +33,7 @@ def linears(request: pytest.FixtureRequest) -> Int4Linears:
 
 @pytest.fixture(scope="module")
 def operators(linears: Int4Linears) -> NativeOperators:
-    return NativeOperators(NativeThreadPool(2), {"float32": linears, "int4": linears})
+    return NativeOperators(NativeThreadPool(2), PackedStore({"float32": linears, "int4": linears}))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

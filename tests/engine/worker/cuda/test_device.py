@@ -27,6 +27,7 @@ from engine.worker.model.stage import Stage
 from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, Shard, TensorSlice
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.packed_cache import PackedCache
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
@@ -220,7 +221,8 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
     shape = checkpoint.family.shape
     weights = checkpoint.open_weights(device.dtype, nothing)
     operators = device.operators()
-    model = checkpoint.family.build(device.source(weights), Shard.whole(shape), operators)
+    with device.source(weights, PackedCache(), 0) as source:
+        model = checkpoint.family.build(source, Shard.whole(shape), operators)
     spec = AttentionSpec(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, None, torch.bfloat16
     )

@@ -1,0 +1,127 @@
+"""Packed weights cached on disk: a start packs them into a file, and later starts map that file.
+
+A start that finds no usable file packs straight into the pages of a new one, so weights are in
+memory once, in the page cache, and all workers of a machine that map a file share these pages.
+
+A file belongs to one share of one checkpoint in one layout. Its header says from which files it was
+made: their sizes, times and inodes, of which the system changes at least one whenever a file is
+written or replaced. A file that is incomplete or made from something else is replaced. Where none
+can be written the weights are packed at every start; both log one line.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.worker.model.kv_tensors import size_text
+from engine.worker.weights.packed_file import (
+    MappedFile,
+    NewFile,
+    PackedFile,
+    remove_abandoned,
+    warn_not_cached,
+)
+
+VERSION = 1  # of the file format
+SUFFIX = ".packed"
+FREE_BYTES = 1 << 30  # that stay free on the disk
+_NAME_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCache:
+    """The cache of one worker's share of a checkpoint; "" as the folder caches nothing.
+
+    `files` are the checkpoint's; `share` is any numbers that identify the worker's part of it;
+    `reader` identifies the code that reads the files. All files in the folder have at most
+    `max_bytes` together: the least recently used are removed.
+    """
+
+    folder: str = ""
+    max_bytes: int = 0
+    files: Sequence[Path] = ()
+    share: Sequence[int] = ()
+    reader: str = ""
+
+    @contextmanager
+    def open(self, layout: str, expected_bytes: int) -> Iterator[PackedFile]:
+        """The file for this layout, about `expected_bytes` long if it has to be written.
+
+        A new file is kept if the block ends without an error.
+        """
+        if not self.folder or not self.files:
+            yield PackedFile()
+            return
+        path, facts = self._path(layout), self._facts(layout)
+        if (found := MappedFile.open(path, facts)) is not None:
+            yield found
+            return
+        new = self._create(path, facts, expected_bytes)
+        if new is None:
+            yield PackedFile()
+            return
+        try:
+            yield new
+            new.finish(path)
+        finally:
+            new.discard()  # unless finished
+
+    def _path(self, layout: str) -> Path:
+        identity = json.dumps([str(self.files[0].resolve()), *self.share, layout])
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        return Path(self.folder) / f"{digest[:_NAME_DIGITS]}{SUFFIX}"
+
+    def _facts(self, layout: str) -> list[object]:
+        """What identifies the contents, without reading the checkpoint's files."""
+        stats = [(path.name, path.stat()) for path in self.files]
+        seen = [
+            [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for name, stat in stats
+        ]
+        return [VERSION, layout, self.reader, seen]
+
+    def _create(self, path: Path, facts: object, expected_bytes: int) -> NewFile | None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_room(path, expected_bytes)
+            return NewFile(path.parent, facts)
+        except OSError as error:
+            warn_not_cached(error)
+            return None
+
+    def _make_room(self, path: Path, num_bytes: int) -> None:
+        """Remove the least recently used files until `num_bytes` more fit, and what crashed writers
+        left. Raises `OSError` if they cannot fit."""
+        if num_bytes > self.max_bytes:
+            limit = f"--packed-cache-size {size_text(self.max_bytes)}"
+            raise OSError(f"they need {size_text(num_bytes)}, more than {limit}")
+        remove_abandoned(path.parent)
+        others = sorted(
+            ((one.stat(), one) for one in path.parent.glob(f"*{SUFFIX}") if one != path),
+            key=lambda pair: pair[0].st_mtime,
+        )
+        used = sum(stat.st_size for stat, _ in others)
+        for stat, one in others:
+            if used + num_bytes <= self.max_bytes:
+                break
+            one.unlink(missing_ok=True)
+            used -= stat.st_size
+        free = shutil.disk_usage(path.parent).free
+        if free - num_bytes < FREE_BYTES:
+            raise OSError(
+                f"they need {size_text(num_bytes)}, and {size_text(free)} are free on the disk, of "
+                f"which {size_text(FREE_BYTES)} are left free"
+            )
+
+
+def source_digest(*folders: Path) -> str:
+    """Of all Python sources in these folders, which decide how weights are packed."""
+    hashed = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:12]

@@ -1,0 +1,247 @@
+"""The file format of packed weights, read by mapping it and written in place.
+
+    | tensors, each at the start of a page | header: JSON | footer: 64 bytes |
+
+A new file has a temporary name until its data has reached the disk; a thread waits for that while
+the worker serves, and then renames it. So any number of workers may write the same file at once,
+and one that has its name is complete.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NEW_SUFFIX = ".new"
+MAGIC = b"podwaypk"
+FOOTER = struct.Struct("<8sQQQ32s")  # magic; header at, header bytes, file bytes; SHA-256
+SYNC_THREAD = "podway-packed-cache"
+SLAB_BYTES = 64 << 20  # of anonymous memory
+PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class PackedEntry(NamedTuple):
+    """The packed weights of one linear: the format they are in, tensors, and sizes."""
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+
+
+class PackedFile:
+    """A cache file that is open: read, or written, or neither.
+
+    This class is neither: it finds nothing, keeps nothing, and its memory is anonymous.
+    """
+
+    num_bytes = 0  # of the file, whose pages the system counts as available memory
+    slab_bytes = SLAB_BYTES  # at least so many are requested from `grow`; 0: a tensor's own
+
+    def find(self, key: str) -> PackedEntry | None:
+        """The entry of this key in a file of an earlier start."""
+        return None
+
+    def grow(self, num_bytes: int) -> mmap.mmap:
+        """Memory to pack into."""
+        return mmap.mmap(-1, num_bytes)
+
+    def add(self, key: str, entry: PackedEntry) -> None:
+        """Keep an entry for the next start. Its large tensors lie in memory from `grow`."""
+
+
+class MappedFile(PackedFile):
+    """A complete file of an earlier start, mapped so that it cannot be written to."""
+
+    def __init__(self, mapping: mmap.mmap, entries: Mapping[str, "_EntryHeader"]) -> None:
+        self._mapping = mapping
+        self._entries = entries
+        self.num_bytes = len(mapping)
+
+    @classmethod
+    def open(cls, path: Path, facts: object) -> "MappedFile | None":
+        """None if there is no file, or, with a line in the log, no usable one."""
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                entries = _read_entries(file.fileno(), size, facts)
+                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+                prot = mmap.PROT_READ | mmap.PROT_WRITE  # torch cannot use read-only buffers
+                mapping = mmap.mmap(file.fileno(), size, flags=PRIVATE, prot=prot)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "the packed weights in %s cannot be used, so they are packed again: %s", path, error
+            )
+            return None
+        protect(mapping)
+        with suppress(OSError):
+            os.utime(path)  # the least recently used file is removed first
+        return cls(mapping, entries)
+
+    def find(self, key: str) -> PackedEntry | None:
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        tensors = {name: self._tensor(*place) for name, place in found.tensors.items()}
+        return PackedEntry(found.format, tensors, found.sizes)
+
+    def _tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        count = prod(shape)
+        return torch.frombuffer(self._mapping, dtype=kind, count=count, offset=offset).view(shape)
+
+
+class _EntryHeader(NamedTuple):
+    """A `PackedEntry` in a header: dtype, shape and offset of each tensor."""
+
+    format: str
+    tensors: Mapping[str, tuple[str, list[int], int]]
+    sizes: Mapping[str, int]
+
+
+class NewFile(PackedFile):
+    """A file under a temporary name, which grows with the weights that are packed into it."""
+
+    slab_bytes = 0
+
+    def __init__(self, folder: Path, facts: object) -> None:
+        self._file, self._temporary = tempfile.mkstemp(dir=folder, suffix=NEW_SUFFIX)
+        fcntl.flock(self._file, fcntl.LOCK_SH)  # while it has a writer
+        self._facts = facts
+        self._entries: dict[str, _EntryHeader] = {}
+        self._mappings: dict[int, tuple[int, mmap.mmap]] = {}  # by address: offset in the file
+        self.num_bytes = 0
+        self._is_abandoned = False
+
+    def grow(self, num_bytes: int) -> mmap.mmap:
+        if self._is_abandoned:
+            return super().grow(num_bytes)
+        start, size = self.num_bytes, -(-num_bytes // PAGE) * PAGE
+        try:
+            os.posix_fallocate(self._file, start, size)  # a full disk is an error here, not later
+            mapping = mmap.mmap(self._file, size, offset=start)
+        except OSError as error:
+            self._abandon(error)
+            return super().grow(num_bytes)
+        self.num_bytes += size
+        self._mappings[address_of(mapping)] = (start, mapping)
+        return mapping
+
+    def add(self, key: str, entry: PackedEntry) -> None:
+        places = {name: self._place(tensor) for name, tensor in entry.tensors.items()}
+        self._entries[key] = _EntryHeader(entry.format, places, entry.sizes)
+
+    def _place(self, tensor: Tensor) -> tuple[str, list[int], int]:
+        """Where the tensor is in the file; one that lies elsewhere is copied into it."""
+        found = self._mappings.get(tensor.data_ptr())
+        if found is None and not self._is_abandoned:
+            copy = torch.frombuffer(self.grow(max(1, tensor.nbytes)), dtype=torch.uint8)
+            copy[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten()
+            found = self._mappings.get(copy.data_ptr())
+        start = 0 if found is None else found[0]  # 0 is never read: the file is abandoned
+        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start
+
+    def finish(self, path: Path) -> None:
+        """Write the header. A thread makes the file visible once its data is on the disk."""
+        if self._is_abandoned:
+            return
+        for _, mapping in self._mappings.values():
+            protect(mapping)
+        content = {"facts": self._facts, "entries": self._entries}
+        header = json.dumps(content).encode()
+        start, size = self.num_bytes, len(header)
+        digest = hashlib.sha256(header).digest()
+        footer = FOOTER.pack(MAGIC, start, size, start + size + FOOTER.size, digest)
+        try:
+            os.pwrite(self._file, header + footer, start)
+        except OSError as error:
+            self._abandon(error)
+            return
+        arguments = self._file, self._temporary, path
+        self._file, self._temporary = -1, ""
+        threading.Thread(target=_publish, args=arguments, name=SYNC_THREAD, daemon=True).start()
+
+    def _abandon(self, error: OSError) -> None:
+        """Keep what is packed in memory, and nothing for the next start."""
+        warn_not_cached(error)
+        self._is_abandoned = True
+
+    def discard(self) -> None:
+        """Remove the file unless it is finished; its pages live as long as its tensors."""
+        if self._temporary:
+            os.close(self._file)
+            with suppress(OSError):
+                os.unlink(self._temporary)
+            self._file, self._temporary = -1, ""
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary files whose writers have died."""
+    for path in folder.glob(f"*{NEW_SUFFIX}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
+            path.unlink()
+
+
+def _publish(file: int, temporary: str, path: Path) -> None:
+    """Wait until the file's data is on the disk, then give it its name."""
+    try:
+        os.fsync(file)
+        os.replace(temporary, path)
+    except OSError as error:
+        warn_not_cached(error)
+        with suppress(OSError):
+            os.unlink(temporary)
+    finally:
+        os.close(file)
+
+
+def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader]:
+    """The entries of a complete file with these facts; raises `ValueError` or `OSError`."""
+    footer = os.pread(file, FOOTER.size, max(0, size - FOOTER.size))
+    if len(footer) < FOOTER.size:
+        raise ValueError("it is too short")
+    magic, start, length, whole, digest = FOOTER.unpack(footer)
+    if magic != MAGIC or whole != size:
+        raise ValueError("it is incomplete")
+    header = os.pread(file, length, start)
+    if hashlib.sha256(header).digest() != digest:
+        raise ValueError("its header is damaged")
+    found = json.loads(header)
+    if found["facts"] != facts:
+        raise ValueError("it was made from other files, or by another version")
+    return {key: _EntryHeader(*entry) for key, entry in found["entries"].items()}
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Where a writable mapping begins."""
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+
+
+def protect(mapping: mmap.mmap) -> None:
+    """Make a mapping read-only: a stray write ends the process and does not change the weights."""
+    start, size = ctypes.c_void_p(address_of(mapping)), ctypes.c_size_t(len(mapping))
+    ctypes.CDLL(None).mprotect(start, size, mmap.PROT_READ)
+
+
+def warn_not_cached(error: OSError) -> None:
+    """Log why no file is written."""
+    logger.warning("packed weights are not cached for the next start: %s", error)

@@ -1,0 +1,308 @@
+"""Later starts map packed weights, and only those of the same checkpoint in the same layout."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.worker.cpu.device import CpuDevice
+from engine.worker.ports import PreferredFormat, Shard
+from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.packed_cache import SUFFIX, PackedCache
+from engine.worker.weights.packed_file import SYNC_THREAD, PackedEntry, PackedFile
+from engine.worker.weights.source import Weights
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import Driver, settings_for
+
+TOKENS = [3, 14, 15, 92, 65, 35]
+LARGE = 1 << 30
+FORMATS = ["float32", "int8", "int4"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    return make_checkpoint(directory)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def until_published() -> None:
+    """Wait for the threads that make new files visible."""
+    for thread in threading.enumerate():
+        if thread.name == SYNC_THREAD:
+            thread.join()
+
+
+def logits(checkpoint: Path, cache: Path | str, weights: str = "float32") -> Tensor:
+    """The logits of a worker that is started so."""
+    settings = settings_for(checkpoint, "cpu", weights=weights)
+    worker = Worker.load(replace(settings, packed_cache=str(cache)), lambda *_: None)
+    until_published()
+    return Driver(worker).logits((0, TOKENS))[0]
+
+
+def build(checkpoint: Path, cache: Path, weights: str = "float32") -> int:
+    """Build a model as a worker does; returns how many elements were read from the checkpoint."""
+    found = Checkpoint.open(str(checkpoint))
+    device = CpuDevice(settings_for(checkpoint, "cpu", weights=weights), PreferredFormat())
+    source = found.open_weights(torch.float32, lambda *_: None)
+    assert isinstance(source, Weights)
+    shard = Shard.whole(found.family.shape)
+    packed = found.packed_cache(shard, str(cache), LARGE)
+    with device.source(source, packed, 1) as deferred:
+        found.family.build(deferred, shard, device.operators())
+    until_published()
+    return source.num_loaded
+
+
+def cached_files(cache: Path) -> list[Path]:
+    return sorted(cache.iterdir())
+
+
+@contextmanager
+def opened(cache: PackedCache, layout: str = "layout") -> Iterator[PackedFile]:
+    with cache.open(layout, 1) as file:
+        yield file
+    until_published()
+
+
+def cache_of(tmp_path: Path, *names: str, max_bytes: int = LARGE) -> PackedCache:
+    """A cache for files with these names, which exist."""
+    files = [tmp_path / name for name in names]
+    for path in files:
+        path.touch()
+    return PackedCache(str(tmp_path / "cache"), max_bytes, files)
+
+
+def add(file: PackedFile, key: str, value: float) -> None:
+    """Add an entry of one tensor, packed in place as linears do."""
+    packed = torch.frombuffer(file.grow(4 * 1000), dtype=torch.float32)[:1000]
+    packed.fill_(value)
+    file.add(key, PackedEntry("float32", {"packed": packed}, {"outputs": 7}))
+
+
+def value_of(file: PackedFile, key: str) -> float | None:
+    found = file.find(key)
+    return None if found is None else float(found.tensors["packed"][999])
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_second_start_reads_no_matrix_and_computes_the_same_logits(
+    checkpoint: Path, cache: Path, weights: str
+) -> None:
+    without, first = logits(checkpoint, "", weights), logits(checkpoint, cache, weights)
+    assert torch.equal(first, without)
+    assert torch.equal(logits(checkpoint, cache, weights), without)
+    assert len(cached_files(cache)) == 1
+    first_build = build(checkpoint, cache / "other", weights)
+    second_build = build(checkpoint, cache / "other", weights)
+    assert second_build < first_build / 2  # the embedding and the norms
+
+
+def test_each_format_has_its_own_file(checkpoint: Path, cache: Path) -> None:
+    for weights in FORMATS:
+        build(checkpoint, cache, weights)
+    assert len(cached_files(cache)) == len(FORMATS)
+
+
+def test_a_checkpoint_with_one_changed_byte_is_packed_again(checkpoint: Path, cache: Path) -> None:
+    """The new file has the size and the modification time of the old one."""
+    before = logits(checkpoint, cache)
+    path = checkpoint / "model.safetensors"
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 0x10
+    new = path.with_suffix(".edited")
+    new.write_bytes(content)
+    os.utime(new, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    new.rename(path)
+    assert path.stat().st_size == stat.st_size
+    expected = logits(checkpoint, "")
+    assert not torch.equal(expected, before)
+    assert torch.equal(logits(checkpoint, cache), expected)
+    assert torch.equal(logits(checkpoint, cache), expected)
+    assert len(cached_files(cache)) == 1
+
+
+def test_a_checkpoint_that_is_changed_in_place_is_packed_again(
+    checkpoint: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = logits(checkpoint, cache)
+    path = checkpoint / "model.safetensors"
+    stat = path.stat()
+    save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert not torch.equal(logits(checkpoint, cache), before)
+    assert "packed again" in caplog.text
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "text", "header", "folder"])
+def test_a_broken_cache_file_is_logged_and_replaced(
+    checkpoint: Path, cache: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = build(checkpoint, cache)
+    (path,) = cached_files(cache)
+    content = path.read_bytes()
+    if harm == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        damaged = content.replace(b"float32", b"float33")
+        broken = {"cut": content[:-5], "empty": b"", "text": b"hello " * 99, "header": damaged}
+        path.write_bytes(broken[harm])
+    again = build(checkpoint, cache)
+    assert again == original
+    assert str(path) in caplog.text
+    if harm != "folder":  # which stays
+        assert build(checkpoint, cache) < original / 2
+
+
+def test_one_line_is_logged_where_no_file_can_be_created(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert torch.equal(logits(checkpoint, blocked), logits(checkpoint, ""))
+    lines = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "packed weights are not cached for the next start" in lines[0].getMessage()
+
+
+def test_a_full_disk_costs_only_the_cache_file(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(checkpoint, "")
+    free = iter(range(2))
+
+    def allocate(file: int, start: int, size: int) -> None:
+        if next(free, None) is None:
+            raise OSError("no space left on device")
+        os.ftruncate(file, start + size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert torch.equal(logits(checkpoint, cache), expected)
+    assert cached_files(cache) == []
+    assert caplog.text.count("no space left") == 1
+
+
+def test_a_start_that_fails_leaves_no_file_behind(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+
+    def start() -> None:
+        with opened(cache) as file:
+            add(file, "key", 1.0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert cached_files(tmp_path / "cache") == []
+
+
+def test_two_starts_at_once_write_the_same_file(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    with opened(cache) as one, opened(cache) as other:
+        for file in (one, other):
+            add(file, "key", 3.0)
+    with opened(cache) as later:
+        assert value_of(later, "key") == 3.0
+    assert len(cached_files(tmp_path / "cache")) == 1
+
+
+def test_entries_keep_their_format_tensors_and_sizes(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    scales = torch.arange(6, dtype=torch.int32).view(2, 3)
+    with opened(cache) as new:
+        add(new, "one", 5.0)
+        new.add("two", PackedEntry("int8", {"scale": scales}, {"inputs": 9}))
+        assert new.find("one") is None  # it is in use already
+    with opened(cache) as found:
+        two = found.find("two")
+        assert two is not None
+        assert (two.format, two.sizes) == ("int8", {"inputs": 9})
+        assert torch.equal(two.tensors["scale"], scales)
+        assert value_of(found, "one") == 5.0
+        assert found.find("three") is None
+
+
+def test_a_file_of_another_layout_is_not_used(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    with opened(cache, "AVX2") as new:
+        add(new, "key", 1.0)
+    with opened(cache, "AVX-512") as other:
+        assert other.find("key") is None
+    with opened(cache, "AVX2") as same:
+        assert value_of(same, "key") == 1.0
+
+
+def test_the_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+    caches = [cache_of(tmp_path, name, max_bytes=12_000) for name in "abc"]
+    for number, cache in enumerate(caches[:2]):
+        with opened(cache) as new:
+            add(new, "key", number)
+    folder = tmp_path / "cache"
+    for age, path in enumerate(sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)):
+        os.utime(path, (1000 + age, 1000 + age))
+    with opened(caches[0]) as first:  # which makes the second one the least recently used
+        assert value_of(first, "key") == 0
+    with caches[2].open("layout", 4000) as new:
+        add(new, "key", 2)
+    until_published()
+    found = []
+    for cache in caches:
+        with cache.open("layout", LARGE) as file:  # too large to be written
+            found.append(value_of(file, "key"))
+    assert found == [0, None, 2]
+
+
+def test_weights_beyond_the_limit_are_not_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = cache_of(tmp_path, "weights", max_bytes=1 << 20)
+    with cache.open("layout", 2 << 20) as file:
+        add(file, "key", 1.0)
+    assert cached_files(tmp_path / "cache") == []
+    assert "more than --packed-cache-size 1.0 MiB" in caplog.text
+
+
+def test_the_temporary_file_of_a_dead_writer_is_removed(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "left.new").write_bytes(b"half")
+    with opened(cache) as one:
+        names = [path.name for path in cached_files(folder)]
+        assert "left.new" not in names
+        assert len(names) == 1
+        with opened(cache_of(tmp_path, "other")) as other:  # does not remove the first one's
+            add(other, "key", 1.0)
+        add(one, "key", 2.0)
+    assert [path.suffix for path in cached_files(folder)] == [SUFFIX, SUFFIX]
+
+
+def test_mapped_weights_cannot_be_written_to(checkpoint: Path, tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    with opened(cache) as new:
+        add(new, "key", 1.0)
+    child = os.fork()
+    if child == 0:
+        with cache.open("layout", 1) as file:
+            found = file.find("key")
+            assert found is not None
+            os.close(2)
+            found.tensors["packed"][0] = 2.0  # ends the process
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
