@@ -29,6 +29,8 @@ class Iteration:
 
     def rows_without_token(self, result: "StepResult") -> "dict[Request, Fault | None]":
         """The requests for which `result` has no token: with their fault, or None if late."""
+        if not result.late and not result.faults:
+            return {}
         rows: dict[Request, Fault | None] = {self.requests[row]: None for row in result.late}
         rows.update((self.requests[fault.entry], fault) for fault in result.faults)
         return rows

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 # Bound once: Python 3.11 takes a quarter of a microsecond to look a member up.
-WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED
+WAITING, READY, RUNNING, SWAPPED = State.WAITING, State.READY, State.RUNNING, State.SWAPPED
 SWAPPING_OUT, PLAN, COMMIT = State.SWAPPING_OUT, Move.PLAN, Move.COMMIT
 LEAST_DEADLINES = 64  # entries of ended requests that are kept in any case
 
@@ -94,14 +94,22 @@ class RequestPool:
 
     def move(self, request: Request, move: Move) -> None:
         """Make a move of `TRANSITIONS`; a request that reaches a terminal state is removed."""
-        before = request.state
-        after = request.move(move)
-        self._counts[before] -= 1
-        self._counts[after] += 1
+        before, counts = request.state, self._counts
+        if before is READY and move is PLAN:  # this move and COMMIT are made for every token, so
+            after = request.state = RUNNING  # they do without the table
+        elif before is RUNNING and move is COMMIT:
+            after = request.state = READY
+        else:
+            after = request.move(move)
+        counts[before] -= 1
+        counts[after] += 1
         if self.background and request.spec.is_background:
             self._count_background(request, before, after)
         if move is PLAN or move is COMMIT:
-            return  # the hot path: nothing below changes
+            return  # the request is started before and after
+        self._update_sets(request, before, after)
+
+    def _update_sets(self, request: Request, before: State, after: State) -> None:
         if before is WAITING:
             self.waiting_tokens -= request.num_tokens
             self.started[request] = None

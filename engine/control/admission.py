@@ -101,15 +101,14 @@ class AdmissionControl:
     def admit(self, request: Request, now: float) -> bool:
         """Start a waiting or swapped request if its blocks are available, or can be made available
         by preemption. KV on the host is swapped in before the request runs."""
-        if self.num_missing(request) > 0 and not self._make_room(request, now):
+        if self.num_missing(request) > 0 and not self._make_room_to_start(request, now):
             return False
         self.start(request, now, is_awaited=True)
         return True
 
-    def secure(self, request: Request, num_slots: int, now: float) -> bool:
-        """Make a started request hold so many slots, if need be by preempting other requests."""
-        if self._kv.reserve(request, num_slots):
-            return True
+    def make_room_to_grow(self, request: Request, num_slots: int, now: float) -> bool:
+        """Make a started request hold so many slots, for which blocks lack, by preempting other
+        requests. Returns False, and preempts none, if that gains too few blocks."""
         missing = self._kv.num_missing(request, num_slots)
         victims: list[Request] = []
         comes_first = self._grows and self.is_protected(request)
@@ -164,7 +163,7 @@ class AdmissionControl:
         preempt it."""
         return request.produced >= request.produced_at_start + self._settings.min_run
 
-    def _make_room(self, request: Request, now: float) -> bool:
+    def _make_room_to_start(self, request: Request, now: float) -> bool:
         """Preempt less urgent requests until this one fits; none if all together gain too few."""
         missing = self.num_missing(request)
         if not self.may_preempt_to_start or missing > self._reclaimable:

@@ -59,17 +59,20 @@ class BatchBuilder:
         last of its known tokens (`is_last`), a token is sampled after them."""
         start = request.num_planned
         stop = start + num_tokens
-        continues = is_last and request.num_pending > 0  # with a token that is not sampled yet
-        is_decode = continues or (num_tokens == 1 and is_last and bool(request.output))
-        if continues:
+        rows = self._decodes
+        if is_last and request.num_pending:  # continues with a token that is not sampled yet
             tokens: tuple[int, ...] = (LAST_TOKEN,)
+        elif is_last and num_tokens == 1 and request.output:
+            tokens = (request.output[-1],)
         else:
-            tokens = (request.output[-1],) if is_decode else request.tokens(start, stop)
+            rows, tokens = self._prefills, request.tokens(start, stop)
         sample = request.constant_sample or self._sample_spec(request) if is_last else None
-        entry = StepEntry(request.request_id, start, tokens, kv.table(request), sample)
-        if request.spec.prompt_logprobs is not None:
-            entry = entry._replace(prompt_logprobs=_targets(request, start, stop))
-        (self._decodes if is_decode else self._prefills).append((request, entry))
+        targets = (
+            _targets(request, start, stop) if request.spec.prompt_logprobs is not None else None
+        )
+        blocks = kv.table(request)
+        entry = StepEntry(request.request_id, start, tokens, blocks, sample, targets)
+        rows.append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
         request.num_planned = stop

@@ -35,6 +35,7 @@ class BatchPlanner:
         cost: "LiveCost",
     ) -> None:
         self._settings = settings
+        self._takes_whole_batch = settings.admission is Admission.REQUEST
         self._pool = pool
         self._kv = kv
         self._admission = admission
@@ -44,14 +45,14 @@ class BatchPlanner:
     def fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
         order = self._pool.policy.order(now)
-        whole_batch = self._settings.admission is Admission.REQUEST
-        admits = not (whole_batch and self._pool.num_admitted)
+        admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None
-        while admits and not batch.is_full:
+        ahead = batch.ahead
+        while admits and batch.seats:
             request = next(order, None)
             if request is None:
                 return
-            if request.state is READY or request in batch.ahead:
+            if request.state is READY or request in ahead:
                 self._take(batch, request, now)
             elif request.state is WAITING or request.state is SWAPPED:
                 admits = self._admit(batch, request, now)
@@ -82,11 +83,18 @@ class BatchPlanner:
         preempted.
         """
         unplanned = request.unplanned
-        num_tokens = self._num_tokens_now(batch, request, unplanned)
+        num_tokens = unplanned
+        if unplanned > 1 or request.num_crashes or request.spec.is_background:
+            num_tokens = self._num_tokens_now(batch, request, unplanned)
+        elif not batch.tokens_left:
+            num_tokens = 0
         if batch.ahead:
             batch.ahead.discard(request)
         slots = request.num_planned + num_tokens
-        if num_tokens > 0 and self._admission.secure(request, slots, now):
+        if num_tokens > 0 and (
+            self._kv.reserve(request, slots)
+            or self._admission.make_room_to_grow(request, slots, now)
+        ):
             if batch.background is not None:
                 beside = self._settings.max_batch_tokens - batch.tokens_left
                 batch.background.spend(request, num_tokens, beside)
@@ -171,7 +179,7 @@ class BatchPlanner:
             return True
         if self._swap_planner.may_wait(request, self._ready_left(batch) - batch.seats):
             return True
-        whole_batch = self._settings.admission is Admission.REQUEST
+        whole_batch = self._takes_whole_batch
         if whole_batch and self._pool.num_admitted >= self._settings.max_batch_size:
             return False
         if not self._kv.find_prefix(request):

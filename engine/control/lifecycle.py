@@ -45,6 +45,8 @@ class Lifecycle:
     def least_crashes(self) -> int:
         """The fewest crashes of a suspect that is not in the background. Suspects with more wait
         for it, so that they are not counted in a crash which it causes."""
+        if not self._suspects:
+            return self._max_crashes
         suspects = [r.num_crashes for r in self._suspects if not r.spec.is_background]
         return min(suspects, default=self._max_crashes)
 

@@ -251,7 +251,8 @@ class IterationScheduler:
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
-                deliveries += self._deliver(request, accepted.get(request, ()))
+                if accepted:
+                    deliveries += self._deliver(request, accepted.get(request, ()))
             publish(request, entry.start)
             self._settle(request, now)
         self.cost.observe(iteration.step, result.seconds)

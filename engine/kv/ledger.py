@@ -148,9 +148,9 @@ class KVLedger:
         """Make the request hold at least `num_slots` slots; False, and no change, if it cannot."""
         holding = self._held.get(request_id)
         held = len(holding.blocks) if holding is not None else 0
-        missing = -(-num_slots // self.block_size) - held
-        if missing <= 0:
+        if num_slots <= held * self.block_size:
             return True
+        missing = self.blocks_for(num_slots) - held
         if missing > len(self._free) + len(self._cached):
             return False
         if holding is None:
