@@ -93,7 +93,7 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
         if credentials.has_files:
             signals.on_hangup(credentials.reload)
         async with AsyncExitStack() as stack:
-            store = _store(settings, served_name(settings))
+            store = build_store(settings, served_name(settings))
             stack.callback(store.close)
             loading = asyncio.create_task(
                 stack.enter_async_context(load_model(settings, progress)), name="load"
@@ -112,7 +112,7 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             raise KeyboardInterrupt
 
 
-def _store(settings: Settings, model: str) -> Store:
+def build_store(settings: Settings, model: str) -> Store:
     """The store that `--store` names; by default one file per model."""
     limits = StoreLimits(
         file_bytes=int(settings.max_file_bytes),

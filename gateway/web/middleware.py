@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.access.retries import Attempt
     from gateway.service import Service
 
-UNGUARDED = frozenset({"/health", "/"})
+UNGUARDED = frozenset({"/health", "/ready", "/"})  # probes and routers cannot send keys
 UNGUARDED_FILES = "/page/"  # the web page asks for the key itself
 PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
 METERED = ("/v1/", "/tokenize", "/detokenize")  # POSTs to these count against limits of the key,

@@ -31,7 +31,7 @@ TEXT = "text/plain"
 FORM = "multipart/form-data"
 PAGING = ("after", "limit", "order")
 REF = "#/components/schemas/{name}"
-UNGUARDED = frozenset({"/health"})
+UNGUARDED = frozenset({"/health", "/ready"})
 
 
 class Operation(NamedTuple):

@@ -337,3 +337,22 @@ def test_the_score_of_the_built_in_model_is_that_of_its_card() -> None:
     )[0]
     assert f"{share} % of {asked}" in plain(README.read_text())
     assert f"{100 * int(right) / int(asked):.1f}" == share
+
+
+# Behind routers
+
+
+def test_the_table_of_routers_is_that_of_its_runs() -> None:
+    page = plain((RESULTS / "routers" / "README.md").read_text())
+    for run in read("routers/routers.json"):
+        cells = [
+            run["router"],
+            f"{run['answered']} of {run['sent']}",
+            f"{100 * run['cached_share']:.1f} %",
+            f"{1e3 * run['cancel_seconds']:.0f} ms",
+            *(
+                f"{run[key]['failed']:,} of {run[key]['requests']:,}"
+                for key in ("killed", "drained")
+            ),
+        ]
+        assert f"| {' | '.join(cells)} |" in page

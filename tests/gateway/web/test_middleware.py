@@ -17,7 +17,6 @@ PREFLIGHT = {
     ("method", "path"),
     [
         ("GET", "/v1/models"),
-        ("GET", "/ready"),
         ("GET", "/metrics"),
         ("GET", "/admin/policy"),
         ("GET", "/nowhere"),
@@ -25,7 +24,7 @@ PREFLIGHT = {
         ("OPTIONS", CHAT),
     ],
 )
-def test_every_route_except_health_needs_a_key(method: str, path: str) -> None:
+def test_every_route_except_probes_needs_a_key(method: str, path: str) -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.send(method, path) as exchange:
             error = (await exchange.json())["error"]
@@ -34,8 +33,9 @@ def test_every_route_except_health_needs_a_key(method: str, path: str) -> None:
         assert exchange.headers["www-authenticate"] == "Bearer"
         async with rig.client.send(method, path, headers={"x-api-key": "k"}) as exchange:
             assert await exchange.start() != 401
-        async with rig.client.get("/health") as exchange:
-            assert await exchange.start() == 200
+        for probe in ("/health", "/ready"):
+            async with rig.client.get(probe) as exchange:
+                assert await exchange.start() == 200
 
     play(scene, Setting(keys=("k",)))
 

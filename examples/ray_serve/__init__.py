@@ -1,0 +1,1 @@
+"""Podway as a Ray Serve application; README.md says how to run it."""

@@ -1,0 +1,62 @@
+"""The HTTP API as an ASGI app inside another server, for instance a replica of Ray Serve.
+
+    async with embedded(load({"model": "builtin"})) as server:
+        await server.app(scope, receive, send)
+
+Engine and batches run on the caller's event loop, workers in processes. Signals, the listening
+socket and TLS are left to the other server.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.cost.live import LiveCost
+from gateway.serve.assemble import build_control_plane, build_server, build_service, build_store
+from gateway.serve.credentials import load_credentials
+from gateway.serve.load import OnProgress, load_model
+from gateway.settings.checks import check_settings
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from gateway.service import Service
+    from gateway.settings.settings import Settings
+
+
+class EmbeddedServer(NamedTuple):
+    """A running app, and the service that its routes use."""
+
+    app: "ASGIApp"
+    service: "Service"
+
+
+@asynccontextmanager
+async def embedded(
+    settings: "Settings", progress: OnProgress = lambda what, done, total: None
+) -> AsyncIterator[EmbeddedServer]:
+    """Load the model and run its engine inside the block.
+
+    At the end, new requests get a 503 and running ones may finish within `--drain-seconds`. Raises
+    `StartupError`.
+    """
+    check_settings(settings)
+    async with AsyncExitStack() as stack:
+        loaded = await stack.enter_async_context(load_model(settings, progress))
+        store = build_store(settings, loaded.name)
+        stack.callback(store.close)
+        plane = build_control_plane(settings, loaded, LiveCost(loaded.calibration.model), stack)
+        credentials = load_credentials(settings)
+        service = build_service(settings, loaded, plane, credentials, store)
+        server = build_server(settings, service, credentials)
+        async with asyncio.TaskGroup() as group:
+            batching = group.create_task(server.runner.run())
+            running = [group.create_task(each.run()) for each in (server.engine, server.watch)]
+            try:
+                yield EmbeddedServer(server.app, service)
+            finally:
+                batching.cancel()  # unfinished lines run after the next start
+                await server.engine.drain(settings.drain_seconds)
+                for task in running:
+                    task.cancel()
