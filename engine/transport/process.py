@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from engine.errors import StartupError
@@ -75,6 +75,11 @@ class WorkerProcess:
         """Send SIGKILL; `end` must still reap the process."""
         self._send(signal.SIGKILL)
 
+    def reap(self) -> None:
+        """Wait until the process has ended and close the connection."""
+        self._process.wait()
+        self.connection.close()
+
     async def end(self, grace: float) -> WorkerExit:
         """Close the connection, wait, terminate, wait, kill; each wait is at most `grace` seconds.
 
@@ -103,15 +108,38 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher:
-    """A `Launcher` of child processes which run the class `worker` with `env` added."""
+    """A `Launcher` of child processes which run the class `worker` with `env` added.
+
+    `ready` are processes that were started before it was known how many there will be: a model
+    with one worker uses one of them.
+    """
 
     worker: str
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready: list[WorkerProcess] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Start a process that imports its code and then waits for its settings.
+
+        Raises `StartupError`.
+        """
+        (place,) = placements(1, 1)
+        self.ready.append(WorkerProcess.spawn(place, self.worker, self.env))
+
+    def discard(self) -> None:
+        """Kill the processes that were prepared and not used."""
+        for process in self.ready:
+            process.kill()
+            process.reap()
+        self.ready.clear()
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[WorkerProcess]:
         """Start the child processes; they connect to each other through a loopback listener that
         is open before any of them starts, so no other process can take its port."""
         places = placements(num_stages, num_ranks)
+        if len(places) == 1 and self.ready:
+            return [self.ready.pop()]
+        self.discard()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             if len(places) > 1:
                 meeting = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -137,7 +165,8 @@ class LocalLauncher:
         return started
 
     async def close(self) -> None:
-        """The processes share nothing that must be released."""
+        """End processes that were prepared and not used; the others share nothing."""
+        self.discard()
 
 
 def exit_of(returncode: int, signals_sent: Collection[int] = ()) -> WorkerExit:

@@ -4,7 +4,7 @@ Each module also has a function `parser()`, from which `podway completion` reads
 """
 
 COMMANDS = {
-    "serve": ("gateway.serve.command:main", "serve a model over an OpenAI-compatible API"),
+    "serve": ("gateway.serve.start:main", "serve a model over an OpenAI-compatible API"),
     "chat": ("gateway.commands.chat.command:main", "chat with a server in the terminal"),
     "bench": (
         "gateway.commands.bench.command:main",

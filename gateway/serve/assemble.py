@@ -29,6 +29,7 @@ from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.speculation.drafter import Drafter
+from engine.transport.process import LocalLauncher
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.origins import OriginPolicy, is_loopback
@@ -77,13 +78,21 @@ class ControlPlane(NamedTuple):
     traces: Traces | None
 
 
-def serve(settings: Settings, *, progress: OnProgress, announce: OnReady) -> None:
+def serve(
+    settings: Settings,
+    launcher: LocalLauncher | None = None,
+    *,
+    progress: OnProgress,
+    announce: OnReady,
+) -> None:
     """Serve until a signal. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, progress, announce))
+        runner.run(_serve(settings, launcher, progress, announce))
 
 
-async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) -> None:
+async def _serve(
+    settings: Settings, launcher: LocalLauncher | None, progress: OnProgress, announce: OnReady
+) -> None:
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
     )
@@ -96,7 +105,7 @@ async def _serve(settings: Settings, progress: OnProgress, announce: OnReady) ->
             store = build_store(settings, served_name(settings))
             stack.callback(store.close)
             loading = asyncio.create_task(
-                stack.enter_async_context(load_model(settings, progress)), name="load"
+                stack.enter_async_context(load_model(settings, progress, launcher)), name="load"
             )
             loaded = await unless_stopped(loading, signals)
             if loaded is not None:

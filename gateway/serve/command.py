@@ -7,10 +7,13 @@ Exit codes: 0 drained, 1 could not start or lost its workers (`gateway.__main__`
 import argparse
 import logging
 import sys
+import time
 
+from engine.transport.process import LocalLauncher
 from gateway.observe.request_log import JsonFormatter
 from gateway.serve.assemble import serve
 from gateway.serve.load import LoadedModel
+from gateway.serve.start_times import StartTimes
 from gateway.serve.terminal import LoadingBars, banner, url_of
 from gateway.settings.flags import Parser
 from gateway.settings.options import Option
@@ -49,23 +52,30 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(option.flag, metavar=metavar, help=_help(option))
 
 
-def main(argv: list[str]) -> int:
+def main(
+    argv: list[str], launcher: LocalLauncher | None = None, began_at: float | None = None
+) -> int:
     """Serve until a signal. Raises `StartupError`, `Unavailable` if no worker can be restarted,
-    and `KeyboardInterrupt` after Ctrl-C."""
+    and `KeyboardInterrupt` after Ctrl-C. `launcher` starts the workers on this machine;
+    the process began at `began_at` on the performance counter."""
+    began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
     _set_up_logging(settings)
-    with LoadingBars(sys.stderr) as progress:
+    with LoadingBars(sys.stderr) as bars:
+        times = StartTimes(bars, began_at, time.perf_counter)
 
         def announce(port: int, loaded: LoadedModel) -> None:
-            progress.stop()
+            bars.stop()
             url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
             cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
             more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
+            if (summary := times.summary()) is not None:
+                more["start"] = summary
             sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
             sys.stdout.flush()
 
-        serve(settings, progress=progress, announce=announce)
+        serve(settings, launcher, progress=times, announce=announce)
     return 0
 
 

@@ -22,6 +22,7 @@ from engine.errors import StartupError
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
@@ -73,10 +74,12 @@ class LoadedModel:
 
 
 @asynccontextmanager
-async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[LoadedModel]:
+async def load_model(
+    settings: Settings, progress: OnProgress, local: LocalLauncher | None = None
+) -> AsyncIterator[LoadedModel]:
     """Start the workers and read the tokenizer at the same time; the workers end with the block.
 
-    Raises `StartupError`.
+    `local` starts workers on this machine. Raises `StartupError`.
     """
     directory = await asyncio.to_thread(_directory, settings.model)
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
@@ -92,7 +95,7 @@ async def load_model(settings: Settings, progress: OnProgress) -> AsyncIterator[
     executor = MultiprocessExecutor(
         _worker_settings(settings, directory),
         transport,
-        launcher=await asyncio.to_thread(_launcher, settings, transport.worker),
+        launcher=await asyncio.to_thread(_launcher, settings, transport.worker) or local,
         trace=trace,
     )
     stack = AsyncExitStack()

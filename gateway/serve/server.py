@@ -226,9 +226,10 @@ def tune_collector() -> None:
 
     Requests are freed by reference counting. Full collections over all modules, several times a
     second, took 8 % of the loop's time. A full collection now scans live requests only, and runs
-    after ten million container objects that were allocated and not freed.
+    after ten million container objects that were allocated and not freed. What a start leaves is
+    frozen too: collecting it would delay the first request.
     """
-    gc.collect()
+    gc.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
 

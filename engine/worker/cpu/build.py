@@ -71,6 +71,7 @@ def compile_all(
     functions: Sequence[Callable[..., None]], progress: Callable[[str, int, int], None]
 ) -> None:
     """Compile these kernels; takes seconds on the first start of a version, then milliseconds."""
+    progress("kernels", 0, len(functions))
     for done, function in enumerate(functions, 1):
         kernel(function)
         progress("kernels", done, len(functions))

@@ -168,7 +168,11 @@ class CpuDevice:
             return
         with cache.open(self._layout, num_bytes) as file:
             self._store.open(file)
-            yield DeferredWeights(weights, self.linear_format)
+            torch.set_num_threads(self.threads)  # packing is torch's work; steps use the pool
+            try:
+                yield DeferredWeights(weights, self.linear_format)
+            finally:
+                torch.set_num_threads(1)
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors

@@ -156,17 +156,15 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     Raises `EOFError` or `ConnectionError` when the parent is gone, `WorkerLost` when the worker
     cannot continue.
     """
-    opening = parent.receive()
-    if not isinstance(opening, LoadWorker):
-        raise WireError(f"{type(opening).__name__} came before the settings")
-    settings = opening.settings
-    if listener is not None:
-        settings = replace(settings, placement=replace(settings.placement, listener=listener))
     try:
         with _without_gc():
-            worker = load(worker_path, settings, parent.progress)
+            try:
+                worker_class = class_of(worker_path)  # takes seconds, in which the settings come
+            finally:
+                settings = receive_settings(parent, listener)
+            worker = worker_class.load(settings, parent.progress)
         parent.send(frame(WorkerLoaded(worker.report)))
-    except ConnectionError:
+    except (ConnectionError, EOFError, WireError):
         raise
     except StartupError as error:
         parent.send(frame(LoadFailed(one_line(str(error)))))
@@ -175,8 +173,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         logger.exception("the worker could not load")
         parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
-    gc.collect()
-    gc.freeze()  # later collections skip the model
+    gc.freeze()  # later collections skip the model; a collection now would delay the first step
     received: Received = SimpleQueue()
     placement = settings.placement
     answers = ResultSender(
@@ -221,13 +218,22 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
         yield found
 
 
-def load(
-    worker_path: str, settings: WorkerSettings, progress: Callable[[str, int, int], None]
-) -> LoadableWorker:
-    """Load the worker class "module:Class"."""
+def class_of(worker_path: str) -> type[LoadableWorker]:
+    """Import the worker class "module:Class"."""
     module, _, name = worker_path.partition(":")
     worker_class: type[LoadableWorker] = getattr(importlib.import_module(module), name)
-    return worker_class.load(settings, progress)
+    return worker_class
+
+
+def receive_settings(parent: Parent, listener: int | None) -> WorkerSettings:
+    """Wait for the first message. Raises `WireError` if it is another one."""
+    opening = parent.receive()
+    if not isinstance(opening, LoadWorker):
+        raise WireError(f"{type(opening).__name__} came before the settings")
+    if listener is None:
+        return opening.settings
+    placement = replace(opening.settings.placement, listener=listener)
+    return replace(opening.settings, placement=placement)
 
 
 def launch(worker: LoadableWorker, step: Step) -> StepInFlight | Failure:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import struct
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ NEW_SUFFIX = ".new"
 MAGIC = b"podwaypk"
 FOOTER = struct.Struct("<8sQQQ32s")  # magic; header at, header bytes, file bytes; SHA-256
 SYNC_THREAD = "podway-packed-cache"
+READ_THREAD = "podway-read-ahead"
+READ_BYTES = 64 << 20  # that are read ahead at a time
+MADV_POPULATE_READ = 22  # linux/mman.h
 SLAB_BYTES = 64 << 20  # of anonymous memory
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -81,7 +85,6 @@ class MappedFile(PackedFile):
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 entries = _read_entries(file.fileno(), size, facts)
-                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
                 prot = mmap.PROT_READ | mmap.PROT_WRITE  # torch cannot use read-only buffers
                 mapping = mmap.mmap(file.fileno(), size, flags=PRIVATE, prot=prot)
         except (FileNotFoundError, NotADirectoryError):
@@ -92,6 +95,7 @@ class MappedFile(PackedFile):
             )
             return None
         protect(mapping)
+        threading.Thread(target=_map_pages, args=(mapping,), name=READ_THREAD, daemon=True).start()
         with suppress(OSError):
             os.utime(path)  # the least recently used file is removed first
         return cls(mapping, entries)
@@ -191,6 +195,17 @@ class NewFile(PackedFile):
             with suppress(OSError):
                 os.unlink(self._temporary)
             self._file, self._temporary = -1, ""
+
+
+def _map_pages(mapping: mmap.mmap) -> None:
+    """Read the file and map its pages, which is faster than doing it page by page in the first
+    step. Systems that cannot do it ignore it."""
+    if sys.platform != "linux":
+        return
+    madvise, start = ctypes.CDLL(None).madvise, address_of(mapping)
+    for at in range(0, len(mapping), READ_BYTES):
+        size = min(READ_BYTES, len(mapping) - at)
+        madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(size), MADV_POPULATE_READ)
 
 
 def remove_abandoned(folder: Path) -> None:

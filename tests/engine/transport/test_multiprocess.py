@@ -18,6 +18,7 @@ import uvloop
 from engine.errors import StartupError, StepFailed, Unavailable, WorkerLost
 from engine.step import WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.transport.process import LocalLauncher
 from tests.engine.transport.workers import REPORT, Command
 from tests.fakes import a_step
 
@@ -255,6 +256,34 @@ async def test_a_result_that_cannot_be_sent_fails_only_its_step() -> None:
         with pytest.raises(StepFailed, match="cannot be sent"):
             await bad
         assert (await good).tokens == (21,)
+
+
+async def test_a_prepared_process_becomes_the_only_worker() -> None:
+    launcher = LocalLauncher(ECHO.worker)
+    launcher.prepare()
+    prepared = launcher.ready[0].pid
+    executor = MultiprocessExecutor(WorkerSettings(model="echo"), ECHO, launcher=launcher)
+    await executor.start(no_progress)
+    assert executor.pids == [prepared]
+    await crash(executor)
+    await executor.restart()
+    assert executor.pids != [prepared]
+    assert (await executor.submit(a_step(1, 20))).tokens == (21,)
+    await executor.close()
+
+
+async def test_a_prepared_process_that_is_not_used_is_ended() -> None:
+    """By a model with several workers, and by a close before the start."""
+    settings = replace(ECHO, num_ranks=2)
+    for is_started in (True, False):
+        launcher = LocalLauncher(ECHO.worker)
+        launcher.prepare()
+        executor = MultiprocessExecutor(WorkerSettings(model="echo"), settings, launcher=launcher)
+        if is_started:
+            await executor.start(no_progress)
+            assert len(psutil.Process().children()) == 2
+        await executor.close()
+        assert psutil.Process().children() == []
 
 
 async def test_the_worker_gets_its_environment_and_its_name() -> None:

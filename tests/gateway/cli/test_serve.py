@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
+from engine.errors import StartupError
 from engine.simulated.figures import SLO
 from engine.simulated.replay import read_recording
 from engine.simulated.verify import RecordingVerifier
 from gateway.serve import command as cli
+from gateway.serve import start
 from gateway.settings.settings import options
 from tests.certificates import make_certificate
 from tests.conftest import read_url, start_server
@@ -197,3 +200,10 @@ async def test_a_recording_of_a_server_is_reproduced_event_by_event(tmp_path: Pa
     assert followed.figures.cached_tokens > 0
     assert {row.switched for row in recording.rows} == {None, "mlfq"}
     assert "harbour" not in path.read_text()
+
+
+def test_a_start_that_fails_leaves_no_worker_process() -> None:
+    children = psutil.Process().children()
+    with pytest.raises(StartupError, match="--port must be"):
+        start.main(["--port", "99999"])
+    assert psutil.Process().children() == children
