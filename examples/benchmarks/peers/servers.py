@@ -17,6 +17,7 @@ import psutil
 
 UP_SECONDS = 900.0  # vLLM compiles
 STOP_SECONDS = 20.0
+POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,25 @@ def running(server: Server) -> Iterator[Up]:
         psutil.wait_procs(left)
 
 
-def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
-    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": 1}).encode()
+def answer(url: str, model: str, prompt: str | list[int], max_tokens: int) -> bytes:
+    """The response to a completion request; raises `OSError` if the server does not answer it."""
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": max_tokens}).encode()
     request = urllib.request.Request(
         f"{url}/v1/completions", body, {"content-type": "application/json"}
     )
+    with urllib.request.urlopen(request, timeout=UP_SECONDS) as response:
+        content: bytes = response.read()
+    return content
+
+
+def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
     until = time.monotonic() + UP_SECONDS
     while time.monotonic() < until:
         if process.poll() is not None:
             raise SystemExit(f"{process.args} ended with {process.returncode}")
         try:
-            with urllib.request.urlopen(request, timeout=UP_SECONDS) as answer:
-                answer.read()
-                return
+            answer(url, model, "hi", 1)
+            return
         except OSError:  # not listening, or loading
-            time.sleep(0.1)
+            time.sleep(POLL_SECONDS)
     raise SystemExit(f"{process.args} did not come up in {UP_SECONDS:.0f} s")
