@@ -49,6 +49,7 @@ from engine.worker.process.results import (
     line_of,
     one_line,
 )
+from engine.worker.process.torch_import import skip_meta_registrations
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
@@ -120,6 +121,7 @@ def main() -> int:
     parser.add_argument("worker", help="the class to load, as module:Class")
     arguments = parser.parse_args()
     configure_process(arguments.parent)
+    skip_meta_registrations()
     with socket.socket(fileno=arguments.socket) as connection:
         connection.set_inheritable(False)
         try:

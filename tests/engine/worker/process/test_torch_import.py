@@ -1,0 +1,39 @@
+"""A worker's import of torch: quicker, and complete enough for a model on a CPU."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from engine.worker.process import torch_import
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from engine.worker.process import torch_import
+torch_import.NVIDIA = Path({nvidia!r})
+torch_import.skip_meta_registrations()
+import torch
+x = torch.randn(3, 4)
+assert torch.nn.functional.linear(x, x).softmax(dim=1).sum().round() == 3
+print(hasattr(sys.modules["torch._meta_registrations"], "meta_mm"))
+"""
+
+
+@pytest.mark.parametrize(("has_gpu", "says"), [(False, "False"), (True, "True")])
+def test_meta_registrations_are_imported_only_beside_a_gpu(
+    tmp_path: Path, has_gpu: bool, says: str
+) -> None:
+    nvidia = tmp_path / "nvidiactl"
+    if has_gpu:
+        nvidia.touch()
+    program = PROGRAM.format(nvidia=str(nvidia))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == f"{says}\n", ran.stderr
+
+
+def test_torch_still_has_the_module_that_is_left_out() -> None:
+    """A version of torch without it would import something else."""
+    assert find_spec(torch_import.META_REGISTRATIONS) is not None
