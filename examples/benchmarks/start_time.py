@@ -49,12 +49,16 @@ def main() -> None:
             found = measure(server, [Path(each) for each in files[name]])
             rounds.append({"round": number, "server": name, "load": os.getloadavg()[0], **found})
             print(rounds[-1], file=sys.stderr, flush=True)
+            write(out, rounds)
+    print((out / "README.md").read_text())
+
+
+def write(out: Path, rounds: list[Figures]) -> None:
+    """What has been measured up to now."""
     out.mkdir(parents=True, exist_ok=True)
     figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rounds": rounds}
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = page(rounds)
-    (out / "README.md").write_text(text)
-    print(text)
+    (out / "README.md").write_text(page(rounds))
 
 
 def parse() -> argparse.Namespace:
