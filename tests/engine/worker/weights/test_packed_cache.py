@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.worker.cpu import device as cpu_device
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.ports import PreferredFormat, Shard
 from engine.worker.process.worker import Worker
@@ -111,6 +112,24 @@ def test_the_second_start_reads_no_matrix_and_computes_the_same_logits(
     first_build = build(checkpoint, cache / "other", weights)
     second_build = build(checkpoint, cache / "other", weights)
     assert second_build < first_build / 2  # the embedding and the norms
+
+
+def test_pages_of_packed_weights_are_not_counted_as_available_for_kv(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_device, "available_bytes", lambda: LARGE)
+    found = Checkpoint.open(str(checkpoint))
+    packed = found.packed_cache(Shard.whole(found.family.shape), str(cache), LARGE)
+    for _ in ("written", "mapped"):
+        device = CpuDevice(settings_for(checkpoint, "cpu"), PreferredFormat())
+        weights = found.open_weights(torch.float32, lambda *_: None)
+        with device.source(weights, packed, 1) as deferred:
+            found.family.build(deferred, Shard.whole(found.family.shape), device.operators())
+        until_published()
+        (path,) = cached_files(cache)
+        left = device.kv_capacity(lambda: None).most
+        assert 0 <= LARGE - left <= path.stat().st_size
+        assert LARGE - left > path.stat().st_size // 2
 
 
 def test_each_format_has_its_own_file(checkpoint: Path, cache: Path) -> None:
