@@ -160,8 +160,6 @@ def build_worker(
     spec = _attention_spec(local, device.dtype, limits)
     attention, backend = _choose_attention(device, spec, settings.block_size)
     constraints = Constraints(checkpoint.open_grammars)
-    if shard.is_last and shard.rank == 0:
-        constraints.open()
 
     device.prepare(progress)
     operators = device.operators()

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
 from engine.errors import StartupError, WorkerLost
@@ -54,6 +54,7 @@ from engine.worker.process.torch_import import skip_meta_registrations
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
 RECEIVE_BYTES = 1 << 18
+IDLE_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -72,6 +73,10 @@ class LoadableWorker(Protocol):
     @property
     def times(self) -> StepTimes:
         """The times of the step launched last."""
+        ...
+
+    def idle(self) -> None:
+        """Called once, when no step has come for `IDLE_SECONDS`, in the thread that runs steps."""
         ...
 
     def learn(self, step: Step) -> None:
@@ -214,7 +219,16 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
             received.put(error)
 
     threading.Thread(target=listen, name="podway-control", daemon=True).start()
-    while (found := received.get()) is not None:
+    idle_seconds: float | None = IDLE_SECONDS
+    while True:
+        try:
+            found = received.get(timeout=idle_seconds)
+        except Empty:
+            idle_seconds = None
+            worker.idle()
+            continue
+        if found is None:
+            return
         if isinstance(found, Exception):
             raise found
         yield found

@@ -48,6 +48,7 @@ class Worker:
         self.report = parts.report
         self._stage = parts.stage
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
+        self._constraints = parts.constraints
         self._mover = parts.mover
         self._launcher = parts.launcher
         self._device = parts.device
@@ -69,10 +70,14 @@ class Worker:
         """Build a worker and run two warm-up steps; raises `StartupError`."""
         parts = build_worker(settings, progress, device)
         worker = cls(parts)
-        parts.constraints.wait_until_open()
         if faults := worker._warm_up():
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker
+
+    def idle(self) -> None:
+        """Do what can wait until no step runs: open the grammar compiler."""
+        if self._samples:
+            self._constraints.open()
 
     def learn(self, step: Step) -> None:
         """Start preparing a step before it runs; may be called in another thread than `launch`."""

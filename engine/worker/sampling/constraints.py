@@ -145,8 +145,8 @@ class MaskRequest:
 class Constraints:
     """Computes grammar masks with the compiler that `open_compiler` opens.
 
-    Opening reads the vocabulary, which holds the GIL for long; `open` does it before the first
-    step, which it would delay.
+    Opening reads the vocabulary, which holds the GIL for up to a second; `open` does it while no
+    step runs. Without it, the first request with a grammar does it beside the steps.
     """
 
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
@@ -159,15 +159,10 @@ class Constraints:
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
 
     def open(self) -> "Future[GrammarCompiler]":
-        """Open the compiler, once, in the compiling thread."""
+        """Open the compiler, once, in the compiling thread; errors are those of the first mask."""
         if self._opened is None:
             self._opened = self._compiling.submit(self._open_compiler)
         return self._opened
-
-    def wait_until_open(self) -> None:
-        """Wait until `open` has finished; its errors are reported when masks are computed."""
-        if self._opened is not None:
-            wait([self._opened])
 
     def begin(self, step: Step) -> MaskRequest:
         """Start computing the masks of a step whose tokens are all known."""

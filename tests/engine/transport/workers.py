@@ -41,6 +41,7 @@ class Command(IntEnum):
     UNSENDABLE = 905
     OTHER_STEP = 906
     ENVIRONMENT = 907
+    IDLE = 908
 
 
 class RunsSteps(Protocol):
@@ -55,6 +56,11 @@ class UnconnectedWorker:
     """The methods for other workers of the model, for a worker which has none."""
 
     times = StepTimes(None, 0.0, 0.0)
+
+    num_idle = 0  # calls of `idle`
+
+    def idle(self) -> None:
+        self.num_idle += 1
 
     def learn(self, step: Step) -> None:
         """Nothing to prepare."""
@@ -107,6 +113,8 @@ class EchoWorker(UnconnectedWorker):
                 signal.pause()
             case Command.SEND_GARBAGE:
                 send_garbage()
+            case Command.IDLE:
+                tokens = [self.num_idle]
             case Command.UNSENDABLE:
                 tokens = [2**64]
             case Command.OTHER_STEP:

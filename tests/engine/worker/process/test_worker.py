@@ -1,6 +1,7 @@
 """A worker from load to tokens: its report, what batch mates change (nothing), failures."""
 
 import struct
+import threading
 from pathlib import Path
 from random import Random
 
@@ -20,6 +21,7 @@ from engine.step import (
 )
 from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 
@@ -49,6 +51,18 @@ def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[i
         out.append(token)
         feed = [token]
     return out
+
+
+def test_the_grammar_compiler_is_opened_when_the_worker_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr(Checkpoint, "open_grammars", lambda _: opened.set())
+    worker = load_worker(make_checkpoint(tmp_path), attention="cpu")
+    assert alone(worker, 1, [5, 6], 2)
+    assert not opened.is_set()
+    worker.idle()
+    assert opened.wait(60)
 
 
 def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Worker) -> None:
