@@ -37,7 +37,7 @@ import uvloop
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.events import ObserverGroup
+from engine.events import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -48,8 +48,10 @@ from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
+from gateway.observe.live import LiveView
 from gateway.observe.metrics import Metrics
 from gateway.observe.request_log import RequestLog
+from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
 from gateway.serve.server import tune_collector
@@ -153,17 +155,25 @@ class NoGrammars:
     async def close(self) -> None: ...
 
 
-def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metrics]:
-    """A service over the mock executor, with all observers that a server has."""
+def build_service(
+    load: Load, clock: Callable[[], float], *, has_timelines: bool = True
+) -> tuple[Service, Metrics]:
+    """A service over the mock executor, with all observers that a server has; optionally without
+    those of the web page and of traces."""
     metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
+    live, timelines = LiveView(), Timelines()
+    observers: list[Observer] = [metrics, request_log, quotas]
+    if has_timelines:
+        observers += [live, timelines]
     scheduler = IterationScheduler(
         SchedulerSettings(
             max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
         ),
         KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
         FirstComeFirstServed(),
-        ObserverGroup(metrics, request_log, quotas),
+        ObserverGroup(*observers),
     )
+    timelines.attach(scheduler)
     tokenizer, store = Words(), open_store(None, StoreLimits())
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
@@ -180,6 +190,8 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
         quotas=quotas,
         store=store,
         request_log=request_log,
+        live=live,
+        timelines=timelines,
     )
     return service, metrics
 
@@ -188,6 +200,14 @@ def build_service(load: Load, clock: Callable[[], float]) -> tuple[Service, Metr
 async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
     """A listening gateway: its port, and a function that returns its number of output tokens."""
     service, metrics = build_service(load, time.perf_counter)
+    async with listening(service) as port:
+        yield port, lambda: metrics.num_output_tokens
+    print(f"  loop lag p99 at most {_p99(metrics)} s")
+
+
+@asynccontextmanager
+async def listening(service: Service) -> AsyncIterator[int]:
+    """Serve this service on a free port."""
     tune_collector()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(
@@ -202,13 +222,12 @@ async def gateway(load: Load) -> AsyncIterator[tuple[int, Callable[[], int]]]:
         running = group.create_task(service.engine.run())
         watching = group.create_task(service.watch.run())
         serving = group.create_task(server._serve([listener]))
-        yield listener.getsockname()[1], lambda: metrics.num_output_tokens
+        yield listener.getsockname()[1]
         server.should_exit = True
         await serving
         running.cancel()
         watching.cancel()
     service.store.close()
-    print(f"  loop lag p99 at most {_p99(metrics)} s")
 
 
 def _p99(metrics: Metrics) -> str:

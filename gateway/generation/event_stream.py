@@ -23,6 +23,7 @@ from engine.errors import EngineError
 from engine.request import Abort
 from gateway.generation.choices import ChoiceGroup
 from gateway.generation.reply import Reply, error_response
+from gateway.observe.timelines import Wait
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -107,10 +108,13 @@ class EventStream:
             await self._start()
         self._num_writes_begun += 1
         began = self._service.clock()
-        await self._write({"type": "http.response.body", "body": events, "more_body": True})
-        waited = self._service.clock() - began
-        if waited > BLOCKED_SECONDS:
-            self._service.timelines.reader_waited(self._plan.caller.request_id, waited)
+        try:
+            await self._write({"type": "http.response.body", "body": events, "more_body": True})
+        finally:  # also if the response ends because the client does not read
+            waited = self._service.clock() - began
+            if waited > BLOCKED_SECONDS:
+                wait = Wait(began, waited)
+                self._service.timelines.reader_waited(self._plan.caller.request_id, wait)
         self._num_writes_done += 1
 
     async def _start(self) -> None:

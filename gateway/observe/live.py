@@ -6,12 +6,13 @@ Iterations are recorded only while a client watches; otherwise an event costs on
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from engine.events import NullObserver
 from engine.policy import POLICIES, levels_of, name_of
 from engine.request import Phase, State
+from gateway.observe.queueing import lacks
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
@@ -51,11 +52,7 @@ class LiveView(NullObserver):
             return
         entries = iteration.step.entries
         rows = [
-            {
-                "id": entry.request_id,
-                "tokens": len(entry.tokens),
-                "is_prefill": not entry.is_decode,
-            }
+            (entry.request_id, len(entry.tokens), len(entry.tokens) > 1 + entry.num_drafts)
             for entry in entries
         ]
         self._iterations.append({"number": self._number, "seconds": seconds, "rows": rows})
@@ -70,7 +67,8 @@ class LiveView(NullObserver):
         return self._number
 
     def snapshot(self, engine: "Engine", since: int, loop_lag: float, now: float) -> dict[str, Any]:
-        """The state now, and the iterations with numbers above `since`."""
+        """The state now, and the iterations with numbers above `since`. An iteration's rows are
+        triples: a request's id, the number of its tokens, and whether they are of a prefill."""
         scheduler = engine.scheduler
         pool, ledger = scheduler.pool, scheduler.ledger
         rejection = engine.rejection()
@@ -107,8 +105,13 @@ class LiveView(NullObserver):
             "tokens_per_second": self._rate(now),
             "num_requests": len(pool),
             "requests": self._requests(engine, now),
-            "iterations": [each for each in self._iterations if each["number"] > since],
+            "iterations": self._newer(since),
         }
+
+    def _newer(self, since: int) -> list[dict[str, Any]]:
+        """The recorded iterations with numbers above `since`, in their order."""
+        newest = takewhile(lambda each: each["number"] > since, reversed(self._iterations))
+        return list(newest)[::-1]
 
     def _rate(self, now: float) -> float:
         """Output tokens per second over the last second."""
@@ -163,9 +166,4 @@ def waits_for(request: "Request", engine: "Engine") -> str:
         return "the next step"
     if request.state is not State.WAITING:
         return "KV: it is on the host"
-    ledger = scheduler.ledger
-    if ledger.blocks_for(request.num_tokens) > ledger.num_free:
-        return "KV"
-    if scheduler.pool.num_admitted >= scheduler.settings.max_batch_size:
-        return "a seat"
-    return "tokens of a step"
+    return lacks(request, scheduler, scheduler.pool.num_admitted).value

@@ -1,17 +1,19 @@
-"""Timelines: the phases of each request, and one sentence about what cost it the most time.
+"""Timelines: the phases of each request, recorded by an observer of the engine.
 
-An observer of the engine. Live requests and the last `KEEP` ended ones are kept. An iteration costs
-one test per row; everything else happens at arrivals, preemptions, swaps and ends.
+Live requests and the last `KEEP` ended ones are kept. An iteration costs one test per row;
+everything else happens at arrivals, admissions, preemptions, swaps and ends.
+`gateway.observe.explanation` says in one sentence what cost a request the most time.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.events import NullObserver
 from engine.request import State
 from engine.step import Direction
+from gateway.observe.queueing import Cause, Pressure, QueueWatch
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
@@ -20,18 +22,8 @@ if TYPE_CHECKING:
     from engine.step import BlockMove, RequestId
 
 KEEP = 1000  # ended requests
-LABELS = 4096  # of which the time that a client did not read is known
-SHORT = 0.05  # seconds; a shorter wait explains nothing
-
-
-class Pressure(NamedTuple):
-    """What a request found when it arrived."""
-
-    num_waiting: int
-    num_running: int
-    num_seats: int
-    num_missing_blocks: int  # to start; 0 if enough were free
-    kv_share: float  # of the blocks that are held, 0 to 1
+LABELS = 4096  # of which the times that a client did not read are known
+MAX_READER_WAITS = 64  # of one label; later ones are added to the last
 
 
 class Span(NamedTuple):
@@ -43,11 +35,18 @@ class Span(NamedTuple):
     tokens: int | None = None
 
 
+class Wait(NamedTuple):
+    """A time in which a client did not read although tokens were ready."""
+
+    began: float
+    seconds: float
+
+
 @dataclass(slots=True, eq=False)
 class Interruption:
-    """A time in which a started request had no KV on the device: swapped out or preempted."""
+    """A time in which a started request had no KV on the device."""
 
-    kind: str  # "swapped" or "preempted"
+    kind: str  # "swapped", "preempted" or "restart": the worker was lost
     began: float
     produced: int  # output tokens at that time
     resumed: float | None = None  # planned again
@@ -59,7 +58,8 @@ class Timeline:
     """What happened to one request. Times are seconds of the engine's clock."""
 
     request: "Request"
-    pressure: Pressure
+    blocked: dict[Cause, float]  # `QueueWatch.seconds` at its arrival; from its admission on, the
+    pressure: Pressure | None = None  # seconds that it waited; the load while it waited
     pieces: list[tuple[float, int]] = field(default_factory=list)  # prompt chunks: planned, tokens
     interruptions: list[Interruption] = field(default_factory=list)
     num_restarts: int = 0  # of the worker while it was live
@@ -90,61 +90,89 @@ class Timeline:
             ended = end if each.ended is None else min(each.ended, end)
             found.append(Span(name, at - began, each.began - at))
             found.append(Span(each.kind, each.began - began, resumed - each.began))
-            again = "recomputed" if each.kind == "preempted" else name
+            again = name if each.kind == "swapped" else "recomputed"
             found.append(Span(again, resumed - began, ended - resumed))
             at = ended
         found.append(Span(name, at - began, end - at, tokens))
         return found
 
 
+class TimelineListener(Protocol):
+    """What timelines are reported to while the server runs."""
+
+    def ended(self, timeline: Timeline) -> None: ...
+
+    def reader_waited(self, label: str, wait: Wait) -> None: ...
+
+
 class Timelines(NullObserver):
     """Records timelines; `attach` it to the scheduler that it observes before requests arrive."""
 
-    def __init__(
-        self, keep: int = KEEP, on_end: "Callable[[Timeline], None] | None" = None
-    ) -> None:
+    def __init__(self, keep: int = KEEP) -> None:
         self._keep = keep
-        self._on_end = on_end
-        self._scheduler: IterationScheduler | None = None
+        self._listener: TimelineListener | None = None
+        self._queue: QueueWatch | None = None
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
         self._interrupted: dict[RequestId, Timeline] = {}
-        self._reader_waits: OrderedDict[str, float] = OrderedDict()  # seconds by label
+        self._by_label: dict[str, list[Timeline]] = {}
+        self._reader_waits: OrderedDict[str, list[Wait]] = OrderedDict()  # by label
 
     def attach(self, scheduler: "IterationScheduler") -> None:
-        """Use this scheduler's queue and KV cache to explain waits."""
-        self._scheduler = scheduler
+        """Observe this scheduler's queue to explain waits."""
+        self._queue = QueueWatch(scheduler)
+
+    def report_to(self, listener: TimelineListener) -> None:
+        """Report ended requests and reader waits to this listener from now on."""
+        self._listener = listener
+
+    @property
+    def queue(self) -> QueueWatch:
+        """The queue of the scheduler that this is attached to."""
+        assert self._queue is not None, "attached before requests arrive"
+        return self._queue
 
     def find(self, label: str, tenant: str) -> list[Timeline]:
         """The timelines of the choices of a caller's request, in their order; empty if unknown."""
-        both = (*self._ended.values(), *self._live.values())
-        found = [each for each in both if each.request.spec.label == label]
+        found = self._by_label.get(label, ())
         own = [each for each in found if each.request.spec.tenant == tenant]
         return sorted(own, key=lambda each: each.request.request_id)
 
-    def reader_waited(self, label: str, seconds: float) -> None:
-        """The client did not read for this long while tokens were ready."""
-        waits = self._reader_waits
-        waits[label] = waits.pop(label, 0.0) + seconds
-        if len(waits) > LABELS:
-            waits.popitem(last=False)
+    def reader_waited(self, label: str, wait: Wait) -> None:
+        """The client of these requests did not read although tokens were ready."""
+        waits = self._reader_waits.setdefault(label, [])
+        if len(waits) < MAX_READER_WAITS:
+            waits.append(wait)
+        else:
+            waits[-1] = Wait(waits[-1].began, waits[-1].seconds + wait.seconds)
+        self._reader_waits.move_to_end(label)
+        if len(self._reader_waits) > LABELS:
+            self._reader_waits.popitem(last=False)
+        if self._listener is not None:
+            self._listener.reader_waited(label, wait)
 
-    def reader_wait(self, label: str) -> float:
-        """Seconds in which the client did not read although tokens were ready."""
-        return self._reader_waits.get(label, 0.0)
+    def reader_waits(self, label: str) -> list[Wait]:
+        """The times in which the client did not read although tokens were ready."""
+        return self._reader_waits.get(label, [])
 
     def arrived(self, request: "Request", now: float) -> None:
-        self._live[request.request_id] = Timeline(request, self._pressure(request))
+        found = Timeline(request, self.queue.seconds(now))
+        self._live[request.request_id] = found
+        self._by_label.setdefault(request.spec.label, []).append(found)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if not entry.is_decode and (found := self._live.get(request.request_id)):
-                found.pieces.append((now, len(entry.tokens)))
+            if not entry.is_decode or request.first_token_at is None:
+                self._note_piece(request, len(entry.tokens), now)
         if self._interrupted:
             for request in iteration.requests:
                 found = self._interrupted.get(request.request_id)
                 if found is not None and found.interruptions[-1].resumed is None:
                     found.interruptions[-1].resumed = now
+        self.queue.planned(len(iteration.requests), now)
+
+    def idled(self, now: float) -> None:
+        self.queue.planned(0, now)
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         if not self._interrupted:
@@ -163,37 +191,58 @@ class Timelines(NullObserver):
             self._interrupt(request, "swapped", now)
 
     def worker_lost(self, now: float) -> None:
+        self.queue.worker_lost(now)
         for each in self._live.values():
             each.num_restarts += 1
+            if each.request.state is not State.WAITING:
+                self._interrupt(each.request, "restart", now)
 
     def ended(self, request: "Request", now: float) -> None:
         found = self._live.pop(request.request_id, None)
         self._interrupted.pop(request.request_id, None)
         if found is not None:
+            self._settle(found, now)
             self._ended[request.request_id] = found
-            if self._on_end is not None:
-                self._on_end(found)
+            if self._listener is not None:
+                self._listener.ended(found)
             if len(self._ended) > self._keep:
-                self._ended.popitem(last=False)
+                self._forget(self._ended.popitem(last=False)[1])
+
+    def waited(self, timeline: Timeline, now: float) -> "tuple[Cause, Pressure]":
+        """What the request lacked for the longest while it waited, and the load at that time."""
+        blocked, pressure = timeline.blocked, timeline.pressure
+        if pressure is None:
+            blocked, pressure = self._difference(timeline, now), self.queue.pressure
+        return max(blocked, key=lambda cause: blocked[cause]), pressure
+
+    def _note_piece(self, request: "Request", num_tokens: int, now: float) -> None:
+        found = self._live.get(request.request_id)
+        if found is not None:
+            self._settle(found, now)
+            found.pieces.append((now, num_tokens))
+
+    def _settle(self, timeline: Timeline, now: float) -> None:
+        """The request does not wait for its admission any more."""
+        if timeline.pressure is None:
+            timeline.blocked = self._difference(timeline, now)
+            timeline.pressure = self.queue.pressure
+
+    def _difference(self, timeline: Timeline, now: float) -> dict[Cause, float]:
+        seconds = self.queue.seconds(now)
+        return {cause: seconds[cause] - before for cause, before in timeline.blocked.items()}
+
+    def _forget(self, timeline: Timeline) -> None:
+        label = timeline.request.spec.label
+        same = self._by_label[label]
+        same.remove(timeline)
+        if not same:
+            del self._by_label[label]
 
     def _interrupt(self, request: "Request", kind: str, now: float) -> None:
         found = self._live.get(request.request_id)
         if found is not None and not found.is_interrupted:
             found.interruptions.append(Interruption(kind, now, request.produced))
             self._interrupted[request.request_id] = found
-
-    def _pressure(self, request: "Request") -> Pressure:
-        scheduler = self._scheduler
-        assert scheduler is not None, "attached before requests arrive"
-        pool, ledger = scheduler.pool, scheduler.ledger
-        missing = ledger.blocks_for(request.num_tokens) - ledger.num_free
-        return Pressure(
-            num_waiting=pool.count(State.WAITING) - 1,
-            num_running=pool.num_admitted,
-            num_seats=scheduler.settings.max_batch_size,
-            num_missing_blocks=max(0, missing),
-            kv_share=ledger.num_held / ledger.num_blocks,
-        )
 
 
 def slowest(timelines: "Sequence[Timeline]", now: float) -> Timeline:
@@ -207,79 +256,3 @@ def phase_seconds(timeline: Timeline, now: float) -> dict[str, float]:
     for span in timeline.spans(now):
         seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
     return seconds
-
-
-def explain(timelines: "Sequence[Timeline]", reader_wait: float, now: float) -> str:
-    """One sentence: the phase that cost a request the most time, its cause, and what would help."""
-    longest = slowest(timelines, now)
-    costs = {"reader": reader_wait, **phase_seconds(longest, now)}
-    costs["preempted"] = costs.get("preempted", 0.0) + costs.pop("recomputed", 0.0)
-    delays = {
-        phase: costs.get(phase, 0.0) for phase in ("queued", "preempted", "swapped", "reader")
-    }
-    phase = max(delays, key=lambda each: delays[each])
-    work = costs.get("prefill", 0.0) + costs.get("decode", 0.0)
-    if delays[phase] < max(SHORT, 0.1 * work):
-        return _working(longest, costs)
-    return _DELAYS[phase](longest, delays[phase])
-
-
-def _working(timeline: Timeline, costs: dict[str, float]) -> str:
-    prefill, decode = costs.get("prefill", 0.0), costs.get("decode", 0.0)
-    restart = " A worker restarted meanwhile." if timeline.num_restarts else ""
-    if prefill > decode:
-        cached = f", {timeline.request.num_cached} of them from the prefix cache"
-        return (
-            f"It did not wait: computing its {timeline.request.prompt_len} prompt tokens{cached} "
-            f"took {prefill:.2f} s in {len(timeline.pieces)} pieces.{restart}"
-        )
-    produced = timeline.request.produced
-    each = decode / max(1, produced - 1) * 1e3
-    return (
-        f"It did not wait: its {produced} output tokens took {decode:.2f} s, {each:.1f} ms each."
-        f"{restart}"
-    )
-
-
-def _queued(timeline: Timeline, seconds: float) -> str:
-    found = timeline.pressure
-    if found.num_missing_blocks:
-        return (
-            f"It waited {seconds:.2f} s for KV: {found.num_running} requests held "
-            f"{found.kv_share:.0%} of it; a larger --kv-memory or --host-kv-memory would have "
-            "started it sooner."
-        )
-    if found.num_running >= found.num_seats:
-        return (
-            f"It waited {seconds:.2f} s for a seat: all {found.num_seats} seats of a batch were "
-            "taken; a larger --max-batch-size would have started it sooner."
-        )
-    return (
-        f"It waited {seconds:.2f} s in the queue behind {found.num_waiting} requests; more "
-        "capacity or another --policy would have started it sooner."
-    )
-
-
-def _preempted(timeline: Timeline, seconds: float) -> str:
-    times = timeline.request.num_preemptions
-    return (
-        f"It was preempted {times} times because KV ran short, and computed again: {seconds:.2f} "
-        "s; --host-kv-memory keeps the KV of preempted requests, a larger --kv-memory avoids it."
-    )
-
-
-def _swapped(timeline: Timeline, seconds: float) -> str:
-    return (
-        f"Its KV was swapped out to the host {timeline.request.num_swaps} times, {seconds:.2f} s "
-        "in all, while other requests used the memory; a larger --kv-memory avoids it."
-    )
-
-
-def _reader(timeline: Timeline, seconds: float) -> str:
-    return (
-        f"Its client did not read for {seconds:.2f} s while tokens were ready: the client or its "
-        "network was slow, not the engine."
-    )
-
-
-_DELAYS = {"queued": _queued, "preempted": _preempted, "swapped": _swapped, "reader": _reader}

@@ -13,22 +13,24 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import StartupError
 
 if TYPE_CHECKING:
     from engine.ports import Clock
     from gateway.observe.metrics import Metrics
-    from gateway.observe.timelines import Timeline
+    from gateway.observe.timelines import Timeline, Wait
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUE = 2048  # ended requests that wait for export
-MAX_PARENTS = 4096  # requests whose `traceparent` is remembered
+MAX_QUEUE = 2048  # ended requests and reader waits that are to be exported
+MAX_LABELS = 4096  # requests whose `traceparent`, span or reader waits are remembered
+MAX_BATCH = 512  # spans of one HTTP request to the collector
 EXPORT_SECONDS = 5.0  # of one attempt
 METRICS_SECONDS = 15.0  # between two exports of metrics
 NANO = 1_000_000_000
+Value = TypeVar("Value")
 INSTALL = "pip install 'podway[otel]'"
 
 
@@ -41,16 +43,17 @@ class Traces:
         self._model = model
         self._offset = time.time_ns() - int(clock() * NANO)
         self._parents: OrderedDict[str, str] = OrderedDict()
-        self._queue: queue.Queue[Timeline | None] = queue.Queue(MAX_QUEUE)
+        self._queue: queue.Queue[Timeline | tuple[str, Wait] | None] = queue.Queue(MAX_QUEUE)
         self._exporter = _Exporter(endpoint)
+        # Of the thread: contexts of exported spans, and waits of requests that have not ended.
+        self._contexts: OrderedDict[str, Any] = OrderedDict()
+        self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def begin(self, request_id: str, traceparent: str) -> None:
         """Continue the caller's trace (W3C `traceparent`) in this request's span."""
-        self._parents[request_id] = traceparent
-        if len(self._parents) > MAX_PARENTS:
-            self._parents.popitem(last=False)
+        _remember(self._parents, request_id, traceparent)
 
     def ended(self, timeline: "Timeline") -> None:
         """Queue an ended request; dropped and counted if the queue is full."""
@@ -59,6 +62,12 @@ class Traces:
         except queue.Full:
             self._metrics.num_dropped_traces += 1
 
+    def reader_waited(self, label: str, wait: "Wait") -> None:
+        """Add a span for a time in which the client did not read. That may be after its request
+        ended. Dropped if the queue is full."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((label, wait))
+
     def close(self) -> None:
         """Export what is queued, for at most `EXPORT_SECONDS`."""
         with contextlib.suppress(queue.Full):
@@ -66,10 +75,15 @@ class Traces:
         self._thread.join(EXPORT_SECONDS)
 
     def _run(self) -> None:
-        while (timeline := self._queue.get()) is not None:
-            label = timeline.request.spec.label
+        while (item := self._queue.get()) is not None:
+            label = item[0] if isinstance(item, tuple) else item.request.spec.label
             try:
-                self._export(timeline, self._parents.pop(label, ""))
+                if isinstance(item, tuple):
+                    self._export_wait(*item)
+                else:
+                    self._export(item, self._parents.get(label, ""))
+                if self._queue.empty() or self._exporter.num_pending >= MAX_BATCH:
+                    self._exporter.flush()
             except Exception:  # a trace must never end the thread
                 logger.exception("request %s could not be traced", label)
         self._exporter.close()
@@ -83,12 +97,31 @@ class Traces:
             for span in timeline.spans(ended)
             if span.seconds > 0
         ]
+        label = request.spec.label
+        waits = self._waits.pop(label, ())
+        children += [("reader", at(wait.began), wait.seconds) for wait in waits]
         name = f"text_completion {self._model}"
-        self._exporter.span(name, (at(request.arrived_at), at(ended)), found, children, traceparent)
+        times = at(request.arrived_at), at(ended)
+        context = self._exporter.span(name, times, found, children, traceparent)
+        _remember(self._contexts, label, context)
         self._exporter.measure(timeline, {"gen_ai.request.model": self._model})
+
+    def _export_wait(self, label: str, wait: "Wait") -> None:
+        if label in self._contexts:
+            child = ("reader", self._unix_nanoseconds(wait.began), wait.seconds)
+            self._exporter.child(child, self._contexts[label])
+        else:
+            _remember(self._waits, label, [*self._waits.get(label, ()), wait])
 
     def _unix_nanoseconds(self, seconds: float) -> int:
         return self._offset + int(seconds * NANO)
+
+
+def _remember(found: OrderedDict[str, Value], label: str, value: Value) -> None:
+    """Set a value; the oldest one is removed if there are more than `MAX_LABELS`."""
+    found[label] = value
+    if len(found) > MAX_LABELS:
+        found.popitem(last=False)
 
 
 def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
@@ -128,8 +161,7 @@ def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
 
 
 class _Exporter:
-    """The OpenTelemetry SDK: a tracer whose spans are exported by the calling thread, and
-    meters."""
+    """The OpenTelemetry SDK: a tracer whose spans are exported by `flush`, and meters."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -139,6 +171,7 @@ class _Exporter:
                     "trace",
                     "sdk.trace",
                     "sdk.trace.export",
+                    "sdk.trace.export.in_memory_span_exporter",
                     "sdk.metrics",
                     "sdk.metrics.export",
                     "sdk.resources",
@@ -153,14 +186,17 @@ class _Exporter:
             ) from None
         base = endpoint.rstrip("/")
         resource = sdk["sdk.resources"].Resource.create({"service.name": "podway"})
-        spans = sdk["exporter.otlp.proto.http.trace_exporter"].OTLPSpanExporter(
+        self._collector = sdk["exporter.otlp.proto.http.trace_exporter"].OTLPSpanExporter(
             endpoint=f"{base}/v1/traces", timeout=EXPORT_SECONDS
         )
         metrics = sdk["exporter.otlp.proto.http.metric_exporter"].OTLPMetricExporter(
             endpoint=f"{base}/v1/metrics", timeout=EXPORT_SECONDS
         )
+        self._pending = sdk["sdk.trace.export.in_memory_span_exporter"].InMemorySpanExporter()
         self._provider = sdk["sdk.trace"].TracerProvider(resource=resource)
-        self._provider.add_span_processor(sdk["sdk.trace.export"].SimpleSpanProcessor(spans))
+        keep = sdk["sdk.trace.export"].SimpleSpanProcessor(self._pending)
+        self._provider.add_span_processor(keep)
+        self.num_pending = 0  # ended spans
         self._tracer = self._provider.get_tracer("podway")
         self._trace = sdk["trace"]
         self._context = sdk["trace.propagation.tracecontext"].TraceContextTextMapPropagator()
@@ -182,16 +218,32 @@ class _Exporter:
         found: dict[str, Any],
         children: list[tuple[str, int, float]],
         traceparent: str,
-    ) -> None:
-        """Export a server span and its children. Times are Unix nanoseconds."""
+    ) -> Any:
+        """End a server span and its children; returns its context. Times are Unix nanoseconds."""
         context = self._context.extract({"traceparent": traceparent} if traceparent else {})
         kind = self._trace.SpanKind.SERVER
         span = self._tracer.start_span(name, context, kind, found, start_time=times[0])
         inside = self._trace.set_span_in_context(span, context)
-        for phase, start, seconds in children:
-            child = self._tracer.start_span(phase, inside, start_time=start)
-            child.end(start + int(seconds * NANO))
+        for child in children:
+            self.child(child, inside)
         span.end(times[1])
+        self.num_pending += 1
+        return inside
+
+    def child(self, child: tuple[str, int, float], parent: Any) -> None:
+        """End a span inside another one: its name, its start and its seconds."""
+        name, start, seconds = child
+        span = self._tracer.start_span(name, parent, start_time=start)
+        span.end(start + int(seconds * NANO))
+        self.num_pending += 1
+
+    def flush(self) -> None:
+        """Send the ended spans to the collector in one request; waits for its response."""
+        spans = self._pending.get_finished_spans()
+        self._pending.clear()
+        self.num_pending = 0
+        if spans:
+            self._collector.export(spans)
 
     def measure(self, timeline: "Timeline", about: dict[str, str]) -> None:
         """Record a request in the metrics."""
@@ -211,5 +263,7 @@ class _Exporter:
 
     def close(self) -> None:
         """Export what is left."""
+        self.flush()
+        self._collector.shutdown()
         self._provider.shutdown()
         self._meters.shutdown()

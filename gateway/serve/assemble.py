@@ -208,7 +208,9 @@ def build_control_plane(
     if settings.otlp_endpoint is not None:
         traces = Traces(settings.otlp_endpoint, loaded.name, time.perf_counter, metrics)
         stack.callback(traces.close)
-    timelines = Timelines(on_end=traces.ended if traces is not None else None)
+    timelines = Timelines()
+    if traces is not None:
+        timelines.report_to(traces)
     observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))

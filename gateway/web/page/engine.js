@@ -44,15 +44,15 @@ function Strip({ iterations }) {
     Object.assign(canvas.current, { width: width * scale, height: height * scale });
     const context = canvas.current.getContext("2d");
     context.scale(scale, scale);
-    const rows = [...new Set(iterations.flatMap((each) => each.rows.map((row) => row.id)))];
+    const rows = [...new Set(iterations.flatMap((each) => each.rows.map(([id]) => id)))];
     const foot = 40;
     const tall = Math.min(14, (height - foot) / Math.max(1, rows.length));
     const wide = width / STRIP_ITERATIONS;
     const longest = Math.max(1e-6, ...iterations.map((each) => each.seconds));
     iterations.forEach((each, column) => {
-      for (const row of each.rows) {
-        context.fillStyle = color(row.is_prefill ? "prefill" : "decode");
-        context.fillRect(column * wide, rows.indexOf(row.id) * tall, Math.max(1, wide - 1), Math.max(1, tall - 1));
+      for (const [id, , isPrefill] of each.rows) {
+        context.fillStyle = color(isPrefill ? "prefill" : "decode");
+        context.fillRect(column * wide, rows.indexOf(id) * tall, Math.max(1, wide - 1), Math.max(1, tall - 1));
       }
       const size = (each.seconds / longest) * (foot - 6);
       context.fillStyle = color("soft");

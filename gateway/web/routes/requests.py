@@ -9,7 +9,7 @@ import orjson
 
 from gateway.errors import RequestNotFound
 from gateway.generation.reply import json_response
-from gateway.observe.timelines import explain
+from gateway.observe.explanation import explain
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ async def timeline(http: "HttpRequest") -> "Response":
     timelines = service.timelines.find(request_id, caller.tenant)
     if not timelines:
         raise RequestNotFound(request_id)
-    reader_wait = service.timelines.reader_wait(request_id)
+    arrived = min(each.request.arrived_at for each in timelines)
+    waits = service.timelines.reader_waits(request_id)
     choices = [
         {
             "index": index,
@@ -64,8 +65,11 @@ async def timeline(http: "HttpRequest") -> "Response":
     body = {
         "id": request_id,
         "object": "request.timeline",
-        "explanation": explain(timelines, reader_wait, now),
-        "reader_wait_seconds": reader_wait,
+        "explanation": explain(timelines, request_id, service.timelines, now),
+        "reader_wait_seconds": sum(wait.seconds for wait in waits),
+        "reader_waits": [
+            {"start": wait.began - arrived, "seconds": wait.seconds} for wait in waits
+        ],
         "choices": choices,
     }
     return json_response(orjson.dumps(body), caller, service.clock)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.control.admission import Admission
+from gateway.observe.timelines import Wait
 from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
 
 
@@ -48,13 +49,13 @@ def explanation_of_the_second(setting: Setting, *, output: int, **fields: Any) -
 def test_a_request_that_waits_for_kv_is_explained_by_kv() -> None:
     found = explanation_of_the_second(Setting(num_blocks=61, admission=Admission.RESERVE), output=4)
     assert found.startswith("It waited ")
-    assert "for KV: 1 requests held" in found
+    assert "for KV: 1 request held" in found
     assert "--kv-memory" in found
 
 
 def test_a_request_that_waits_for_a_seat_is_explained_by_the_batch_size() -> None:
     found = explanation_of_the_second(Setting(max_batch_size=1), output=4)
-    assert "for a seat: all 1 seats" in found
+    assert "for a seat: every step already had" in found
     assert "--max-batch-size" in found
 
 
@@ -76,10 +77,14 @@ def test_a_request_that_lost_its_kv_is_explained_by_preemption_or_swapping(
 def test_a_client_that_does_not_read_is_named_as_the_cause() -> None:
     async def scene(rig: Rig) -> None:
         await complete(rig, "slow", "a", 4)
-        rig.service.timelines.reader_waited("slow", 5.0)
-        rig.service.timelines.reader_waited("slow", 2.0)
+        rig.service.timelines.reader_waited("slow", Wait(0.5, 5.0))
+        rig.service.timelines.reader_waited("slow", Wait(6.0, 2.0))
         _, body = await timeline(rig, "slow")
         assert body["explanation"].startswith("Its client did not read for 7.00 s")
+        assert body["reader_waits"] == [
+            {"start": 0.5, "seconds": 5.0},
+            {"start": 6.0, "seconds": 2.0},
+        ]
 
     play(scene)
 
@@ -108,5 +113,46 @@ def test_timelines_belong_to_their_key_and_are_bounded() -> None:
         assert (await timeline(rig, "one"))[0] == 404
         assert (await timeline(rig, "three"))[0] == 200
         assert rig.service.timelines.find("three", "another key") == []
+
+    play(scene)
+
+
+def test_kv_that_runs_short_after_a_request_arrived_is_the_cause_of_its_wait() -> None:
+    """When the last one arrives, there is KV for all; those before it take it."""
+
+    async def scene(rig: Rig) -> None:
+        tasks = [
+            asyncio.create_task(complete(rig, f"{number}", f"{number}" * 20, 30))
+            for number in range(4)
+        ]
+        await asyncio.gather(*tasks)
+        _, body = await timeline(rig, "3")
+        assert "for KV: 2 requests held" in body["explanation"]
+
+    play(scene, Setting(num_blocks=110, admission=Admission.RESERVE))
+
+
+def test_a_request_that_waits_still_is_explained_by_what_it_lacks_now() -> None:
+    async def scene(rig: Rig) -> None:
+        first = asyncio.create_task(complete(rig, "first", "a" * 20, 40))
+        second = asyncio.create_task(complete(rig, "second", "b" * 20, 4))
+        await asyncio.sleep(8 * STEP)
+        _, body = await timeline(rig, "second")
+        assert body["explanation"].startswith(f"It waited {8 * STEP:.2f} s for a seat")
+        await asyncio.gather(first, second)
+
+    play(scene, Setting(max_batch_size=1))
+
+
+def test_a_timeline_shows_when_the_worker_was_lost() -> None:
+    async def scene(rig: Rig) -> None:
+        task = asyncio.create_task(complete(rig, "lost", "a" * 20, 8))
+        await asyncio.sleep(3.5 * STEP)
+        timelines = rig.service.timelines
+        timelines.worker_lost(rig.service.clock())
+        await task
+        _, body = await timeline(rig, "lost")
+        phases = [span["phase"] for span in body["choices"][0]["spans"]]
+        assert phases == ["queued", "prefill", "decode", "restart", "decode"]
 
     play(scene)

@@ -12,6 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from engine.errors import StartupError
 from gateway.observe import traces
 from gateway.observe.metrics import Metrics
+from gateway.observe.timelines import Wait
 from gateway.observe.traces import Traces
 from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
 
@@ -79,7 +80,7 @@ def traced(collector: Collector, **headers: str) -> None:
     async def scene(rig: Rig) -> None:
         exporter = Traces(collector.url, "model", rig.service.clock, Metrics())
         object.__setattr__(rig.service, "traces", exporter)
-        rig.service.timelines._on_end = exporter.ended
+        rig.service.timelines.report_to(exporter)
         body = text(prompt="abcd", max_tokens=3, ignore_eos=True)
         async with rig.client.post(TEXT, body, {"x-request-id": "one", **headers}) as exchange:
             await exchange.json()
@@ -111,15 +112,39 @@ def test_the_callers_trace_is_continued(collector: Collector) -> None:
     assert server.parent_span_id.hex() == PARENT.split("-")[2]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_times_in_which_the_client_did_not_read_are_children(
+    collector: Collector, is_late: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        exporter = Traces(collector.url, "model", rig.service.clock, Metrics())
+        rig.service.timelines.report_to(exporter)
+        wait = Wait(began=0.5, seconds=2.0)
+        if not is_late:
+            rig.service.timelines.reader_waited("slow", wait)
+        async with rig.client.post(TEXT, text(), {"x-request-id": "slow"}) as exchange:
+            await exchange.json()
+        if is_late:  # the response went on after the engine's last token
+            rig.service.timelines.reader_waited("slow", wait)
+        exporter.close()
+
+    play(scene)
+    (server,) = [span for span in collector.spans if span.kind == 2]
+    (reader,) = [span for span in collector.spans if span.name == "reader"]
+    assert reader.parent_span_id == server.span_id
+    assert reader.end_time_unix_nano - reader.start_time_unix_nano == 2_000_000_000
+
+
 def test_a_slow_collector_costs_traces_and_nothing_else(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "MAX_QUEUE", 2)
+    monkeypatch.setattr(traces, "MAX_BATCH", 1)
 
     async def scene(rig: Rig) -> None:
         metrics = Metrics()
         exporter = Traces(collector.url, "model", rig.service.clock, metrics)
-        rig.service.timelines._on_end = exporter.ended
+        rig.service.timelines.report_to(exporter)
         collector.gate.clear()
         for _ in range(10):
             async with rig.client.post(TEXT, text(prompt="a", max_tokens=1)) as exchange:

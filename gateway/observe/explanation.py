@@ -1,0 +1,120 @@
+"""One sentence about a request: the phase that cost it the most time, its cause, and what would
+help."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gateway.observe.queueing import Cause
+from gateway.observe.timelines import phase_seconds, slowest
+
+if TYPE_CHECKING:
+    from gateway.observe.timelines import Timeline, Timelines
+
+SHORT = 0.05  # seconds; a shorter delay explains nothing
+SMALL = 0.1  # so does a delay that is a smaller share of the time to compute the request
+DELAYS = ("queued", "preempted", "swapped", "restart", "reader")
+
+
+def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", now: float) -> str:
+    """The sentence about the choices of the request with this label."""
+    longest = slowest(choices, now)
+    costs = phase_seconds(longest, now)
+    costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits(label))
+    last = longest.interruptions[-1].kind if longest.interruptions else "preempted"
+    again = last if last == "restart" else "preempted"
+    costs[again] = costs.get(again, 0.0) + costs.pop("recomputed", 0.0)
+    phase = max(DELAYS, key=lambda each: costs.get(each, 0.0))
+    seconds = costs.get(phase, 0.0)
+    work = costs.get("prefill", 0.0) + costs.get("decode", 0.0)
+    if phase == "reader":
+        work -= seconds  # the engine computes while the client does not read
+    if seconds < max(SHORT, SMALL * work):
+        return _working(longest, costs)
+    if phase == "queued":
+        return _queued(longest, seconds, timelines, now)
+    return _DELAYS[phase](longest, seconds)
+
+
+def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
+    prefill, decode = costs.get("prefill", 0.0), costs.get("decode", 0.0)
+    restart = " A worker restarted meanwhile." if timeline.num_restarts else ""
+    if prefill > decode:
+        cached = f", {timeline.request.num_cached} of them from the prefix cache"
+        return (
+            f"It did not wait: computing its {timeline.request.prompt_len} prompt tokens{cached} "
+            f"took {prefill:.2f} s in {_number(len(timeline.pieces), 'piece')}.{restart}"
+        )
+    produced = timeline.request.produced
+    each = decode / max(1, produced - 1) * 1e3
+    return (
+        f"It did not wait: its {_number(produced, 'output token')} took {decode:.2f} s, "
+        f"{each:.1f} ms each.{restart}"
+    )
+
+
+def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: float) -> str:
+    cause, load = timelines.waited(timeline, now)
+    running, waiting = _number(load.num_running, "request"), _number(load.num_waiting, "request")
+    if cause is Cause.KV:
+        return (
+            f"It waited {seconds:.2f} s for KV: {running} held {load.kv_share:.0%} of it; a larger "
+            "--kv-memory or --host-kv-memory would have started it sooner."
+        )
+    if cause is Cause.SEAT:
+        return (
+            f"It waited {seconds:.2f} s for a seat: every step already had as many requests as "
+            f"--max-batch-size allows, and {waiting} waited; a larger --max-batch-size would have "
+            "started it sooner."
+        )
+    if cause is Cause.WORKER:
+        return (
+            f"It waited {seconds:.2f} s for a worker that was started again; the server's log says "
+            "why the last one ended."
+        )
+    if cause is Cause.STEP:
+        return (
+            f"It waited {seconds:.2f} s for the step in flight to end; a smaller "
+            "--max-batch-tokens or --max-step-seconds makes steps shorter."
+        )
+    return (
+        f"It waited {seconds:.2f} s in the queue: {waiting} waited for tokens of a step; a larger "
+        "--max-batch-tokens, more capacity or another --policy would have started it sooner."
+    )
+
+
+def _preempted(timeline: "Timeline", seconds: float) -> str:
+    times = _number(timeline.request.num_preemptions, "time")
+    return (
+        f"It was preempted {times} because KV ran short, and computed again: {seconds:.2f} s; "
+        "--host-kv-memory keeps the KV of preempted requests, a larger --kv-memory avoids it."
+    )
+
+
+def _swapped(timeline: "Timeline", seconds: float) -> str:
+    times = _number(timeline.request.num_swaps, "time")
+    return (
+        f"Its KV was swapped out to the host {times}, {seconds:.2f} s in all, while other requests "
+        "used the memory; a larger --kv-memory avoids it."
+    )
+
+
+def _restart(timeline: "Timeline", seconds: float) -> str:
+    times = _number(timeline.num_restarts, "time")
+    return (
+        f"A worker was lost {times} while it ran; starting the worker and computing the request "
+        f"again took {seconds:.2f} s. The server's log says why the worker ended."
+    )
+
+
+def _reader(timeline: "Timeline", seconds: float) -> str:
+    return (
+        f"Its client did not read for {seconds:.2f} s while tokens were ready: the client or its "
+        "network was slow, not the engine; a client that reads faster would have got it sooner."
+    )
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+_DELAYS = {"preempted": _preempted, "swapped": _swapped, "restart": _restart, "reader": _reader}
