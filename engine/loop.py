@@ -157,17 +157,17 @@ class Engine:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._wakeup.set()
 
-    def cancel(self, label: str, tenant: str) -> int:
-        """End the live requests with this label and tenant; their readers get `RequestCancelled`.
-        Returns their number."""
+    def cancel(self, label: str, tenant: str | None) -> int:
+        """End the live requests with this label and tenant (None: of every tenant); their readers
+        get `RequestCancelled`. Returns their number."""
         named = [
             stream.request
             for stream in self._streams.values()
-            if stream.spec.label == label and stream.spec.tenant == tenant
+            if stream.spec.label == label and tenant in (None, stream.spec.tenant)
         ]
         now = self._clock()
         for request in named:
-            request.error = RequestCancelled(f"The request {label} was cancelled by its caller.")
+            request.error = RequestCancelled(f"The request {label} was cancelled.")
             self.scheduler.cancel(request, Abort.EXPLICIT, now)
         self._wake(named)
         self._wakeup.set()

@@ -27,8 +27,9 @@ class Caller:
     `tenant` is the name of its API key, "" on a server without keys; `weight` is the key's share
     under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any).
     `cache_domain` names the requests that share cached prefixes; None: all of the server.
-    `limits` are the response headers about the key's rate limits. `dialect` renders the errors and
-    headers of the path's API. `record` is the request's entry in the request log.
+    `is_admin`: the key may use `/admin` and cancel requests of other keys. `limits` are the
+    response headers about the key's rate limits. `dialect` renders the errors and headers of the
+    path's API. `record` is the request's entry in the request log.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Caller:
     weight: float = 1.0
     urgent: int | None = None
     cache_domain: str | None = None
+    is_admin: bool = False
     limits: Mapping[str, str] = field(default_factory=dict)
     dialect: ApiDialect = OPENAI
     unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
@@ -53,6 +55,7 @@ class Caller:
             weight=allowance.weight,
             urgent=allowance.priority,
             cache_domain=key.cache_domain,
+            is_admin=key.is_admin,
         )
 
     def note(self, error_code: str) -> None:

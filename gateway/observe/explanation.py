@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SHORT = 0.05  # seconds; a shorter delay explains nothing
 SMALL = 0.1  # so does a delay that is a smaller share of the time to compute the request
-DELAYS = ("queued", "preempted", "swapped", "restart", "reader")
+DELAYS = ("queued", "preempted", "paused", "swapped", "restart", "reader")
 
 
 def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", now: float) -> str:
@@ -20,8 +20,8 @@ def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", n
     longest = slowest(choices, now)
     costs = phase_seconds(longest, now)
     costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits(label))
-    last = longest.interruptions[-1].kind if longest.interruptions else "preempted"
-    again = last if last == "restart" else "preempted"
+    kinds = {each.kind for each in longest.interruptions}
+    again = "restart" if "restart" in kinds and "preempted" not in kinds else "preempted"
     costs[again] = costs.get(again, 0.0) + costs.pop("recomputed", 0.0)
     phase = max(DELAYS, key=lambda each: costs.get(each, 0.0))
     seconds = costs.get(phase, 0.0)
@@ -90,6 +90,14 @@ def _preempted(timeline: "Timeline", seconds: float) -> str:
     )
 
 
+def _paused(timeline: "Timeline", seconds: float) -> str:
+    times = sum(each.kind == "paused" for each in timeline.interruptions)
+    return (
+        f"It was paused {_number(times, 'time')}, {seconds:.2f} s in all, while the policy ran "
+        "other requests; a larger --max-batch-size or another --policy would have run it sooner."
+    )
+
+
 def _swapped(timeline: "Timeline", seconds: float) -> str:
     times = _number(timeline.request.num_swaps, "time")
     return (
@@ -117,4 +125,10 @@ def _number(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-_DELAYS = {"preempted": _preempted, "swapped": _swapped, "restart": _restart, "reader": _reader}
+_DELAYS = {
+    "preempted": _preempted,
+    "paused": _paused,
+    "swapped": _swapped,
+    "restart": _restart,
+    "reader": _reader,
+}

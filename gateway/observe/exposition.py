@@ -4,6 +4,7 @@ Gauges are read on each scrape. Metrics that vLLM has, too, are repeated under v
 that its dashboards and autoscalers work.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,7 @@ class Exposition(Collector):
         yield from self._prefixes()
         yield from self._speculation()
         yield from self._histograms()
+        yield from self._vllm_only()
         yield from self._http()
         yield self._policy()
         yield from self._gauge(
@@ -98,6 +100,41 @@ class Exposition(Collector):
             "Tokens of ended requests by API key.",
             ("key", "kind"),
             log.key_tokens,
+        )
+
+    def _vllm_only(self) -> Iterator[Metric]:
+        """Metrics of vLLM's dashboards whose content has another form among ours."""
+        metrics, waiting = self._metrics, self._scheduler.pool.count(State.WAITING)
+        yield self._aliased(
+            CounterMetricFamily,
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found in the prefix cache.",
+            metrics.num_cached_tokens,
+        )
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for KV or batch capacity; none is deferred for another reason.",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in (("capacity", waiting), ("deferred", 0)):
+            by_reason.add_metric([self._model, reason], count)
+        yield by_reason
+        longest = HistogramMetricFamily(
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest choice of a request.",
+            labels=["model_name"],
+        )
+        observed = metrics.max_generation_tokens
+        longest.add_metric([self._model], observed.buckets(), observed.sum)
+        yield longest
+        statuses: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), count in self._request_log.requests.items():
+            statuses[path, method, f"{status // 100}xx"] += count
+        yield table(
+            "http_requests_total",
+            "HTTP requests by class of status, under the name that vLLM's dashboards use.",
+            ("handler", "method", "status"),
+            statuses,
         )
 
     def _policy(self) -> Metric:

@@ -46,9 +46,14 @@ class LiveView(NullObserver):
         finally:
             self._num_watchers -= 1
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether iterations are being recorded."""
+        return self._num_watchers > 0
+
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         self._number += 1
-        if not self._num_watchers:
+        if not self.is_watched:
             return
         entries = iteration.step.entries
         rows = [

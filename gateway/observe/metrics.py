@@ -84,10 +84,17 @@ class Metrics(NullObserver):
         self.decode_seconds = Histogram(SECONDS)
         self.prompt_tokens = Histogram(TOKENS)
         self.generation_tokens = Histogram(TOKENS)
+        self.max_generation_tokens = Histogram(TOKENS)  # of the longest choice of a request
         self.cancel_to_free = Histogram(ITERATIONS)
         self.loop_lag = Histogram(SECONDS)
         self._last_tokens: dict[StepId, list[float | None]] = {}
         self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
+        self._choices: dict[str, tuple[int, int]] = {}  # by label: live choices, most tokens
+
+    def arrived(self, request: "Request", now: float) -> None:
+        """Count the choices of its request."""
+        live, most = self._choices.get(request.spec.label, (0, 0))
+        self._choices[request.spec.label] = live + 1, most
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         """Remember the previous token's time of each request that will get a token."""
@@ -152,6 +159,16 @@ class Metrics(NullObserver):
             self._count_phases(request, now)
         if request.admitted_at is not None:
             self.queue_seconds.add(request.admitted_at - request.arrived_at)
+        self._count_choice(request)
+
+    def _count_choice(self, request: "Request") -> None:
+        """The last choice of a request counts the tokens of the longest one."""
+        live, most = self._choices.pop(request.spec.label, (1, 0))
+        most = max(most, request.produced)
+        if live > 1:
+            self._choices[request.spec.label] = live - 1, most
+        else:
+            self.max_generation_tokens.add(most)
 
     def _count_phases(self, request: "Request", now: float) -> None:
         """A finished request's tokens, and its time before and after the first token."""

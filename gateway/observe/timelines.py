@@ -6,7 +6,7 @@ everything else happens at arrivals, admissions, preemptions, swaps and ends.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 KEEP = 1000  # ended requests
 LABELS = 4096  # of which the times that a client did not read are known
+PAUSE = 0.05  # seconds without an iteration after which a request that holds KV counts as paused
+MAX_INTERRUPTIONS = 256  # of a request; later ones are not recorded
 MAX_READER_WAITS = 64  # of one label; later ones are added to the last
 
 
@@ -44,9 +46,10 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Interruption:
-    """A time in which a started request had no KV on the device."""
+    """A time in which a started request was not computed: it had no KV on the device, or (paused)
+    the policy ran others."""
 
-    kind: str  # "swapped", "preempted" or "restart": the worker was lost
+    kind: str  # "swapped", "preempted", "paused" or "restart": the worker was lost
     began: float
     produced: int  # output tokens at that time
     resumed: float | None = None  # planned again
@@ -78,7 +81,7 @@ class Timeline:
         found += self._phase("prefill", admitted, first, sum(size for _, size in self.pieces))
         if request.first_token_at is not None:
             found += self._phase("decode", first, end, request.produced)
-        return [span for span in found if span.seconds > 0 or span.phase == "queued"]
+        return _joined(span for span in found if span.seconds > 0 or span.phase == "queued")
 
     def _phase(self, name: str, start: float, end: float, tokens: int) -> list[Span]:
         """A phase, cut where the request was interrupted."""
@@ -90,11 +93,23 @@ class Timeline:
             ended = end if each.ended is None else min(each.ended, end)
             found.append(Span(name, at - began, each.began - at))
             found.append(Span(each.kind, each.began - began, resumed - each.began))
-            again = name if each.kind == "swapped" else "recomputed"
+            again = "recomputed" if each.kind in ("preempted", "restart") else name
             found.append(Span(again, resumed - began, ended - resumed))
             at = ended
         found.append(Span(name, at - began, end - at, tokens))
         return found
+
+
+def _joined(spans: "Iterable[Span]") -> list[Span]:
+    """The spans, of which consecutive ones of the same phase are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].phase == span.phase:
+            last = found.pop()
+            tokens = span.tokens if last.tokens is None else last.tokens
+            span = Span(span.phase, last.start, last.seconds + span.seconds, tokens)
+        found.append(span)
+    return found
 
 
 class TimelineListener(Protocol):
@@ -115,6 +130,7 @@ class Timelines(NullObserver):
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
         self._interrupted: dict[RequestId, Timeline] = {}
+        self._running: set[Request] = set()  # in the latest iteration
         self._by_label: dict[str, list[Timeline]] = {}
         self._reader_waits: OrderedDict[str, list[Wait]] = OrderedDict()  # by label
 
@@ -164,6 +180,10 @@ class Timelines(NullObserver):
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if not entry.is_decode or request.first_token_at is None:
                 self._note_piece(request, len(entry.tokens), now)
+        now_running = set(iteration.requests)
+        for request in now_running - self._running:
+            self._note_pause(request, now)
+        self._running = now_running
         if self._interrupted:
             for request in iteration.requests:
                 found = self._interrupted.get(request.request_id)
@@ -221,6 +241,15 @@ class Timelines(NullObserver):
             self._settle(found, now)
             found.pieces.append((now, num_tokens))
 
+    def _note_pause(self, request: "Request", now: float) -> None:
+        """The request was not in the iteration before: it was paused if that was long ago."""
+        last, found = request.last_token_at, self._live.get(request.request_id)
+        if last is None or found is None or now - last < PAUSE or found.is_interrupted:
+            return
+        since = found.interruptions[-1].ended if found.interruptions else None
+        if len(found.interruptions) < MAX_INTERRUPTIONS and (since is None or since <= last):
+            found.interruptions.append(Interruption("paused", last, request.produced, now, now))
+
     def _settle(self, timeline: Timeline, now: float) -> None:
         """The request does not wait for its admission any more."""
         if timeline.pressure is None:
@@ -240,7 +269,9 @@ class Timelines(NullObserver):
 
     def _interrupt(self, request: "Request", kind: str, now: float) -> None:
         found = self._live.get(request.request_id)
-        if found is not None and not found.is_interrupted:
+        if found is None or len(found.interruptions) == MAX_INTERRUPTIONS:
+            return
+        if not found.is_interrupted:
             found.interruptions.append(Interruption(kind, now, request.produced))
             self._interrupted[request.request_id] = found
 

@@ -58,6 +58,41 @@ def queries() -> list[Query]:
     ]
 
 
+# What vLLM's dashboards query (github.com/vllm-project/vllm, examples/observability:
+# prometheus_grafana/grafana.json, dashboards/grafana/{performance,query}_statistics.json, and the
+# panels of dashboards/grafana/vllm_{overview,kv_cache}.json that every deployment has).
+VLLM_DASHBOARDS = (
+    "http_requests_total",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_sum",
+    "vllm:generation_tokens_total",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:inter_token_latency_seconds_sum",
+    "vllm:iteration_tokens_total_count",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:prompt_tokens_total",
+    "vllm:request_decode_time_seconds_sum",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_max_num_generation_tokens_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_success_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:time_to_first_token_seconds_sum",
+)
+
+
 def exposed(url: str) -> dict[str, list[dict[str, str]]]:
     """The label sets of each series on /metrics, by name."""
     with urllib.request.urlopen(f"{url}/metrics") as page:
@@ -89,6 +124,20 @@ def test_every_metric_of_the_server_is_on_the_dashboard(server_url: str) -> None
         if name.startswith("podway_")
     }
     assert {name for name in names if name not in shown} == set()
+
+
+def test_dashboards_made_for_vllm_have_no_empty_panel(server_url: str) -> None:
+    with urllib.request.urlopen(f"{server_url}/health"):
+        pass  # so that there is an HTTP request to count
+    series = exposed(server_url)
+    assert [name for name in VLLM_DASHBOARDS if name not in series] == []
+    for name in VLLM_DASHBOARDS:
+        if name.startswith("vllm:"):
+            assert all(labels["model_name"] == "builtin" for labels in series[name]), name
+    reasons = {labels["reason"] for labels in series["vllm:num_requests_waiting_by_reason"]}
+    assert reasons == {"capacity", "deferred"}
+    reasons = {labels["finished_reason"] for labels in series["vllm:request_success_total"]}
+    assert {"stop", "length"} <= reasons
 
 
 def test_the_panels_have_distinct_ids_and_do_not_overlap() -> None:

@@ -34,6 +34,12 @@ function KeyDialog({ error, onKey }) {
   </form></main>`;
 }
 
+// Removes the key of this tab; the dialog asks for another one.
+function KeyButton({ onForget }) {
+  if (!key.get()) return null;
+  return html`<button class="small" onClick=${() => { key.set(""); onForget(); }}>API key</button>`;
+}
+
 function App() {
   const [where, setWhere] = useState(route());
   const [models, setModels] = useState(null);
@@ -56,6 +62,8 @@ function App() {
       <nav aria-label="Views">${Object.entries(TITLES).map(
         ([name, title]) => html`<a href="#${name}" aria-current=${name === where.view ? "page" : null}>${title}</a>`,
       )}</nav>
+      <span class="grow"></span>
+      <${KeyButton} onForget=${load} />
     </header>
     ${error && html`<p class="error" role="alert">The server cannot be reached: ${error.message}
       <button onClick=${load}>Try again</button></p>`}

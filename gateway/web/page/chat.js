@@ -1,11 +1,11 @@
-// The chat. A conversation is a tree: editing a message or regenerating an answer adds a branch.
-// Conversations are stored in this browser only.
+// The chat: messages, branches, settings. Conversations are stored in this browser only.
 
 import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
-import { call, events } from "/page/api.js";
+import { call, events, json } from "/page/api.js";
 import { markdown } from "/page/markdown.js";
+import { add, at, branch, empty, isChat, save, stored } from "/page/store.js";
 
-const STORE = "podway-chat";
+const FINISHES = { length: "cut off by max tokens", tool_calls: "called a tool" };
 const SETTINGS = {
   temperature: { label: "Temperature", min: 0, max: 2, step: 0.1 },
   top_p: { label: "Top-p", min: 0, max: 1, step: 0.05 },
@@ -13,41 +13,10 @@ const SETTINGS = {
   seed: { label: "Seed", step: 1 },
 };
 
-const empty = () => ({ nodes: {}, root: { children: [], chosen: 0 }, system: "", settings: {}, next: 1 });
-
-function stored() {
-  try {
-    const found = JSON.parse(localStorage.getItem(STORE));
-    return found?.nodes ? found : empty();
-  } catch {
-    return empty();
-  }
-}
-
-const at = (chat, id) => (id === 0 ? chat.root : chat.nodes[id]);
-
-// The messages of the chosen branch, from the first on.
-function branch(chat) {
-  const found = [];
-  for (let node = chat.root; node.children.length; ) {
-    node = chat.nodes[node.children[node.chosen]];
-    found.push(node);
-  }
-  return found;
-}
-
-function add(chat, parentId, fields) {
-  const node = { id: chat.next++, parent: parentId, children: [], chosen: 0, ...fields };
-  chat.nodes[node.id] = node;
-  const parent = at(chat, parentId);
-  parent.chosen = parent.children.push(node.id) - 1;
-  return node;
-}
-
 function requestBody(chat, model, upTo) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
   for (const node of branch(chat)) {
-    messages.push({ role: node.role, content: node.content });
+    if (node.content || node.role === "user") messages.push({ role: node.role, content: node.content });
     if (node.id === upTo) break;
   }
   const settings = Object.fromEntries(
@@ -88,6 +57,18 @@ async function stream(node, body, signal, changed) {
   }
 }
 
+// After a stop: how many KV slots its request freed, from its timeline. The server ends the request
+// when it receives the disconnect, so this asks a few times.
+async function freedSlots(requestId) {
+  for (let attempt = 0; attempt < 10; attempt += 1) {
+    const { choices } = await json(`/v1/requests/${encodeURIComponent(requestId)}/timeline`);
+    if (choices.every((choice) => choice.ended))
+      return choices.reduce((sum, choice) => sum + choice.prompt_tokens + choice.completion_tokens, 0);
+    await new Promise((resume) => setTimeout(resume, 50));
+  }
+  return null;
+}
+
 export function Chat({ models }) {
   const [chat] = useState(stored);
   const [, setVersion] = useState(0);
@@ -96,12 +77,13 @@ export function Chat({ models }) {
   const [running, setRunning] = useState(null);
   const [editing, setEditing] = useState(null);
   const [showsSettings, setShowsSettings] = useState(false);
+  const [failed, setFailed] = useState(null);
   const list = useRef();
   const follows = useRef(true);
 
   const changed = () => {
     setVersion((version) => version + 1);
-    localStorage.setItem(STORE, JSON.stringify(chat));
+    save(chat);
   };
   useEffect(() => {
     if (follows.current && list.current) list.current.scrollTop = list.current.scrollHeight;
@@ -123,6 +105,10 @@ export function Chat({ models }) {
     }
     setRunning(null);
     changed();
+    if (node.finish === "stopped" && node.request) {
+      node.freed = await freedSlots(node.request).catch(() => null);
+      changed();
+    }
   }
 
   function send(event) {
@@ -152,11 +138,12 @@ export function Chat({ models }) {
     event.target.value = "";
     try {
       const found = JSON.parse(await file.text());
-      if (!found.nodes || !found.root) throw new Error("this is not an exported chat");
+      if (!isChat(found)) throw new Error("this is not an exported chat");
       Object.assign(chat, empty(), found);
+      setFailed(null);
       changed();
     } catch (error) {
-      alert(`${file.name} cannot be imported: ${error.message}`);
+      setFailed(`${file.name} cannot be imported: ${error.message}`);
     }
   }
 
@@ -173,12 +160,14 @@ export function Chat({ models }) {
       <button onClick=${exportChat}>Export</button>
       <label class="button">Import<input class="hidden-file" type="file" accept="application/json" onChange=${importChat} /></label>
     </div>
+    ${failed && html`<p class="error bar" role="alert">${failed}</p>`}
     ${showsSettings && html`<${Settings} chat=${chat} changed=${changed} />`}
     <section class="messages" ref=${list} aria-label="Conversation" aria-live="polite" aria-busy=${!!running} tabindex="0"
       onScroll=${(event) => {
         const { scrollTop, scrollHeight, clientHeight } = event.target;
         follows.current = scrollHeight - scrollTop - clientHeight < 40;
       }}>
+      ${shown.length === 0 && html`<${Welcome} model=${model} />`}
       ${shown.map((node) => html`<${Message} key=${node.id} node=${node} chat=${chat} changed=${changed}
         running=${running} editing=${editing === node.id} onEdit=${setEditing} onSave=${saveEdit}
         onRegenerate=${() => answer(node.parent)} />`)}
@@ -193,6 +182,17 @@ export function Chat({ models }) {
         ? html`<button type="button" class="primary" id="stop" onClick=${() => running.abort()}>Stop</button>`
         : html`<button type="submit" class="primary" id="send" disabled=${!text.trim()}>Send</button>`}
     </form>`;
+}
+
+function Welcome({ model }) {
+  return html`<div class="welcome">
+    <h1>Chat with ${model}</h1>
+    <p>Messages stay in this browser. Every answer shows its time to the first token and its tokens per second.</p>
+    <ul>
+      <li><a href="#engine">Engine</a> shows iterations, KV blocks and queues live, also those of other clients.</li>
+      <li><a href="#request">Request</a> says why a request was slow.</li>
+      <li><a href="#replay">Replay</a> shows a recording, and how another policy would have scheduled it.</li>
+    </ul></div>`;
 }
 
 function Settings({ chat, changed }) {
@@ -246,7 +246,8 @@ function Figures({ node }) {
   if (node.ttft) words.push(`first token ${node.ttft.toFixed(0)} ms`);
   if (node.rate) words.push(`${node.rate.toFixed(1)} tokens/s`);
   if (node.tokens) words.push(`${node.tokens} tokens`);
-  if (node.finish && node.finish !== "stop") words.push(node.finish);
+  if (node.finish && node.finish !== "stop") words.push(FINISHES[node.finish] ?? node.finish);
+  if (node.freed) words.push(`${node.freed} KV slots freed`);
   return html`<span class="soft figures">${words.join(" · ")}
     ${node.request && html` · <a href="#request/${encodeURIComponent(node.request)}">timeline</a>`}</span>`;
 }

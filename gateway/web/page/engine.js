@@ -2,9 +2,11 @@
 
 import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
 import { call, events } from "/page/api.js";
+import { Policy } from "/page/policy.js";
+import { Terms, TERMS } from "/page/terms.js";
 
 const STRIP_ITERATIONS = 160;
-const CELLS = 400;
+const CELLS = 600;
 
 // The latest snapshot, and the iterations since the view was opened; reconnects after errors.
 function useLive() {
@@ -44,18 +46,21 @@ function Strip({ iterations }) {
     Object.assign(canvas.current, { width: width * scale, height: height * scale });
     const context = canvas.current.getContext("2d");
     context.scale(scale, scale);
-    const rows = [...new Set(iterations.flatMap((each) => each.rows.map(([id]) => id)))];
+    const places = new Map();
+    for (const each of iterations) for (const [id] of each.rows) if (!places.has(id)) places.set(id, places.size);
     const foot = 40;
-    const tall = Math.min(14, (height - foot) / Math.max(1, rows.length));
+    const tall = Math.min(14, (height - foot) / Math.max(1, places.size));
     const wide = width / STRIP_ITERATIONS;
     const longest = Math.max(1e-6, ...iterations.map((each) => each.seconds));
+    const tones = [color("decode"), color("prefill")];
+    const soft = color("soft");
     iterations.forEach((each, column) => {
       for (const [id, , isPrefill] of each.rows) {
-        context.fillStyle = color(isPrefill ? "prefill" : "decode");
-        context.fillRect(column * wide, rows.indexOf(id) * tall, Math.max(1, wide - 1), Math.max(1, tall - 1));
+        context.fillStyle = tones[Number(isPrefill)];
+        context.fillRect(column * wide, places.get(id) * tall, Math.max(1, wide - 1), Math.max(1, tall - 1));
       }
       const size = (each.seconds / longest) * (foot - 6);
-      context.fillStyle = color("soft");
+      context.fillStyle = soft;
       context.fillRect(column * wide, height - size, Math.max(1, wide - 1), size);
     });
   });
@@ -63,22 +68,23 @@ function Strip({ iterations }) {
   return html`<canvas class="strip" ref=${canvas} role="img"
       aria-label="The last ${iterations.length} iterations; the latest has ${last?.rows.length ?? 0} requests"></canvas>
     <p class="legend"><span><i class="prefill"></i>prefill</span><span><i class="decode"></i>decode</span>
-      <span>foot: step time</span></p>`;
+      <span>a column is an iteration, a row a request; the foot is the step time</span></p>`;
 }
 
 function Chart({ iterations }) {
   const box = useRef();
   const plot = useRef();
   useEffect(() => {
-    const make = () => new uPlot({
+    plot.current = new uPlot({
       width: box.current.clientWidth, height: 140, legend: { show: false }, cursor: { show: false },
       scales: { x: { time: false } },
       axes: [{ stroke: color("soft"), grid: { stroke: color("line") } },
              { stroke: color("soft"), grid: { stroke: color("line") }, size: 60 }],
       series: [{}, { stroke: color("decode"), width: 1.5, label: "step ms" }],
     }, [[], []], box.current);
-    plot.current = make();
-    return () => plot.current.destroy();
+    const fit = () => plot.current.setSize({ width: box.current.clientWidth, height: 140 });
+    addEventListener("resize", fit);
+    return () => { removeEventListener("resize", fit); plot.current.destroy(); };
   }, []);
   useEffect(() => {
     plot.current.setData([iterations.map((each) => each.number), iterations.map((each) => each.seconds * 1000)]);
@@ -86,69 +92,91 @@ function Chart({ iterations }) {
   return html`<div ref=${box} role="img" aria-label="Step time in milliseconds by iteration"></div>`;
 }
 
-function Blocks({ title, tier }) {
+function Blocks({ title, term, tier }) {
   const total = tier.free + tier.held + tier.cached + tier.moving;
   if (!total) return null;
   const cells = [];
-  for (const state of ["held", "moving", "cached"])
-    for (let each = Math.round((tier[state] / total) * Math.min(total, CELLS)); each > 0; each -= 1) cells.push(state);
-  while (cells.length < Math.min(total, CELLS)) cells.push("free");
-  return html`<h2>${title}: ${total} blocks of ${tier.block_size} tokens</h2>
+  const shown = Math.min(total, CELLS);
+  for (const state of ["held", "moving", "cached"]) {
+    const count = tier[state] ? Math.max(1, Math.round((tier[state] / total) * shown)) : 0;
+    for (let each = count; each > 0 && cells.length < shown; each -= 1) cells.push(state);
+  }
+  while (cells.length < shown) cells.push("free");
+  return html`<h2 title=${TERMS[term]}>${title} <small>${total} blocks of ${tier.block_size} tokens</small></h2>
     <div class="blocks" role="img" aria-label="${tier.held} held, ${tier.cached} cached, ${tier.moving} moving, ${tier.free} free">
       ${cells.map((state) => html`<i class=${state}></i>`)}</div>
-    <p class="legend"><span><i class="held"></i>held <b class="kv-held">${tier.held}</b></span><span><i class="cached"></i>cached ${tier.cached}</span>
-      <span><i class="moving"></i>moving ${tier.moving}</span><span><i></i>free ${tier.free}</span></p>`;
+    <p class="legend"><span title=${TERMS.held}><i class="held"></i>held <b class="kv-held">${tier.held}</b></span>
+      <span title=${TERMS.cached}><i class="cached"></i>cached ${tier.cached}</span>
+      <span title=${TERMS.moving}><i class="moving"></i>moving ${tier.moving}</span>
+      <span><i></i>free ${tier.free}</span>
+      ${total > 1.5 * CELLS && html`<span>a square is about ${Math.round(total / CELLS)} blocks</span>`}</p>`;
 }
 
-function Policy({ snapshot, onError }) {
-  const choose = (event) =>
-    call("/admin/policy", { method: "POST", body: { policy: event.target.value } }).catch(onError);
-  return html`<label class="row">Policy
-    <select value=${snapshot.policy} onChange=${choose}>
-      ${snapshot.policies.map((name) => html`<option value=${name} selected=${name === snapshot.policy}>${name}</option>`)}</select></label>`;
+function Levels({ sizes }) {
+  if (!sizes.length) return null;
+  const most = Math.max(1, ...sizes);
+  const shown = sizes.slice(0, Math.max(4, sizes.findLastIndex((size) => size > 0) + 1));
+  return html`<h2 title=${TERMS.level}>Queues by policy level</h2>
+    <table class="levels"><tbody>${shown.map((size, level) => html`<tr>
+      <th scope="row">level ${level}</th><td class="number">${size}</td>
+      <td class="wide"><meter min="0" max=${most} value=${size} aria-label="level ${level}: ${size} requests"></meter></td></tr>`)}</tbody></table>
+    ${shown.length < sizes.length && html`<p class="soft">${sizes.length - shown.length} lower levels are empty</p>`}`;
 }
 
-const tokens = (request) => `${request.computed} / ${request.prompt} + ${request.output}`;
-
-function Requests({ requests, hidden, onError }) {
+function Requests({ requests, hidden, hasLevels, onError }) {
   const cancel = (request) =>
     call(`/v1/requests/${encodeURIComponent(request.label)}/cancel`, { method: "POST" }).catch(onError);
+  if (!requests.length)
+    return html`<p class="soft">No requests now. Send one in the <a href="#chat">chat</a>, or with any client of OpenAI's API.</p>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Requests"><table>
-    <thead><tr><th>Request</th><th>State</th><th class="number">Age s</th><th class="number">Computed / prompt + output</th>
-      <th class="number">Cached</th><th>Waits for</th><th></th></tr></thead>
+    <thead><tr><th>Request</th><th>State</th>${hasLevels && html`<th class="number" title=${TERMS.level}>Level</th>`}
+      <th class="number">Age s</th><th class="number" title=${TERMS.computed}>Computed</th><th class="number">Prompt</th>
+      <th class="number">Output</th><th class="number" title=${TERMS.cached}>Cached</th>
+      <th class="number" title=${TERMS.preempted}>Preempted</th><th>Waits for</th><th><span class="hidden">Actions</span></th></tr></thead>
     <tbody>${requests.map((each) => html`<tr key=${each.id}>
-      <td>${each.label ? html`<a href="#request/${encodeURIComponent(each.label)}">${each.label.slice(0, 20)}</a>` : each.id}</td>
-      <td>${each.state}${each.level === null ? "" : ` (level ${each.level})`}</td><td class="number">${each.age.toFixed(1)}</td>
-      <td class="number">${tokens(each)}</td><td class="number">${each.cached}</td><td>${each.waits_for}</td>
-      <td>${each.label && html`<button onClick=${() => cancel(each)} aria-label="Cancel ${each.label}">Cancel</button>`}</td>
+      <td>${each.label ? html`<a href="#request/${encodeURIComponent(each.label)}" title=${each.label}>${each.label.slice(0, 16)}</a>` : each.id}</td>
+      <td><i class="dot state-${each.state}"></i>${each.state}</td>${hasLevels && html`<td class="number">${each.level ?? ""}</td>`}
+      <td class="number">${each.age.toFixed(1)}</td><td class="number">${each.computed}</td><td class="number">${each.prompt}</td>
+      <td class="number">${each.output}</td><td class="number">${each.cached}</td><td class="number">${each.preemptions || ""}</td>
+      <td>${each.waits_for}</td>
+      <td>${each.label && html`<button class="small" onClick=${() => cancel(each)} aria-label="Cancel ${each.label}">Cancel</button>`}</td>
     </tr>`)}</tbody></table></div>
     ${hidden > 0 && html`<p class="soft">and ${hidden} more</p>`}`;
+}
+
+function Tile({ name, value }) {
+  return html`<div class="tile" title=${TERMS[name]}><b data-figure=${name}>${value}</b>${name}</div>`;
 }
 
 export function Engine() {
   const { snapshot, iterations, error } = useLive();
   const [failed, setFailed] = useState(null);
-  if (!snapshot) return html`<p role="status">${error ? error.message : "Connecting …"}</p>`;
+  if (!snapshot) {
+    if (!error) return html`<p role="status">Connecting …</p>`;
+    return html`<h1>Engine</h1><p class="error" role="alert">${error.message}</p>
+      ${error.status === 403 && html`<p>The live view needs an admin key (<code>--admin-api-key</code>). “API key” above changes the key of this tab.</p>`}`;
+  }
   const { counts } = snapshot;
   const tiles = {
     running: counts.running, waiting: counts.waiting, swapped: counts.swapped,
     "tokens/s": snapshot.tokens_per_second.toFixed(0), "loop lag ms": (snapshot.loop_lag * 1000).toFixed(1),
-    "worker restarts": snapshot.worker_restarts, worker: snapshot.worker_state,
+    worker: snapshot.worker_state, "worker restarts": snapshot.worker_restarts,
   };
+  const hidden = snapshot.num_requests - snapshot.requests.length;
   return html`
     <h1>Engine</h1>
     ${(error || failed) && html`<p class="error" role="alert">${(error || failed).message}</p>`}
-    <div class="tiles">${Object.entries(tiles).map(
-      ([name, value]) => html`<div class="tile"><b data-figure=${name}>${value}</b>${name}</div>`,
-    )}</div>
-    <div class="bar"><${Policy} snapshot=${snapshot} onError=${setFailed} />
-      <span class="soft">admission ${snapshot.admission}${snapshot.levels.length ? `; levels ${snapshot.levels.join(" / ")}` : ""}</span></div>
-    <h2>Iterations</h2>
+    <div class="tiles">${Object.entries(tiles).map(([name, value]) => html`<${Tile} name=${name} value=${value} />`)}</div>
+    <${Policy} snapshot=${snapshot} onError=${setFailed} />
+    <h2 title=${TERMS.iteration}>Iterations</h2>
     <${Strip} iterations=${iterations} />
-    <h2>Step time, ms</h2>
-    <${Chart} iterations=${iterations} />
-    <${Blocks} title="KV cache" tier=${snapshot.kv.device} />
-    <${Blocks} title="Host tier" tier=${snapshot.kv.host} />
-    <h2>Requests</h2>
-    <${Requests} requests=${snapshot.requests} hidden=${snapshot.num_requests - snapshot.requests.length} onError=${setFailed} />`;
+    <div class="columns">
+      <section><${Blocks} title="KV cache" term="KV block" tier=${snapshot.kv.device} />
+        <${Blocks} title="Host tier" term="swapped" tier=${snapshot.kv.host} /></section>
+      <section><h2>Step time <small>ms</small></h2><${Chart} iterations=${iterations} />
+        <${Levels} sizes=${snapshot.levels} /></section>
+    </div>
+    <h2>Requests <small>${snapshot.num_requests}</small></h2>
+    <${Requests} requests=${snapshot.requests} hidden=${hidden} hasLevels=${snapshot.levels.length > 0} onError=${setFailed} />
+    <${Terms} />`;
 }

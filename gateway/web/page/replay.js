@@ -44,35 +44,35 @@ function figures({ requests }) {
   };
 }
 
-const WINDOW = 120; // iterations shown at once
+const WINDOW = 120; // recorded iterations shown at once
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 
-function Strip({ title, recording, share }) {
+const duration = ({ iterations }) => iterations.at(-1).end - iterations[0].at;
+
+// The iterations between two moments, in seconds after the first iteration; a row is a request.
+function Strip({ title, recording, from, seconds }) {
   const canvas = useRef();
   const { iterations } = recording;
-  const first = Math.round(share * Math.max(0, iterations.length - WINDOW));
-  const shown = iterations.slice(first, first + WINDOW);
+  const began = iterations[0].at + from;
+  const shown = iterations.filter(({ at, end }) => end > began && at < began + seconds);
   useEffect(() => {
     const { width, height } = canvas.current.getBoundingClientRect();
     Object.assign(canvas.current, { width: width * devicePixelRatio, height: height * devicePixelRatio });
     const context = canvas.current.getContext("2d");
     context.scale(devicePixelRatio, devicePixelRatio);
-    const began = shown[0].at;
-    const span = shown.at(-1).end - began || 1e-9;
-    const ids = [...new Set(shown.flatMap((each) => each.rows.map(([id]) => id)))];
-    const tall = Math.min(14, height / ids.length);
+    const places = new Map();
+    for (const { rows } of shown) for (const [id] of rows) if (!places.has(id)) places.set(id, places.size);
+    const tall = Math.min(14, height / Math.max(1, places.size));
+    const tones = [color("decode"), color("prefill")];
     for (const { at, end, rows } of shown)
       for (const [id, , count] of rows) {
-        context.fillStyle = color(count > 1 ? "prefill" : "decode");
-        context.fillRect(((at - began) / span) * width, ids.indexOf(id) * tall,
-          Math.max(1, ((end - at) / span) * width - 0.5), Math.max(1, tall - 1));
+        context.fillStyle = tones[Number(count > 1)];
+        context.fillRect(((at - began) / seconds) * width, places.get(id) * tall,
+          Math.max(1, ((end - at) / seconds) * width - 0.5), Math.max(1, tall - 1));
       }
   });
-  return html`<h2>${title}</h2>
-    <canvas class="strip" ref=${canvas} role="img"
-      aria-label="${title}: iterations ${first + 1} to ${first + shown.length} of ${iterations.length}"></canvas>
-    <p class="soft">iterations ${first + 1} to ${first + shown.length} of ${iterations.length},
-      ${shown[0].at.toFixed(2)} s to ${shown.at(-1).end.toFixed(2)} s</p>`;
+  return html`<h2>${title} <small>${shown.length} of ${iterations.length} iterations</small></h2>
+    <canvas class="strip" ref=${canvas} role="img" aria-label="${title}: ${shown.length} iterations"></canvas>`;
 }
 
 function Comparison({ runs }) {
@@ -119,10 +119,18 @@ export function Replay() {
     }
     setBusy(false);
   }
+  let seconds = 1;
+  let from = 0;
+  if (recording) {
+    const longest = Math.max(duration(recording), other ? duration(other[1]) : 0) || 1e-9;
+    seconds = Math.min(1, WINDOW / recording.iterations.length) * (duration(recording) || 1e-9);
+    from = share * Math.max(0, longest - seconds);
+  }
   return html`
     <h1>Replay a recording</h1>
-    <p>Record with <code>podway serve --record FILE</code>. A recording has no texts.</p>
-    <div class="bar"><label>Recording<input type="file" accept=".jsonl" onChange=${open} /></label>
+    <p>Record with <code>podway serve --record FILE</code>. A recording has no texts. “Simulate” plays its requests
+      in virtual time under another policy, with the same costs of an iteration.</p>
+    <div class="bar plain"><label>Recording<input type="file" accept=".jsonl" onChange=${open} /></label>
       ${recording && html`<label>Other policy
           <select value=${policy} onChange=${(event) => setPolicy(event.target.value)}>
             ${policies.map((name) => html`<option value=${name} selected=${name === policy}>${name}</option>`)}</select></label>
@@ -132,7 +140,10 @@ export function Replay() {
     ${recording && html`
       <label>Position<input type="range" min="0" max="1" step="0.001" value=${share}
         onInput=${(event) => setShare(Number(event.target.value))} /></label>
-      <${Strip} title="Recorded" recording=${recording} share=${share} />
-      ${other && html`<${Strip} title="Under ${other[0]}" recording=${other[1]} share=${share} />`}
+      <${Strip} title="Recorded" recording=${recording} from=${from} seconds=${seconds} />
+      ${other && html`<${Strip} title="Under ${other[0]}" recording=${other[1]} from=${from} seconds=${seconds} />`}
+      <p class="axis soft"><span>${from.toFixed(2)} s</span><span>${(from + seconds).toFixed(2)} s</span></p>
+      <p class="legend"><span><i class="prefill"></i>prefill</span><span><i class="decode"></i>decode</span>
+        <span>a column is an iteration, a row a request; both strips show the same seconds</span></p>
       <${Comparison} runs=${[["recorded", recording], ...(other ? [[other[0], other[1]]] : [])]} />`}`;
 }

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 async def cancel(http: "HttpRequest") -> "Response":
     """End all choices of the request at once; its response ends with a `RequestCancelled` error.
 
-    Raises `RequestNotFound` unless it runs or waits and belongs to the caller's API key.
+    Raises `RequestNotFound` unless it runs or waits and belongs to the caller's API key; an admin
+    key may cancel requests of every key.
     """
     service, caller = service_of(http), caller_of(http)
     request_id = http.path_params["request_id"]
-    num_choices = service.engine.cancel(request_id, caller.tenant)
+    num_choices = service.engine.cancel(request_id, None if caller.is_admin else caller.tenant)
     if not num_choices:
         raise RequestNotFound(request_id)
     body = {
@@ -53,6 +54,7 @@ async def timeline(http: "HttpRequest") -> "Response":
         {
             "index": index,
             "state": each.request.state.value,
+            "ended": each.request.state.is_terminal,
             "prompt_tokens": each.request.prompt_len,
             "cached_tokens": each.request.num_cached,
             "completion_tokens": each.request.produced,

@@ -27,6 +27,8 @@ def test_gaps_are_counted_once_per_token_in_any_batch() -> None:
     assert metrics.time_to_first_token.sum == 3 * STEP
     assert metrics.num_output_tokens == 12
     assert metrics.finishes["length"] == 3
+    assert metrics.max_generation_tokens.buckets()[-1] == ("+Inf", 1)  # one request, 3 choices
+    assert metrics.max_generation_tokens.sum == 4
 
 
 def test_aborts_are_counted_by_reason() -> None:

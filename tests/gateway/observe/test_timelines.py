@@ -1,6 +1,7 @@
 """Timelines of requests that are slow for a known reason: the sentence names that reason."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -156,3 +157,21 @@ def test_a_timeline_shows_when_the_worker_was_lost() -> None:
         assert phases == ["queued", "prefill", "decode", "restart", "decode"]
 
     play(scene)
+
+
+def test_a_request_that_the_policy_does_not_run_is_explained_by_its_pause() -> None:
+    """The long request is demoted after its first tokens; short ones run before it."""
+
+    async def scene(rig: Rig) -> None:
+        first = asyncio.create_task(complete(rig, "long", "a" * 20, 12))
+        await asyncio.sleep(6 * STEP)
+        for number in range(12):
+            await complete(rig, f"short-{number}", "b", 1)
+        await first
+        _, body = await timeline(rig, "long")
+        phases = [span["phase"] for span in body["choices"][0]["spans"]]
+        assert "paused" in phases
+        assert all(before != after for before, after in itertools.pairwise(phases))
+        assert body["explanation"].startswith("It was paused ")
+
+    play(scene, Setting(policy="mlfq", max_batch_size=1))

@@ -85,6 +85,17 @@ def test_an_ended_request_is_not_found() -> None:
     play(scene)
 
 
+def test_an_admin_key_cancels_requests_of_other_keys() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
+            await asyncio.sleep(STEP)
+            async with rig.client.post(CANCEL, b"", key("root")) as cancelling:
+                assert await cancelling.start() == 200
+            assert await exchange.start() == 499
+
+    play(scene, Setting(texts=(LONG,), keys=("a",), admin_keys=("root",)))
+
+
 def test_another_key_can_neither_cancel_nor_detect_a_request() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
