@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.request import Request
-    from engine.step import BlockMove, Fault, Step, StepResult, TokenLogprobs
+    from engine.step import BlockMove, Fault, Step, StepResult, Tier, TokenLogprobs
 
 
 class SampledToken(NamedTuple):
@@ -20,12 +20,15 @@ class SampledToken(NamedTuple):
 class Iteration:
     """A `Step` and its requests, in the order of the step's entries.
 
-    `swapping` are requests without an entry whose KV the step's moves copy.
+    `swapping` are requests without an entry whose KV the step's moves copy. `saves` are copies of
+    cached blocks that the step makes, `loads` copies of cached blocks that it reads for requests.
     """
 
     step: "Step"
     requests: "tuple[Request, ...]"
     swapping: "tuple[Request, ...]" = ()
+    saves: "tuple[Save, ...]" = ()
+    loads: "tuple[Load, ...]" = ()
 
     def rows_without_token(self, result: "StepResult") -> "dict[Request, Fault | None]":
         """The requests for which `result` has no token: with their fault, or None if late."""
@@ -53,11 +56,31 @@ class Iteration:
         return first, behind
 
 
+class Save(NamedTuple):
+    """A copy of a cached device block to a slot of a tier below."""
+
+    tier: "Tier"
+    block: int
+    slot: int
+    block_hash: bytes
+
+
+class Load(NamedTuple):
+    """A copy of a cached block in a tier below, read into a device block of a request."""
+
+    request: "Request"
+    tier: "Tier"
+    block: int
+    block_hash: bytes
+
+
 class Swaps(NamedTuple):
-    """KV moves of an iteration, and the requests without an entry whose KV they copy."""
+    """KV moves of an iteration, and what they are for (see `Iteration`)."""
 
     moves: "tuple[BlockMove, ...]"
     requests: "tuple[Request, ...]"
+    saves: "tuple[Save, ...]" = ()
+    loads: "tuple[Load, ...]" = ()
 
 
 NO_SWAPS = Swaps((), ())

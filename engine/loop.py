@@ -10,6 +10,7 @@ tokens are known. It is used only if all stages are busy, or if no other request
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 5.0  # expected duration of a restart, until one has been measured
 LEAST_RETRY_SECONDS = 1.0
+SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
 
 
 class _IterationInFlight(NamedTuple):
@@ -85,6 +87,7 @@ class Engine:
         self._wakeup = _Wakeup()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._is_saved = asyncio.Event()  # whether no iteration is in flight
         self._returned_at = clock()
         self._is_draining = False
         self._lost_at: float | None = None  # while the worker restarts
@@ -180,6 +183,7 @@ class Engine:
             self._submit()
             if not self.scheduler.pool:
                 self._idle.set()
+            self._is_saved.clear() if self._in_flight else self._is_saved.set()
             if self._in_flight and self._in_flight[0].future.done():
                 if not self._apply(self._in_flight.popleft()):
                     await self._recover()
@@ -197,6 +201,12 @@ class Engine:
         except TimeoutError:
             error = Unavailable("The server shut down before the response was complete.")
             self._wake(self.scheduler.fail_all(error, self._clock()))
+        if self.scheduler.ledger.saves and self.failure is None:
+            self._wakeup.set()
+            self._is_saved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_SECONDS):
+                    await self._is_saved.wait()
 
     def switch(self, policy: "Policy") -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""
@@ -227,6 +237,8 @@ class Engine:
             self._wake(self.scheduler.expire(self._clock()))
         while len(self._in_flight) < self._depth and self._executor.is_alive:
             iteration = self._plan(self._clock())
+            if iteration is None and not self.scheduler.pool and not self._in_flight:
+                iteration = self.scheduler.save()
             if iteration is None:
                 return
             future = self._executor.submit(iteration.step)
@@ -258,6 +270,9 @@ class Engine:
             self._in_flight.appendleft(oldest)
             return False
         else:
+            if not oldest.iteration.requests:
+                self.scheduler.saved(oldest.iteration)
+                return True
             streams = self._streams
             finished: list[Request] = []
             for request, token, logprobs in self.scheduler.commit(oldest.iteration, result, now):

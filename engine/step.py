@@ -13,6 +13,7 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
+HASH_BYTES = 16  # of the content of a KV block
 LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
 OUTPUT_KEPT_STEPS = 64  # a worker remembers an output so many steps after it was last needed
 
@@ -143,10 +144,19 @@ class Direction(StrEnum):
     IN = "in"  # host to device
 
 
-class BlockMove(NamedTuple):
-    """A copy of KV blocks between device and host: `device[i]` to or from `host[i]`.
+class Tier(StrEnum):
+    """Where KV lies that is not on the device."""
 
-    `device` and `host` are block numbers as little-endian int32, equally many. The copy starts
+    HOST = "host"
+    DISK = "disk"
+
+
+class BlockMove(NamedTuple):
+    """A copy of KV blocks between device and a tier below: `device[i]` to or from `host[i]`.
+
+    `device` and `host` are block numbers as little-endian int32, equally many; those of `host`
+    count the blocks of `tier`. On disk each copy is stored with its content's hash, and read only
+    if it has this hash: `hashes` has them, `HASH_BYTES` each. The copy starts
     after the steps before it and has ended when the step's result is returned. If `is_awaited`,
     it must end before the step computes, since an entry reads the blocks that are swapped in or
     overwrites the blocks that are swapped out. All other moves touch no block of any entry and
@@ -157,6 +167,8 @@ class BlockMove(NamedTuple):
     device: bytes
     host: bytes
     is_awaited: bool
+    tier: Tier = Tier.HOST
+    hashes: bytes = b""
 
     @property
     def num_blocks(self) -> int:
@@ -167,8 +179,9 @@ class BlockMove(NamedTuple):
 class Step:
     """One iteration over one batch; `entries` has the decodes first, then the prefills.
 
-    `moves` swap KV out and in. No two moves of a step touch the same block, with one exception:
-    an awaited move in may use the device blocks of an awaited move out that precedes it.
+    `moves` copy KV between the tiers. No two moves of a step touch the same block, with two
+    exceptions: an awaited move in may use the device blocks of an awaited move out that precedes
+    it, and a device block may be saved in two tiers. A step without entries only makes its moves.
     """
 
     step_id: StepId
@@ -219,6 +232,7 @@ class StepResult:
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
+    `unread` are device blocks that moves from the disk could not fill.
     """
 
     step_id: StepId
@@ -229,6 +243,7 @@ class StepResult:
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
 
 
 class StepTimes(NamedTuple):
@@ -297,8 +312,9 @@ class WorkerSettings:
     their inputs.
     `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
     chooses from the free memory. `host_kv_bytes`, also a total over all workers, is for KV that is
-    swapped out. `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how
-    threads wait between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
+    swapped out. `disk_kv_bytes` bounds the disk tier in `disk_kv_dir`; "" disables it.
+    `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how threads wait
+    between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
     worker reports the times of each step. With `lookahead`, a step may use tokens that only the
     workers know (`LAST_TOKEN`). With `cuda_graphs`, steps of decodes only are captured on a GPU.
     Packed weights are cached in the directory `packed_cache`, of which all files together have at
@@ -316,6 +332,8 @@ class WorkerSettings:
     kv_slots: int = 0
     kv_bytes: int = 0
     host_kv_bytes: int = 0
+    disk_kv_dir: str = ""
+    disk_kv_bytes: int = 0
     max_model_len: int = 0
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
@@ -335,7 +353,8 @@ class WorkerReport:
     """What a worker reports after loading: facts about the model and the number of KV blocks.
 
     `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
-    `kernels` describes the kernels in use, for logs.
+    `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
+    tier's slots, `HASH_BYTES` each, zeros for an unused one.
     """
 
     architecture: str
@@ -353,4 +372,5 @@ class WorkerReport:
     weights: str = "float32"
     kv_dtype: str = "float32"
     num_host_blocks: int = 0
+    disk_hashes: bytes = b""
     kernels: str = "torch"

@@ -109,7 +109,8 @@ class BatchBuilder:
         rows = self._decodes + self._prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])
-        return Iteration(Step(self._step_id, entries, swaps.moves), requests, swaps.requests)
+        step = Step(self._step_id, entries, swaps.moves)
+        return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads)
 
     def _sample_spec(self, request: "Request") -> SampleSpec:
         """How to sample the request's next token; remembered if it is the same for all its tokens.

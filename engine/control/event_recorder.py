@@ -82,18 +82,30 @@ class RecordingHeader:
     cost: CostModel
     lookahead: int = 0
     num_host_blocks: int = 0
+    saves_on_host: bool = False
+    num_disk_blocks: int = 0
 
     def build(
         self, cost: LiveCost, observer: Observer, drafter: "Drafter | None" = None
     ) -> IterationScheduler:
         """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
-        ledger = KVLedger(self.num_blocks, self.block_size, self.num_host_blocks)
+        ledger = KVLedger(
+            self.num_blocks,
+            self.block_size,
+            self.num_host_blocks,
+            self.num_disk_blocks,
+            saves_on_host=self.saves_on_host,
+        )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
-        """The first line of a recording, without scheduler settings that are infinite."""
+        """The first line of a recording, without tiers that are not there and scheduler settings
+        that are infinite."""
         row = asdict(self)
+        for name in ("saves_on_host", "num_disk_blocks"):
+            if not row[name]:
+                del row[name]
         bounds = row["scheduler"].items()
         row["scheduler"] = {
             key: value.value if isinstance(value, Enum) else value

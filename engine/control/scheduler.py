@@ -30,10 +30,10 @@ from engine.iteration import Delivery, Iteration, SampledToken
 from engine.kv.manager import KVManager
 from engine.pool import RequestPool
 from engine.request import Abort, FinishReason, Move, Request, RequestSpec, State
-from engine.step import RequestId, StepId
+from engine.step import RequestId, Step, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
     from engine.kv.ledger import KVLedger
     from engine.policy.port import Policy
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 
 WAITING, LEAVING, COMMIT = State.WAITING, State.LEAVING, Move.COMMIT  # bound once (engine.pool)
+SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below, beside an iteration
+IDLE_SAVES_PER_STEP = 64
 UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
@@ -163,7 +165,10 @@ class IterationScheduler:
         the token being sampled is known to be their last. For them the worker continues with the
         token that it samples in that iteration.
         """
-        ahead = {r for r in oldest.requests if _may_go_ahead(r)} if oldest is not None else set()
+        ahead: set[Request] = set()
+        if oldest is not None:  # KV that is being loaded might not be readable
+            loading = {load.request for load in oldest.loads}
+            ahead = {r for r in oldest.requests if _may_go_ahead(r) and r not in loading}
         if self.drafter is not None and ahead:
             ahead = {request for request in ahead if not self.drafter.expects_drafts(request)}
         settings = self.settings
@@ -184,6 +189,7 @@ class IterationScheduler:
             self._swap_planner.order_moves(now)
             if self.drafter is not None and not batch.has_prefills:
                 self._add_drafts(batch, self.drafter)
+            self.kv.save(SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
             assert not swaps.moves, "KV is swapped by an iteration without entries"
@@ -194,6 +200,18 @@ class IterationScheduler:
         self._next_step_id += 1
         self._observer.planned(iteration, now)
         return iteration
+
+    def save(self) -> Iteration | None:
+        """An iteration without requests that saves cached blocks in the tiers below; None if there
+        are none to save. Only to be planned while no request is live."""
+        assert not self.pool, "live requests come first"
+        self.kv.save(IDLE_SAVES_PER_STEP)
+        swaps = self.kv.collect_swaps()
+        if not swaps.moves:
+            return None
+        step = Step(StepId(self._next_step_id), (), swaps.moves)
+        self._next_step_id += 1
+        return Iteration(step, (), (), swaps.saves)
 
     def _add_drafts(self, batch: BatchBuilder, drafter: "Drafter") -> None:
         """Give decodes drafts from the tokens and the KV blocks that the iteration leaves over: one
@@ -227,14 +245,14 @@ class IterationScheduler:
         deliveries: list[Delivery] = []
         count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
         self._lifecycle.num_committed += 1
-        self._apply_extras(iteration, result, now)
+        unread = self._apply_extras(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
             if entry.sample is not None:
                 token, scores = next(tokens), next(logprobs)
             request.num_in_flight -= 1
-            if request.state is LEAVING:
-                self._lifecycle.iteration_returned(request, now)
+            if request.state is LEAVING or request in unread:
+                self._drop_row(request, now)
                 continue
             if without_token and (fault := without_token.get(request)):
                 self._lifecycle.fail(request, _error_of(fault), now)
@@ -259,6 +277,17 @@ class IterationScheduler:
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
+    def _drop_row(self, request: Request, now: float) -> None:
+        """An entry whose result is not needed, or was computed from KV that could not be read."""
+        if request.state is LEAVING:
+            self._lifecycle.iteration_returned(request, now)
+        else:
+            self.kv.forget(request)
+
+    def saved(self, iteration: Iteration) -> None:
+        """An iteration of `save` has returned."""
+        self.kv.finish_swaps(iteration)
+
     def _settle(self, request: Request, now: float) -> None:
         """The tokens are committed: the request ends, or is ready if no iteration has it."""
         if request.finish is not None:
@@ -282,14 +311,18 @@ class IterationScheduler:
                 self._append(request, token)
                 yield Delivery(request, token, scores)
 
-    def _apply_extras(self, iteration: Iteration, result: "StepResult", now: float) -> None:
-        """Apply what few iterations have: KV moves and log-probabilities of prompts."""
-        if iteration.step.moves:
+    def _apply_extras(
+        self, iteration: Iteration, result: "StepResult", now: float
+    ) -> "Container[Request]":
+        """Apply what few iterations have: KV moves and log-probabilities of prompts. Returns the
+        requests whose KV could not be read."""
+        if iteration.step.moves or iteration.saves:
             for leaving in self.kv.finish_swaps(iteration):
                 self._lifecycle.iteration_returned(leaving, now)
         if result.prompt_logprobs:
             for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += scores
+        return self.kv.finish_loads(iteration, result.unread) if iteration.loads else ()
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.num_pending -= 1

@@ -1,11 +1,14 @@
 """HostTier: which request's KV is copied to which host blocks. Integers only.
 
-A host block is free, held (part of a complete copy), or moving: a step in flight writes it (swap
-out) or reads it (swap in). free + held + moving = all.
+A host block is free, held (part of a complete copy), cached (a copy of a block of the prefix
+cache), or moving: a step in flight writes or reads it. free + held + cached + moving = all. Cached
+blocks make room for swapped requests.
 """
 
 from array import array
 from typing import TYPE_CHECKING
+
+from engine.kv.saved_blocks import SavedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -29,33 +32,36 @@ class HostTier:
         self._copies: dict[RequestId, array[int]] = {}
         self._written: set[RequestId] = set()  # owners of copies that are not complete yet
         self._read: set[int] = set()
+        self.cached = SavedBlocks(self._free)
         self.reset()
 
     def __repr__(self) -> str:
         return (
-            f"HostTier(free={self.num_free}, held={self.num_held}, moving={self.num_moving}, "
-            f"all={self.num_blocks})"
+            f"HostTier(free={self.num_free}, held={self.num_held}, cached={len(self.cached)}, "
+            f"moving={self.num_moving}, all={self.num_blocks})"
         )
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated: free blocks, and cached ones, which would be replaced."""
+        return len(self._free) + self.cached.num_replaceable
 
     @property
     def num_held(self) -> int:
-        """Blocks of complete copies."""
-        return self.num_blocks - len(self._free) - self.num_moving
+        """Blocks of complete copies of requests."""
+        return self.num_blocks - len(self._free) - len(self.cached) - self.num_moving
 
     @property
     def num_moving(self) -> int:
         """Blocks that a step in flight writes or reads."""
-        return len(self._read) + sum(len(self._copies[owner]) for owner in self._written)
+        swapped = sum(len(self._copies[owner]) for owner in self._written)
+        return len(self._read) + swapped + self.cached.num_written
 
     def begin_write(self, request_id: "RequestId", num_blocks: int) -> "array[int] | None":
         """Allocate the blocks of a request's copy, in the order of its block table; None, and no
         change, if too few are free. A step in flight writes them until `finish_write`."""
         assert request_id not in self._copies, "a request has at most one copy"
-        if num_blocks > len(self._free):
+        if not self.cached.make_room(num_blocks):
             return None
         split = len(self._free) - num_blocks
         copy = self._copies[request_id] = array("i", self._free[split:])
@@ -89,7 +95,8 @@ class HostTier:
 
     def reset(self) -> None:
         """The worker is lost, and its host memory with it: all blocks are free."""
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free[:] = range(self.num_blocks - 1, -1, -1)
+        self.cached.clear()
         self._copies.clear()
         self._written.clear()
         self._read.clear()
@@ -101,8 +108,8 @@ class HostTier:
     def check(self) -> None:
         """Assert that every block is in exactly one state."""
         copied = [block for copy in self._copies.values() for block in copy]
-        everywhere = sorted([*self._free, *copied, *self._read])
+        everywhere = sorted([*self._free, *copied, *self._read, *self.cached.slots()])
         assert everywhere == list(range(self.num_blocks)), f"lost or owned twice: {self!r}"
         assert self._written <= self._copies.keys(), "a copy is written that no request has"
-        total = self.num_free + self.num_held + self.num_moving
-        assert total == self.num_blocks, f"free + held + moving is not all: {self!r}"
+        total = len(self._free) + self.num_held + len(self.cached) + self.num_moving
+        assert total == self.num_blocks, f"the counts are not all: {self!r}"

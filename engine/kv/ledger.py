@@ -2,16 +2,21 @@
 
 A slot is the KV memory of one token in all layers of all stages (Orca, section 4.2); a block is a
 fixed run of slots. Every device block is free, held by requests, cached, or moving (held only by
-requests that are being swapped): free + held + cached + moving = all. `host` counts the blocks of
-the host tier.
+requests that are being swapped, or being saved): free + held + cached + moving = all. `host` counts
+the blocks of the host tier, `disk` those of the disk tier.
 """
 
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.iteration import Save
 from engine.kv.host_tier import HostTier
 from engine.kv.prefix_index import PrefixIndex
+from engine.kv.saved_blocks import LowerTiers, SavedBlocks
+from engine.step import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -50,14 +55,31 @@ class KVLedger:
     step returns. Until then they are *moving*: not free yet, but counted in `num_to_be_freed`.
     Published blocks are copied like all others and stay cached on the device. When the request is
     swapped in, it adopts the blocks that are still cached, and only the rest is copied back.
+
+    Cached blocks are saved in the tiers below (`begin_save`), the least recently used first. Until
+    the step that copies them returns they are moving, and requests may adopt them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
+        *,
+        saves_on_host: bool = False,
+    ) -> None:
+        """With `saves_on_host` the host tier also keeps copies of cached blocks."""
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host = HostTier(num_host_blocks)
+        self.disk = SavedBlocks(list(range(num_disk_blocks - 1, -1, -1)))
+        tiers = {Tier.HOST: self.host.cached} if num_host_blocks and saves_on_host else {}
+        self.lower = LowerTiers(tiers | ({Tier.DISK: self.disk} if num_disk_blocks else {}))
+        self._unsaved: dict[int, None] = {}  # cached and not in every tier; least recent first
+        self._saving: set[int] = set()  # that a step in flight copies
         # Requests whose device blocks a step in flight copies, with the blocks that become free.
         self._in_motion: dict[RequestId, int] = {}
         self._held: dict[RequestId, _Holding] = {}
@@ -65,7 +87,9 @@ class KVLedger:
         self._holders: list[int] = []  # by block
         self.prefixes = PrefixIndex()
         self._idle: dict[bytes, int] = {}  # what `num_idle` found since the last change
-        self._cached: dict[int, None] = {}  # published, held by no request; least recent first
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published, not held; least recent first
         self.reset()
 
     def __repr__(self) -> str:
@@ -97,12 +121,13 @@ class KVLedger:
         for owner in self._in_motion:
             for block in self._held[owner].blocks:
                 movers[block] = movers.get(block, 0) + 1
-        return sum(self._holders[block] == count for block, count in movers.items())
+        swapped = sum(self._holders[block] == count for block, count in movers.items())
+        return swapped + sum(not self._holders[block] for block in self._saving)
 
     @property
     def num_to_be_freed(self) -> int:
         """Moving blocks that become free when the steps in flight return."""
-        return sum(self._in_motion.values())
+        return sum(self._in_motion.values()) + len(self._saving)
 
     @property
     def num_slots(self) -> int:
@@ -135,6 +160,7 @@ class KVLedger:
         for block_hash in hashes:
             block = self.prefixes.block(block_hash)
             self._cached.pop(block, None)
+            self._unsaved.pop(block, None)
             self._holders[block] += 1
             holding.blocks.append(block)
 
@@ -167,6 +193,7 @@ class KVLedger:
     def _evict(self) -> None:
         block = next(iter(self._cached))
         del self._cached[block]
+        self._unsaved.pop(block, None)
         self._idle.clear()
         self.prefixes.evict(block)
         self._free.append(block)
@@ -251,10 +278,58 @@ class KVLedger:
             if self._holders[block]:
                 continue
             if self.prefixes.is_published(block):
-                self._cached[block] = None
+                if block not in self._saving:
+                    self._cache(block)
             else:
                 self._free.append(block)
         return len(holding.blocks)
+
+    def _cache(self, block: int) -> None:
+        """A published block that no request holds: it is cached, as the most recently used one."""
+        self._cached[block] = None
+        if self.lower and self.lower.without(self.prefixes.hash_of(block)):
+            self._unsaved[block] = None
+
+    # Copies in the tiers below
+
+    @property
+    def saves(self) -> bool:
+        """Whether cached blocks are saved in any tier."""
+        return bool(self.lower)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Cached blocks that are not saved in every tier."""
+        return len(self._unsaved)
+
+    def begin_save(self, most: int) -> "list[Save]":
+        """Let the step being planned copy at most so many cached blocks, the least recently used
+        first. Until `finish_save` they are moving."""
+        saves: list[Save] = []
+        for block in list(islice(self._unsaved, most)):
+            del self._unsaved[block]
+            block_hash = self.prefixes.hash_of(block)
+            for tier, copies in self.lower.without(block_hash):
+                slot = copies.begin_save(block_hash)
+                if slot is not None:
+                    saves.append(Save(tier, block, slot, block_hash))
+        if saves:
+            self._idle.clear()
+        for save in saves:
+            self._cached.pop(save.block, None)
+            self._saving.add(save.block)
+        return saves
+
+    def finish_save(self, saves: "Sequence[Save]", *, is_complete: bool) -> None:
+        """The step that made these copies has returned, or will not return."""
+        for save in reversed(saves):  # the first was the least recently used
+            self.lower[save.tier].finish_save(save.block_hash, is_complete=is_complete)
+            if save.block in self._saving:
+                self._saving.discard(save.block)
+                if not self._holders[save.block]:
+                    self._cached[save.block] = None
+                    self._cached.move_to_end(save.block, last=False)
+        self._idle.clear()
 
     def release(self, request_id: "RequestId") -> int:
         """Free the request's blocks in both tiers; the number of device blocks that it held."""
@@ -271,6 +346,9 @@ class KVLedger:
         self.prefixes.clear()
         self._idle.clear()
         self._cached.clear()
+        self._unsaved.clear()
+        self._saving.clear()
+        self.disk.abandon()
 
     def table(self, request_id: "RequestId") -> bytes:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
@@ -290,7 +368,10 @@ class KVLedger:
                 holders[block] += 1
         assert holders == self._holders, f"holders drifted: {self!r}"
         idle = [block for block in range(self.num_blocks) if not holders[block]]
-        assert sorted([*self._free, *self._cached]) == idle, f"lost or owned twice: {self!r}"
+        saving = [block for block in self._saving if not holders[block]]
+        found = sorted([*self._free, *self._cached, *saving])
+        assert found == idle, f"lost or owned twice: {self!r}"
+        assert self._unsaved.keys() <= self._cached.keys(), "unsaved, and not cached"
         assert self._in_motion.keys() <= self._held.keys(), "a request moves and holds no block"
         counts = (len(self._free), self.num_held, self.num_cached, self.num_moving)
         assert min(counts) >= 0, f"a negative count: {self!r}"

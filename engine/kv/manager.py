@@ -9,13 +9,13 @@ swaps out are free in the plan that orders it, and a request that it swaps in ma
 from array import array
 from typing import TYPE_CHECKING
 
-from engine.iteration import NO_SWAPS, Iteration, Swaps
+from engine.iteration import NO_SWAPS, Iteration, Load, Save, Swaps
 from engine.kv.prefix import extend_hashes
 from engine.request import Move, Request, State
-from engine.step import BlockMove, Direction
+from engine.step import BlockMove, Direction, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from engine.events import Observer
     from engine.kv.ledger import BlockPairs, KVLedger
@@ -46,6 +46,8 @@ class KVManager:
         self._reuses_prefixes = reuses_prefixes
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
+        self._saves: list[Save] = []
+        self._loads: list[Load] = []
         self._hashes_left = HASHES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
@@ -94,8 +96,9 @@ class KVManager:
         return request.num_tokens - request.num_matched * self.block_size
 
     def find_prefix(self, request: Request) -> bool:
-        """Look for the request's blocks in the cache, from where the last search ended. Returns
-        False if the search has to continue in the next plan, because hashing takes time."""
+        """Look for the request's blocks in the cache, from where the last search ended, and behind
+        them in the tiers below. Returns False if the search has to continue in the next plan,
+        because hashing takes time."""
         if not self._reuses_prefixes:
             return True
         size, index, hashes = self.block_size, self.ledger.prefixes, request.block_hashes
@@ -104,31 +107,33 @@ class KVManager:
             matched = index.num_matched(hashes, matched, request.num_evictions_seen)
             request.num_evictions_seen = index.num_evictions
         num_full = request.num_tokens // size
-        while matched < num_full:
-            if matched == len(hashes):
+        matched = self._first_missing(request, matched, num_full, index.__contains__)
+        request.num_matched = found = matched
+        if self.ledger.saves and found < len(hashes):
+            found = self._first_missing(request, found, num_full, self.ledger.lower.has)
+        return found == num_full or found < len(hashes)
+
+    def _first_missing(
+        self, request: Request, start: int, stop: int, has: "Callable[[bytes], bool]"
+    ) -> int:
+        """The first of the request's blocks from `start` on whose hash `has` does not have; `stop`
+        at most, and not beyond the hashes that this plan may compute."""
+        hashes = request.block_hashes
+        for index in range(start, stop):
+            if index == len(hashes):
                 if not self._hashes_left:
-                    break
+                    return index
                 self._hashes_left -= 1
-                extend_hashes(request, size, matched + 1)
-            if hashes[matched] not in index:
-                break
-            matched += 1
-        request.num_matched = matched
-        return matched == num_full or matched < len(hashes)
+                extend_hashes(request, self.block_size, index + 1)
+            if not has(hashes[index]):
+                return index
+        return stop
 
     def prefix(self, request: Request) -> "Sequence[bytes]":
-        """Hashes of the request's leading blocks that are on the device, held or cached.
-
-        A request that is not swapped computes at least one token. Prompt tokens whose
-        log-probabilities are still to be computed are not taken from the cache.
-        """
+        """Hashes of the request's leading blocks that are on the device, held or cached."""
         self.find_prefix(request)
-        most = request.num_tokens - 1
-        if request.state is SWAPPED:
-            most = request.num_computed
-        elif request.wants_prompt_logprobs:
-            most = len(request.prompt_logprobs)
-        return request.block_hashes[: min(request.num_matched, most // self.block_size)]
+        most = self._most_reusable(request) // self.block_size
+        return request.block_hashes[: min(request.num_matched, most)]
 
     def note_prefill(self, request: Request) -> None:
         """The request is in an iteration that computes a part of its prompt."""
@@ -189,7 +194,48 @@ class KVManager:
         reserved = self.ledger.reserve(request.request_id, num_slots)
         assert reserved, "a request is started only if its blocks are available"
         self._pool.move(request, Move.ADMIT)
-        request.reset_to(len(prefix) * self.block_size)
+        num_loaded = self._load(request, len(prefix)) if self.ledger.saves else 0
+        request.reset_to((len(prefix) + num_loaded) * self.block_size)
+
+    def _load(self, request: Request, first: int) -> int:
+        """Order awaited moves of the request's blocks from number `first` on, as far as a tier
+        below has them; returns their number."""
+        stop = self._most_reusable(request) // self.block_size
+        table = memoryview(self.ledger.table(request.request_id)).cast("i")
+        by_tier: dict[Tier, list[tuple[int, int, bytes]]] = {}
+        num_loaded = 0
+        for block, block_hash in zip(table[first:], request.block_hashes[first:stop], strict=False):
+            found = self.ledger.lower.begin_load(block_hash)
+            if found is None:
+                break
+            tier, slot = found
+            by_tier.setdefault(tier, []).append((block, slot, block_hash))
+            self._loads.append(Load(request, tier, block, block_hash))
+            num_loaded += 1
+        for tier, copies in by_tier.items():
+            blocks, slots, hashes = zip(*copies, strict=True)
+            self._moves.append(_move(Direction.IN, tier, blocks, slots, hashes, is_awaited=True))
+        return num_loaded
+
+    def _most_reusable(self, request: Request) -> int:
+        """How many of the known tokens may come from the cache: a request that is not swapped
+        computes at least one, and those whose prompt log-probabilities are still missing."""
+        if request.state is SWAPPED:
+            return request.num_computed
+        if request.wants_prompt_logprobs:
+            return len(request.prompt_logprobs)
+        return request.num_tokens - 1
+
+    def save(self, most: int) -> None:
+        """Order copies of at most so many cached blocks to the tiers below, beside the step being
+        planned."""
+        saves = self.ledger.begin_save(most)
+        self._saves += saves
+        for tier in dict.fromkeys(save.tier for save in saves):
+            mine = [save for save in saves if save.tier is tier]
+            blocks, slots = [save.block for save in mine], [save.slot for save in mine]
+            hashes = [save.block_hash for save in mine]
+            self._moves.append(_move(Direction.OUT, tier, blocks, slots, hashes, is_awaited=False))
 
     def table(self, request: Request) -> bytes:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
@@ -198,6 +244,12 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Free the request's blocks in both tiers; no step in flight may use them."""
         self.ledger.release(request.request_id)
+
+    def forget(self, request: Request) -> None:
+        """A running request's KV could not be read: it waits again, to be recomputed."""
+        self.ledger.release(request.request_id)
+        request.reset_to(0)
+        self._pool.move(request, Move.LOSE)
 
     def reset(self) -> None:
         """The worker is lost: no request holds any block, and no prefix is cached."""
@@ -262,15 +314,18 @@ class KVManager:
         if not self._moves:
             return NO_SWAPS
         self._moves.sort(key=lambda move: not move.is_awaited)  # stable: out before in, as ordered
-        swaps = Swaps(tuple(self._moves), tuple(self._swapping))
-        self._moves.clear()
-        self._swapping.clear()
+        swaps = Swaps(
+            tuple(self._moves), tuple(self._swapping), tuple(self._saves), tuple(self._loads)
+        )
+        for ordered in (self._moves, self._swapping, self._saves, self._loads):
+            ordered.clear()
         return swaps
 
     def finish_swaps(self, iteration: Iteration) -> list[Request]:
         """A step has returned, so its moves have ended. Returns the swapping requests whose end
         was decided meanwhile; their blocks are still held."""
         self._free_read_blocks(iteration)
+        self.ledger.finish_save(iteration.saves, is_complete=True)
         for request in iteration.swapping:
             request.num_in_flight -= 1
             if request.state is State.SWAPPING_OUT:
@@ -285,6 +340,8 @@ class KVManager:
         """A step failed or is lost, and its moves may not have been made: the swapping requests
         have no KV any more. Returns those whose end was decided meanwhile."""
         self._free_read_blocks(iteration)
+        self.ledger.finish_save(iteration.saves, is_complete=False)
+        self.finish_loads(iteration)
         for request in iteration.swapping:
             request.num_in_flight -= 1
             if request.state is not State.LEAVING:
@@ -293,13 +350,38 @@ class KVManager:
                 self._pool.move(request, Move.LOSE)
         return [request for request in iteration.swapping if request.state is State.LEAVING]
 
+    def finish_loads(self, iteration: Iteration, unread: "Container[int]" = ()) -> set[Request]:
+        """A step has returned, or will not return: what it read may be replaced. Returns the
+        requests with blocks that it could not read; these copies are dropped."""
+        failed = set()
+        for request, tier, block, block_hash in iteration.loads:
+            is_readable = block not in unread
+            self.ledger.lower.finish_load(tier, block_hash, is_readable=is_readable)
+            if not is_readable:
+                failed.add(request)
+        return failed
+
     def _free_read_blocks(self, iteration: Iteration) -> None:
-        """The host blocks that the step has read are free."""
+        """The host blocks that swapped requests were read from are free."""
         for move in iteration.step.moves:
-            if move.direction is Direction.IN:
+            if move.direction is Direction.IN and not move.hashes:
                 blocks = array("i")
                 blocks.frombytes(move.host)
                 self.ledger.host.finish_read(blocks)
+
+
+def _move(
+    direction: Direction,
+    tier: Tier,
+    device: "Sequence[int]",
+    slots: "Sequence[int]",
+    hashes: "Sequence[bytes]",
+    *,
+    is_awaited: bool,
+) -> BlockMove:
+    """A move of cached blocks, which have hashes."""
+    tables = array("i", device).tobytes(), array("i", slots).tobytes()
+    return BlockMove(direction, *tables, is_awaited, tier, b"".join(hashes))
 
 
 def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:

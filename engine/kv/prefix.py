@@ -9,12 +9,14 @@ from array import array
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from engine.step import HASH_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.request import Request
 
-DIGEST_BYTES = 16  # a collision would let one caller read another caller's KV
+DIGEST_BYTES = HASH_BYTES  # a collision would let one caller read another caller's KV
 
 
 def extend_hashes(request: "Request", block_size: int, num_blocks: int) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.request import Request
+    from engine.step import Tier
 
 MOST_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
 
@@ -27,7 +28,11 @@ class PrefixListener(Protocol):
         ...
 
     def cleared(self) -> None:
-        """No block can be reused any more."""
+        """No block of the device or of the host tier can be reused any more."""
+        ...
+
+    def copied(self, tier: "Tier", block_hash: bytes, is_saved: bool) -> None:
+        """A tier below the device has a copy of the block from now on, or no longer."""
         ...
 
 
@@ -61,6 +66,10 @@ class PrefixIndex:
 
     def is_published(self, block: int) -> bool:
         return block in self._published
+
+    def hash_of(self, block: int) -> bytes:
+        """The hash under which a block is published."""
+        return self._published[block].block_hash
 
     def block(self, block_hash: bytes) -> int:
         """The block that is published under this hash."""

@@ -189,9 +189,11 @@ class Exposition(Collector):
             ("device", "held", ledger.num_held),
             ("device", "cached", ledger.num_cached),
             ("device", "moving", ledger.num_moving),
-            ("host", "free", ledger.host.num_free),
+            ("host", "free", ledger.host.num_free - ledger.host.cached.num_replaceable),
             ("host", "held", ledger.host.num_held),
+            ("host", "cached", len(ledger.host.cached)),
             ("host", "moving", ledger.host.num_moving),
+            ("disk", "cached", len(ledger.disk)),
         ):
             slots.add_metric([tier, state], num_blocks * ledger.block_size)
         yield slots

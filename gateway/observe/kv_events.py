@@ -25,6 +25,7 @@ import msgspec
 
 from engine.errors import StartupError
 from engine.events import NullObserver
+from engine.step import Tier
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
@@ -39,7 +40,8 @@ HASH_BYTES = 8  # vLLM's integer hashes have 64 bits
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL_SECONDS = 0.05
 CLOSE_SECONDS = 1.0
-DEVICE = "GPU"  # vLLM's name of the medium where attention reads KV
+DEVICE = "GPU"  # vLLM's names of the media; this one is where attention reads KV
+MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 
 
 class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -142,13 +144,22 @@ class KVEvents(NullObserver):
 
     def removed(self, block_hash: bytes) -> None:
         last = self._events[-1] if self._events else None
-        if not isinstance(last, BlockRemoved):
+        if not isinstance(last, BlockRemoved) or last.medium != DEVICE:
             last = BlockRemoved([], DEVICE)
             self._events.append(last)
         last.block_hashes.append(_integer(block_hash))
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())
+
+    def copied(self, tier: Tier, block_hash: bytes, is_saved: bool) -> None:
+        """A copy in a lower tier: an event without tokens, as vLLM's offloading sends them."""
+        names, medium = [_integer(block_hash)], MEDIA[tier]
+        if is_saved:
+            event: Event = BlockStored(names, None, [], self._block_size, None, medium, None)
+        else:
+            event = BlockRemoved(names, medium)
+        self._events.append(event)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         self._flush()

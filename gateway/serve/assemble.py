@@ -29,6 +29,7 @@ from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.speculation.drafter import Drafter
+from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
 from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
@@ -220,7 +221,10 @@ def build_control_plane(
     speculation = speculation_settings(settings.speculative_config)
     drafter = None if speculation is None else Drafter.build(speculation, cost)
     scheduler = header.build(cost, ObserverGroup(*observers), drafter)
-    scheduler.ledger.prefixes.listener = kv_events
+    if kv_events is not None:
+        scheduler.ledger.prefixes.listener = kv_events
+        scheduler.ledger.lower.listen(kv_events)
+    scheduler.ledger.lower.restore_disk(loaded.report.disk_hashes)
     timelines.attach(scheduler)
     return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces)
 
@@ -261,6 +265,8 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         cost=loaded.calibration.model,
         lookahead=loaded.lookahead,
         num_host_blocks=report.num_host_blocks,
+        saves_on_host=settings.prefix_cache,
+        num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
     )
 
 

@@ -220,6 +220,8 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         kv_slots=settings.kv_slots or 0,
         kv_bytes=int(settings.kv_memory or 0),
         host_kv_bytes=int(settings.host_kv_memory),
+        disk_kv_dir=str(settings.disk_kv.expanduser()) if settings.disk_kv is not None else "",
+        disk_kv_bytes=int(settings.disk_kv_memory),
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_size=settings.max_batch_size,

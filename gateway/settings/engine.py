@@ -164,9 +164,21 @@ class EngineSettings(BaseSettings):
     host_kv_memory: ByteSize = _option(
         ByteSize(0),
         "memory",
-        "size of the host tier, which holds the KV cache of requests that are swapped out; 0: none",
+        "size of the host tier, which holds the KV cache of requests that are swapped out, and "
+        "prefixes that the KV cache has no room for; 0: none",
         "SIZE",
         ge=0,
+    )
+    disk_kv: Path | None = _option(
+        None,
+        "memory",
+        "directory of the disk tier, which keeps KV blocks of prefixes, also after the server has "
+        "ended; for a CPU and a single worker. The files contain what prompts were about, and are "
+        "readable by their owner only",
+        "DIR",
+    )
+    disk_kv_memory: ByteSize = _option(
+        ByteSize(10 << 30), "memory", "size of the disk tier of one model", "SIZE", ge=1
     )
     gpu_memory_utilization: float = _option(
         0.9,

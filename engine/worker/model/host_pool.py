@@ -42,7 +42,7 @@ class HostPool:
         self._host = host
 
     @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
         """Make the copies, in the order given. Raises `ValueError` for a block out of range."""
         for move in moves:
             device = read_blocks(move.device, self._device.num_blocks, "device")
@@ -53,7 +53,7 @@ class HostPool:
                 _copy(self._device, device, self._host, host)
             else:
                 _copy(self._host, host, self._device, device)
-        yield
+        yield ()
 
 
 def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:

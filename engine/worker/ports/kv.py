@@ -76,6 +76,7 @@ class BlockMover(Protocol):
     beside the compute. Moves of a step begin after the compute of all earlier steps.
     """
 
-    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[None]:
-        """Inside the context the awaited moves are done; on exit all moves are done."""
+    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[tuple[int, ...]]:
+        """Inside the context the awaited moves are done; on exit all moves are done. Its value are
+        the device blocks that could not be filled from the disk."""
         ...

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,8 +14,9 @@ from engine.errors import StartupError
 from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, open_device
 from engine.worker.model.data_plane import DataPlane
+from engine.worker.model.disk_pool import DiskFiles, TieredPool, folder_of
 from engine.worker.model.host_pool import choose_num_host_blocks
-from engine.worker.model.kv_tensors import choose_num_blocks
+from engine.worker.model.kv_tensors import choose_num_blocks, size_text
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
@@ -70,6 +72,31 @@ def _num_blocks(
     num_blocks = choose_num_blocks(settings, own_bytes, context, capacity)
     left = capacity.left_on_host(num_blocks * own_bytes)
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
+
+
+def _kv_facts(settings: WorkerSettings, checkpoint: Checkpoint, device: Device) -> str:
+    """All that the bytes of KV blocks depend on, beside the tokens."""
+    numbers = (device.dtype, device.kv_dtype, device.weights, settings.activation_bits)
+    paths = () if checkpoint.files is None else checkpoint.files.files
+    stats = [(path.name, path.stat()) for path in paths]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    model = files or str(checkpoint.directory)
+    return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
+
+
+def _disk_files(settings: WorkerSettings, facts: str, block_bytes: int) -> DiskFiles | None:
+    """The disk tier of the only worker of a model; None without one. Raises `StartupError`."""
+    if not settings.disk_kv_dir:
+        return None
+    if settings.placement.num_workers > 1:
+        raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
+    if settings.disk_kv_bytes < block_bytes:
+        raise StartupError(
+            f"--disk-kv-memory {size_text(settings.disk_kv_bytes)} is less than one block "
+            f"({size_text(block_bytes)})"
+        )
+    folder = folder_of(Path(settings.disk_kv_dir), facts)
+    return DiskFiles(folder, settings.disk_kv_bytes // block_bytes, block_bytes)
 
 
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
@@ -133,6 +160,7 @@ class WorkerParts:
     sampler: Sampler
     constraints: Constraints
     mover: BlockMover
+    files: DiskFiles | None  # of the disk tier
     launcher: LaunchesSteps | None  # None with several workers, or on the CPU
     limits: LayoutLimits
     report: WorkerReport
@@ -188,11 +216,14 @@ def build_worker(
         num_blocks = plane.minimum("blocks", num_blocks)
         num_host_blocks = plane.minimum("host blocks", num_host_blocks)
     cache = device.allocate(local, num_blocks)
+    mover = device.mover(cache, local, num_host_blocks)
+    files = _disk_files(settings, _kv_facts(settings, checkpoint, device), block_bytes)
+    mover = mover if files is None else TieredPool(cache, mover, files)
     whole = WholeModel(
         stage=make_stage(cache),
         constraints=constraints,
         sampler=sampler,
-        mover=device.mover(cache, local, num_host_blocks),
+        mover=mover,
         limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
     )
     return WorkerParts(
@@ -201,6 +232,7 @@ def build_worker(
         sampler=sampler,
         constraints=constraints,
         mover=whole.mover,
+        files=files,
         launcher=None if plane is not None else device.launcher(whole, progress),
         limits=whole.limits,
         report=WorkerReport(
@@ -219,6 +251,7 @@ def build_worker(
             threads=device.threads,
             weights=device.weights,
             num_host_blocks=num_host_blocks,
+            disk_hashes=b"" if files is None else files.hashes(),
             kernels=device.kernels,
         ),
         placement=placement,

@@ -50,6 +50,7 @@ class Worker:
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
         self._constraints = parts.constraints
         self._mover = parts.mover
+        self._files = parts.files
         self._launcher = parts.launcher
         self._device = parts.device
         self._limits = parts.limits
@@ -81,7 +82,7 @@ class Worker:
 
     def learn(self, step: Step) -> None:
         """Start preparing a step before it runs; may be called in another thread than `launch`."""
-        if not self._shard.is_first:
+        if not self._shard.is_first and step.entries:
             self._inbox.put(step)
 
     def launch(self, step: Step) -> StepInFlight:
@@ -89,6 +90,8 @@ class Worker:
 
         Without a launcher, the step is computed before this returns.
         """
+        if not step.entries:
+            return CompletedStep(StepOutcome(self._make_moves(step), self.times))
         if self._launcher is not None:
             now = time.monotonic()
             self.times = StepTimes(None, now, now)
@@ -103,13 +106,25 @@ class Worker:
         """
         return self.launch(step).collect().result
 
+    def _make_moves(self, step: Step) -> StepResult:
+        """Run a step without entries; copies to the disk are written when this returns."""
+        began = time.monotonic()
+        with torch.inference_mode(), self._mover.moving(step.moves) as unread:
+            pass
+        if self._files is not None:
+            self._files.wait()
+        ended = time.monotonic()
+        self.times = StepTimes(None, began, ended)
+        return StepResult(step.step_id, (), ended - began, unread=unread)
+
     def _run(self, step: Step) -> StepResult:
         self._held.open(step)
         self._outputs.open(step)
         prepared = self._take(step)
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)
-        with torch.inference_mode(), self._device.awake(), self._mover.moving(step.moves):
+        moving = self._mover.moving(step.moves)
+        with torch.inference_mode(), self._device.awake(), moving as unread:
             if self._samples:
                 step = self._outputs.complete(step)
             rows = split_drafts(step)
@@ -125,7 +140,7 @@ class Worker:
         self._return.send(last)
         seconds = self._seconds(prepared)
         self.times = self.times._replace(ended_at=time.monotonic())
-        return StepResult(step_id=step.step_id, seconds=seconds, **output._asdict())
+        return StepResult(step_id=step.step_id, seconds=seconds, unread=unread, **output._asdict())
 
     def logits(self, step: Step) -> Tensor | None:
         """Compute one step without sampling: logits `[entries that sample, vocab]` in float32.

@@ -30,7 +30,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     assert not ledger.reserve(B, 17)
     assert repr(ledger) == (
         "KVLedger(free=1, held=3, cached=0, moving=0, all=4, holders=1, "
-        "HostTier(free=0, held=0, moving=0, all=0))"
+        "HostTier(free=0, held=0, cached=0, moving=0, all=0))"
     )
 
 

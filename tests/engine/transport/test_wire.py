@@ -17,6 +17,7 @@ from engine.step import (
     StepEntry,
     StepId,
     StepResult,
+    Tier,
     TokenLogprobs,
     WorkerSettings,
 )
@@ -77,6 +78,7 @@ entries = st.builds(
     blocks=st.binary(max_size=40),
     sample=st.none() | draws,
     prompt_logprobs=st.none() | targets,
+    num_drafts=counts,
 )
 moves = st.builds(
     BlockMove,
@@ -84,6 +86,8 @@ moves = st.builds(
     device=st.binary(max_size=40),
     host=st.binary(max_size=40),
     is_awaited=st.booleans(),
+    tier=st.sampled_from(Tier),
+    hashes=st.binary(max_size=40),
 )
 steps = st.builds(
     Step,
@@ -107,6 +111,8 @@ results = st.builds(
     faults=st.lists(
         st.builds(Fault, entry=counts, message=lines, is_caller_error=st.booleans()), max_size=3
     ).map(tuple),
+    num_accepted=st.lists(counts, max_size=3).map(tuple),
+    unread=st.lists(counts, max_size=3).map(tuple),
 )
 
 to_worker = st.one_of(

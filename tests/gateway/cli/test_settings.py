@@ -94,6 +94,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "thread_wait": "sleep",
         "max_restarts": "7",
         "host_kv_memory": "3MiB",
+        "disk_kv": "kv",
+        "disk_kv_memory": "4MiB",
         "swap": "reactive",
         "max_step_seconds": "0.25",
         "cost_model": "none",

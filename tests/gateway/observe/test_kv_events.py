@@ -14,6 +14,7 @@ from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.policy import build
 from engine.request import Request, RequestSpec
+from engine.step import Tier
 from gateway.observe.kv_events import (
     AllBlocksCleared,
     Batch,
@@ -136,6 +137,23 @@ def test_evictions_in_a_row_are_one_event() -> None:
     rig.serve(prompt(200, 13))
     removed = [one for one in rig.all_events() if isinstance(one, BlockRemoved)]
     assert [len(one.block_hashes) for one in removed] == [3]
+
+
+def test_copies_in_lower_tiers_are_events_with_the_tiers_medium() -> None:
+    rig = Rig()
+    name = bytes(range(16))
+    rig.events.copied(Tier.HOST, name, True)
+    rig.events.copied(Tier.DISK, name, True)
+    rig.events.copied(Tier.HOST, name, False)
+    rig.events.removed(name)
+    rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
+    names = [int.from_bytes(name[:8], "big")]
+    assert rig.all_events() == [
+        BlockStored(names, None, [], BLOCK, None, "CPU", None),
+        BlockStored(names, None, [], BLOCK, None, "STORAGE", None),
+        BlockRemoved(names, "CPU"),
+        BlockRemoved(names, "GPU"),
+    ]
 
 
 def test_the_payload_is_that_of_vllm() -> None:

@@ -54,10 +54,10 @@ class DeviceMover:
         self._max_blocks = max(1, STAGING_BYTES // max(1, block_bytes))
 
     @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[None]:
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
         """Launch the moves; on leaving the block the host waits until all are done."""
         ended = self.launch(moves)
-        yield
+        yield ()
         if ended is not None:
             ended.wait()
 

@@ -1,0 +1,166 @@
+"""SavedBlocks: which KV blocks, by hash, have a copy in a tier below the device. Integers only.
+`LowerTiers` are all of these tiers, the fastest first.
+
+A copy is made while its block is still cached on the device, by a move beside an iteration, so
+that evicting the block later costs nothing. Requests find copies as they find cached blocks.
+"""
+
+from collections import OrderedDict
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from engine.step import HASH_BYTES, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from engine.kv.prefix_index import PrefixListener
+
+
+class SavedBlocks:
+    """Allocates slots of a tier for copies; the least recently used copy makes room.
+
+        free ──begin_save──▶ being written ──finish_save──▶ saved ──pin──▶ being read
+          ▲                                                  │  ▲             │ unpin
+          └──────────── replaced, least recently used ───────┘  └─────────────┘
+
+    `free` are the tier's free slots; another owner of the tier may share this list.
+    """
+
+    def __init__(self, free: list[int]) -> None:
+        self._free = free
+        self._saved: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._written: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}  # loads in flight
+        self.on_change: Callable[[bytes, bool], object] | None = None  # with True when saved
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._saved
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    @property
+    def num_written(self) -> int:
+        """Slots that a step in flight writes."""
+        return len(self._written)
+
+    @property
+    def num_replaceable(self) -> int:
+        """Slots of copies that no step in flight reads."""
+        return len(self._saved) - len(self._pins)
+
+    def slots(self) -> "Iterator[int]":
+        """All slots that are not free."""
+        yield from self._saved.values()
+        yield from self._written.values()
+
+    def has_or_writes(self, block_hash: bytes) -> bool:
+        """Whether there is a copy, or will be when the steps in flight return."""
+        return block_hash in self._saved or block_hash in self._written
+
+    def restore(self, copies: "Iterable[tuple[int, bytes]]") -> None:
+        """Copies that exist already, by their slots, which are free. A second copy of a block is
+        not kept."""
+        for slot, block_hash in copies:
+            self._saved.setdefault(block_hash, slot)
+        taken = set(self._saved.values())
+        self._free[:] = [slot for slot in self._free if slot not in taken]
+
+    def begin_save(self, block_hash: bytes) -> int | None:
+        """The slot for a new copy; None if every slot is in use by a step in flight."""
+        assert not self.has_or_writes(block_hash), "a block is saved once"
+        if not self._free and not self.make_room(1):
+            return None
+        slot = self._written[block_hash] = self._free.pop()
+        return slot
+
+    def finish_save(self, block_hash: bytes, *, is_complete: bool) -> None:
+        """The step that wrote the copy has returned; a copy that is not complete is dropped."""
+        slot = self._written.pop(block_hash, None)
+        if slot is None:  # reset meanwhile
+            return
+        if is_complete:
+            self._saved[block_hash] = slot
+            self._report(block_hash, is_saved=True)
+        else:
+            self._free.append(slot)
+
+    def pin(self, block_hash: bytes) -> int:
+        """The slot of a copy that a step is going to read; until `unpin` it is not replaced."""
+        self._saved.move_to_end(block_hash)
+        self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
+        return self._saved[block_hash]
+
+    def unpin(self, block_hash: bytes, *, is_readable: bool = True) -> None:
+        """The step that read the copy has returned; a copy that could not be read is dropped."""
+        left = self._pins.pop(block_hash, 0) - 1
+        if left > 0:
+            self._pins[block_hash] = left
+        elif not is_readable and block_hash in self._saved:
+            self._drop(block_hash)
+
+    def make_room(self, num_slots: int) -> bool:
+        """Replace copies until so many slots are free; False if too many are being read."""
+        short = num_slots - len(self._free)
+        if short > 0:
+            replaceable = (one for one in self._saved if one not in self._pins)
+            for block_hash in list(islice(replaceable, short)):
+                self._drop(block_hash)
+        return len(self._free) >= num_slots
+
+    def abandon(self) -> None:
+        """No step in flight will return: copies being written are not complete."""
+        self._free.extend(self._written.values())
+        self._written.clear()
+        self._pins.clear()
+
+    def clear(self) -> None:
+        """All copies are lost. The caller makes the slots free."""
+        self._saved.clear()
+        self._written.clear()
+        self._pins.clear()
+
+    def _drop(self, block_hash: bytes) -> None:
+        self._free.append(self._saved.pop(block_hash))
+        self._report(block_hash, is_saved=False)
+
+    def _report(self, block_hash: bytes, *, is_saved: bool) -> None:
+        if self.on_change is not None:
+            self.on_change(block_hash, is_saved)
+
+
+class LowerTiers(dict[Tier, SavedBlocks]):
+    """The tiers in which cached blocks are saved, the fastest first."""
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a tier has a copy of the block."""
+        return any(block_hash in copies for copies in self.values())
+
+    def without(self, block_hash: bytes) -> list[tuple[Tier, SavedBlocks]]:
+        """The tiers that neither have a copy of the block nor get one from a step in flight."""
+        return [pair for pair in self.items() if not pair[1].has_or_writes(block_hash)]
+
+    def begin_load(self, block_hash: bytes) -> tuple[Tier, int] | None:
+        """The fastest tier with a copy, and its slot, which stays until `finish_load`."""
+        for tier, copies in self.items():
+            if block_hash in copies:
+                return tier, copies.pin(block_hash)
+        return None
+
+    def finish_load(self, tier: Tier, block_hash: bytes, *, is_readable: bool) -> None:
+        """The step that read the copy has returned. A copy that is not readable is dropped."""
+        self[tier].unpin(block_hash, is_readable=is_readable)
+
+    def restore_disk(self, hashes: bytes) -> None:
+        """The disk tier has these contents from earlier: `HASH_BYTES` for each slot, zeros for an
+        unused one."""
+        slots = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
+        if Tier.DISK in self:
+            self[Tier.DISK].restore((slot, one) for slot, one in enumerate(slots) if any(one))
+
+    def listen(self, listener: "PrefixListener") -> None:
+        """Report to `listener` which copies there are."""
+        for tier, copies in self.items():
+            copies.on_change = partial(listener.copied, tier)

@@ -1,0 +1,99 @@
+"""TTFT of a chat's next message before and after a restart, with and without a disk tier.
+
+    python -m examples.benchmarks.disk_tier [MODEL] [--out FILE]
+
+The chat has a system prompt of `WORDS` words; every server gets a warm-up request first.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from examples.benchmarks.routers import free_port
+
+WORDS, ROUNDS = 1200, 3
+
+
+class Server:
+    """`podway serve` with these flags, ready for requests."""
+
+    def __init__(self, model: str, *flags: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        common = ("--port", str(port), "--served-model-name", "m", "--store", "memory")
+        command = [sys.executable, "-m", "gateway", "serve", model, *common, *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/ready").status_code == 200:
+                    break
+            time.sleep(0.1)
+        self.ask("warm up " * 20)
+
+    def ask(self, *words: str) -> tuple[float, int]:
+        """Seconds to the first token, and cached tokens of the prompt."""
+        body = {"model": "m", "prompt": " ".join(words), "max_tokens": 2, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        began, first, cached = time.perf_counter(), 0.0, 0
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - began
+                    usage = json.loads(line[6:]).get("usage")
+                    cached = usage["prompt_tokens_details"]["cached_tokens"] if usage else cached
+        return first, cached
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+def one_round(model: str, number: int, folder: Path) -> dict[str, Any]:
+    words = " ".join(f"word{number}x{index}" for index in range(WORDS))
+    tier = ("--disk-kv", str(folder))
+    server = Server(model, *tier)
+    first, _ = server.ask(words)
+    before, cached_before = server.ask(words, "and then")
+    server.end()
+    server = Server(model, *tier)
+    after, cached_after = server.ask(words, "and then")
+    server.end()
+    server = Server(model)
+    without, cached_without = server.ask(words, "and then")
+    server.end()
+    return {
+        "first_message": first,
+        "next_message": before,
+        "after_restart": after,
+        "after_restart_without": without,
+        "cached": [cached_before, cached_after, cached_without],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("model", nargs="?", default="random:Qwen2.5-0.5B")
+    parser.add_argument("--out", type=Path, default=Path("disk_tier.json"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = [one_round(arguments.model, n, Path(folder)) for n in range(ROUNDS)]
+    medians = {key: median(one[key] for one in rounds) for key in rounds[0] if key != "cached"}
+    load = os.getloadavg()[0]
+    found = {"model": arguments.model, "load": load, "medians": medians, "rounds": rounds}
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(medians, indent=1))
+
+
+if __name__ == "__main__":
+    main()

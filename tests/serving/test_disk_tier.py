@@ -1,0 +1,105 @@
+"""A disk tier under a real server: after a restart the next message of a chat finds its prefix."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import Server, read_url, start_server
+
+STORY = "Once upon a time there was a fox. It lived in a forest and asked: what is 2 + 3? " * 8
+FLAGS = ("--threads", "1", "--store", "memory", "--kv-slots", "4096", "--cost-model", "none")
+
+
+def started(directory: Path, *flags: str) -> Server:
+    return start_server(directory, *FLAGS, "--disk-kv", str(directory / "kv"), *flags)
+
+
+def chat(url: str, *turns: str) -> dict[str, Any]:
+    """The answer to the last of these messages."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
+    body = {"model": "builtin", "messages": messages, "max_tokens": 24, "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def text(answer: dict[str, Any]) -> str:
+    content: str = answer["choices"][0]["message"]["content"]
+    return content
+
+
+def until_saved(url: str) -> None:
+    """Wait until all cached blocks are on the disk."""
+    for _ in range(600):
+        slots = {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in httpx.get(f"{url}/metrics").text.splitlines()
+            if line.startswith("podway_kv_slots{")
+        }
+        on_disk = slots['podway_kv_slots{state="cached",tier="disk"}']
+        if 0 < on_disk >= slots['podway_kv_slots{state="cached",tier="device"}']:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"not saved: {slots}")
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_next_message_of_a_chat_finds_its_prefix_after_a_restart(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    with started(tmp_path) as server:
+        url = read_url(server)
+        first = chat(url, STORY)
+        turns = (STORY, text(first), "And what is 4 + 4?")
+        expected = text(chat(url, *turns))
+        if end is signal.SIGKILL:
+            until_saved(url)
+        server.send_signal(end)
+        server.wait(60)
+    with started(tmp_path) as server:
+        url = read_url(server)
+        again = chat(url, *turns)
+        assert cached(again) >= first["usage"]["prompt_tokens"]
+        assert text(again) == expected
+        assert cached(chat(url, "Something else. " * 40)) == 0
+
+
+def test_a_file_that_was_changed_is_not_used(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        expected = text(chat(read_url(server), STORY))
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    (blocks,) = (tmp_path / "kv").glob("*/blocks")
+    with blocks.open("r+b") as file:
+        for at in range(0, 4096 * 1024, 512):
+            file.seek(at)
+            file.write(b"\xff" * 8)
+    with started(tmp_path) as server:
+        again = chat(read_url(server), STORY)
+        assert text(again) == expected
+
+
+def test_another_numeric_format_does_not_use_the_same_copies(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        chat(read_url(server), STORY)
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    with started(tmp_path, "--kv-cache-dtype", "int8") as server:
+        assert cached(chat(read_url(server), STORY)) == 0
+
+
+def test_workers_that_share_a_model_are_rejected(tmp_path: Path) -> None:
+    with started(tmp_path, "--tensor-ranks", "2") as server:
+        assert server.wait(60) == 1
+    assert "--disk-kv needs a single worker" in server.log.read_text()
