@@ -317,8 +317,10 @@ class WorkerSettings:
     between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
     worker reports the times of each step. With `lookahead`, a step may use tokens that only the
     workers know (`LAST_TOKEN`). With `cuda_graphs`, steps of decodes only are captured on a GPU.
-    Packed weights are cached in the directory `packed_cache`, of which all files together have at
-    most `packed_cache_bytes`; "" disables the cache.
+    With `batch_invariant`, a GPU computes each request's tokens with the same bits whatever else is
+    in the batch; otherwise the GEMM kernels that were fastest are kept in the directory
+    `gemm_cache`. Packed weights are cached in the directory `packed_cache`, of which all files
+    together have at most `packed_cache_bytes`. A cache named "" is disabled.
     """
 
     model: str
@@ -342,6 +344,8 @@ class WorkerSettings:
     traces: bool = False
     lookahead: int = 0
     cuda_graphs: bool = True
+    batch_invariant: bool = False
+    gemm_cache: str = ""
     gpu_memory_utilization: float = 0.9
     packed_cache: str = ""
     packed_cache_bytes: int = 32 << 30

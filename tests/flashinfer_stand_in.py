@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.ports import CapturedBuffers, CapturedWrapper
+from adapters.attention.flashinfer.ports import (
+    CapturedBuffers,
+    CapturedWrapper,
+    RopeAndCacheWrite,
+)
+from engine.worker.cuda.kernels.reference import rope_and_cache_write
 
 TILE = 16
 POISON = -77
@@ -25,7 +30,8 @@ class StandIn:
 
     num_processors = 4
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fused: bool = False) -> None:
+        self.is_fused = is_fused  # whether there is a kernel for RoPE and cache write
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.log: list[str] = []  # what the host waited for, with how many copies were pending
         self._queue: list[Callable[[], object]] = []
@@ -68,6 +74,18 @@ class StandIn:
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
         assert isinstance(wrapper, StandInCaptured)
         return wrapper.parts_rows, wrapper.size
+
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
+        """The kernel's reference where it stands in for the kernel."""
+        if not self.is_fused:
+            return None
+
+        def write(*given: Any) -> None:
+            self.calls.append(("rope_and_cache_write", {}))
+            self.catch_up()
+            rope_and_cache_write(*given)
+
+        return write
 
     def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
         self.check_device("rows", rows, torch.int32)

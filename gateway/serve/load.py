@@ -197,13 +197,17 @@ def _by_name(target: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
 
 
+def _cache(settings: Settings) -> Path:
+    return Path(settings.cache_dir or user_cache_path("podway", appauthor=False))
+
+
 def _packed_cache(settings: Settings) -> str:
     """The directory of packed weights; "" if they are not cached."""
     if settings.packed_cache == "off":
         return ""
     if settings.packed_cache:
         return str(Path(settings.packed_cache).expanduser().absolute())
-    folder = settings.cache_dir or user_cache_path("podway", appauthor=False)
+    folder = _cache(settings)
     return str(folder.absolute() / "packed")
 
 
@@ -232,4 +236,6 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         packed_cache_bytes=int(settings.packed_cache_size),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
+        batch_invariant=settings.batch_invariant,
+        gemm_cache=str(_cache(settings) / "gemm"),
     )

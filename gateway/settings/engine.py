@@ -308,6 +308,12 @@ class EngineSettings(BaseSettings):
         ge=1,
         le=64,
     )
+    batch_invariant: bool = _option(
+        False,
+        "workers",
+        "on a GPU, compute each request's tokens with the same bits whatever else is in the batch: "
+        "one tiling for all matrix products, no split keys; slower",
+    )
     cuda_graphs: bool = _option(
         True,
         "workers",

@@ -1,9 +1,10 @@
 """Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
-A step is one launch per layer for prefills and decodes together: a decode is a prefill of one
-token. Decode-only steps can be captured in CUDA graphs. `plan` runs once a step on the host: it
-splits the work, fills pinned tables and starts their copies; `run` only submits kernels to the
-stream. The host waits for the device only if the table copies of three steps ago are not done.
+A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
+token, unless many decodes would be computed in the large tiles of the prefills. Decode-only steps
+can be captured in CUDA graphs. `plan` runs once a step on the host: it splits the work, fills
+pinned tables and starts their copies; `run` only submits kernels to the stream. The host waits for
+the device only if the table copies of three steps ago are not done.
 """
 
 import torch
@@ -13,20 +14,22 @@ from adapters.attention.flashinfer.fit import missing_requirement, unsupported_s
 from adapters.attention.flashinfer.launches import CapturedLaunch, Geometry, MixedLaunch, Planned
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
-from adapters.attention.flashinfer.rows import ApplyRope, RowWriter
+from adapters.attention.flashinfer.rows import RopeAndWrite
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
 from engine.errors import StartupError
 from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, ThreadPool
 
 NUM_ARENAS = 3
+SMALL_TILE = 16  # rows of q times the heads of a group: what a decode's tile holds
+MIN_DECODES = 16  # fewer do not pay for a launch of their own
 
 
 class FlashInferAttention:
     """A `CapturableAttention` by FlashInfer. All calls use one stream; the thread pool is
     unused."""
 
-    splits = False  # whether decodes in a mixed step get a separate launch
+    always_splits = False  # whether decodes of each mixed step get a launch of their own
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class FlashInferAttention:
         if library is None:
             if reason := self.why_not(spec, cache.keys[0].dtype, cache.block_size):
                 raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
-            library = FlashInfer(cache.keys[0].device)
+            library = FlashInfer(cache.keys[0].device, spec.dtype)
         assert spec.limits is not None, "attention on a GPU needs the step limits"
         group = spec.num_heads // spec.num_kv_heads
         sizes = check_limits(spec.limits, cache.block_size, group)
@@ -54,10 +57,9 @@ class FlashInferAttention:
                 for _ in range(NUM_ARENAS)
             ]
         )
-        self._writer = RowWriter(spec, cache)
-        self._rope = ApplyRope(library, sizes.tokens)
+        self._rope_and_write = RopeAndWrite(library, spec, cache, sizes.tokens)
         self._mixed = self._mixed_launch()
-        self._decodes = self._mixed_launch() if self.splits else self._mixed
+        self._decodes = self._mixed_launch()
         self._captured: dict[int, CapturedLaunch] = {}  # by number of rows
         self._planned: tuple[Planned, ...] = ()  # of the current step, set by `plan`
         self._rows = 0  # of the current step
@@ -74,7 +76,7 @@ class FlashInferAttention:
         tables, count = PageTables.of(layout), layout.num_decodes
         with self._arenas.next() as arena:
             indices = self._upload(arena, layout)
-            if self.splits and 0 < count < layout.num_requests:
+            if self._is_split(layout):
                 self._plan_split(arena, tables, indices, count)
             else:
                 self._mixed.plan(arena, tables, indices)
@@ -92,16 +94,28 @@ class FlashInferAttention:
         """The plan's values that the graph of `num_rows` contains as constants."""
         return self._library.baked(self._captured[num_rows].wrapper)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
-        if turn is not None:
-            self._rope.apply(layer, q, k, turn)
-        self._writer.write(layer, self._slots[: len(q)], k, v)
+        self._rope_and_write(layer, self._slots[: len(q)], (q, k, v), rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:
             planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
         return out
+
+    def _is_split(self, layout: RaggedLayout) -> bool:
+        """Whether the decodes of a mixed step get a launch of their own.
+
+        FlashInfer chooses the tile by the mean number of new tokens. In batch-invariant mode
+        decodes always have the tile that they have without prefills.
+        """
+        count, spec = layout.num_decodes, self._geometry.spec
+        if not 0 < count < layout.num_requests:
+            return False
+        group = spec.num_heads // spec.num_kv_heads
+        mean = layout.num_tokens * group / layout.num_requests
+        pays = count >= MIN_DECODES and mean > SMALL_TILE
+        return self.always_splits or spec.is_batch_invariant or pays
 
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""
@@ -132,12 +146,15 @@ class FlashInferAttention:
             # buffers are written in and outside of inference mode
             with torch.inference_mode(False):
                 wrapper = self._work.captured(size)
-            launch = CapturedLaunch(self._geometry, wrapper, self._library.event())
+            disables = self._geometry.disables_splits(size, self._library.num_processors)
+            launch = CapturedLaunch(
+                self._geometry, wrapper, self._library.event(), disables_splits=disables
+            )
             self._captured[size] = launch
         return self._captured[size]
 
 
 class SplitFlashInferAttention(FlashInferAttention):
-    """Decodes of a mixed step get a separate launch with smaller tiles."""
+    """Decodes of every mixed step get a separate launch with smaller tiles."""
 
-    splits = True
+    always_splits = True

@@ -20,6 +20,7 @@ from adapters.attention.flashinfer.tables import PageTableArena, PageTables
 from engine.worker.ports import AttentionSpec, KVTensors
 
 NO_WINDOW = -1  # FlashInfer's value for full attention
+BLOCKS_PER_PROCESSOR = 2  # thread blocks that run at once; FlashInfer splits up to so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,16 @@ class Geometry:
     def window_left(self) -> int:
         """The number of earlier tokens that a token attends to."""
         return NO_WINDOW if self.spec.window is None else self.spec.window - 1
+
+    def disables_splits(self, size: int, num_processors: int) -> bool:
+        """Whether captured decodes of `size` rows keep each request's keys in one thread block.
+
+        Their thread blocks fill the GPU by themselves then, and split keys would only cost float32
+        partial results and a launch per layer that merges them. Always in batch-invariant mode: how
+        keys are split depends on the other requests.
+        """
+        fills_gpu = size * self.spec.num_kv_heads > BLOCKS_PER_PROCESSOR * num_processors
+        return self.spec.is_batch_invariant or fills_gpu
 
     @property
     def is_scaled(self) -> bool:
@@ -84,6 +95,7 @@ class MixedLaunch:
             seq_lens=arena.put(tables.kv_len),
             max_token_per_sequence=tables.max_rows,
             max_sequence_kv=int(tables.kv_len.max()),
+            disable_split_kv=spec.is_batch_invariant,
         )
         self._staged.record()
 
@@ -95,7 +107,15 @@ class MixedLaunch:
 class CapturedLaunch:
     """Attention of a fixed number of decodes, for capture in a CUDA graph."""
 
-    def __init__(self, geometry: Geometry, wrapper: CapturedWrapper, staged: DeviceEvent) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        wrapper: CapturedWrapper,
+        staged: DeviceEvent,
+        *,
+        disables_splits: bool,
+    ) -> None:
+        self._disables_splits = disables_splits
         self.wrapper = wrapper
         self._geometry = geometry
         self._staged = staged
@@ -119,6 +139,7 @@ class CapturedLaunch:
             sm_scale=spec.scale,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
+            disable_split_kv=self._disables_splits,
         )
         self._staged.record()
 

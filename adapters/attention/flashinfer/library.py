@@ -16,8 +16,11 @@ from adapters.attention.flashinfer.ports import (
     CapturedWrapper,
     DeviceEvent,
     MixedWrapper,
+    RopeAndCacheWrite,
 )
 from engine.errors import StartupError
+from engine.worker.cuda.kernels.library import has_fp8, load
+from engine.worker.cuda.kernels.reference import FP8
 
 LAYOUT = "NHD"  # pages are [tokens, heads, dim]
 KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
@@ -26,7 +29,7 @@ KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
 class FlashInfer:
     """FlashInfer on the current GPU of this process."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises `StartupError` if FlashInfer cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
@@ -39,6 +42,7 @@ class FlashInfer:
             package.apply_rope_with_cos_sin_cache_inplace,
         )
         self._device = device
+        self._write = load(device, dtype).rope_and_cache_write
 
     @property
     def num_processors(self) -> int:
@@ -82,6 +86,12 @@ class FlashInfer:
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
+
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
+        """Our Triton kernel, if it is verified on this GPU."""
+        if self._write is None or (kept == FP8 and not has_fp8(self._device)):
+            return None
+        return cast(RopeAndCacheWrite, self._write.rope_and_cache_write)
 
     def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
         """Rotate q and k in place."""

@@ -4,10 +4,18 @@ The wrapper protocols have FlashInfer's own method and argument names; the shape
 that FlashInfer requires of each argument is documented here.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from engine.worker.cuda.kernels.reference import CacheRows
+
+# RoPE of q, and of k on its way to the cache, with cosines and sines `[tokens, dim / 2]` or None.
+RopeAndCacheWrite = Callable[
+    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, CacheRows], None
+]
 
 
 class DeviceEvent(Protocol):
@@ -65,6 +73,7 @@ class MixedWrapper(RunsPaged, Protocol):
         seq_lens: Tensor,  # [N] int32, host
         max_token_per_sequence: int,
         max_sequence_kv: int,
+        disable_split_kv: bool,
     ) -> None:
         """Split the work of one step; host tensors must not change until the stream has copied
         them."""
@@ -91,6 +100,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         sm_scale: float,
         non_blocking: bool,
         seq_lens: Tensor,  # [N] int32, host
+        disable_split_kv: bool,
     ) -> None:
         """As `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
         ...
@@ -156,6 +166,13 @@ class Library(Protocol):
 
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
+        ...
+
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
+        """One kernel for RoPE and the cache write; `kept` is the dtype of the cache.
+
+        None: FlashInfer's RoPE and torch's indexed copies are used.
+        """
         ...
 
     def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:

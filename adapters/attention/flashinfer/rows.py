@@ -1,4 +1,5 @@
-"""RoPE and writing new keys and values to the paged KV cache by slot.
+"""RoPE and writing new keys and values to the paged KV cache by slot, in one launch where there
+is a kernel for both, else in three.
 
 FlashInfer's own append kernel is not used: it needs two more tables per step, does not quantize to
 fp8, and reads out of bounds for padding rows. The layout has a slot for every row, padding
@@ -10,7 +11,38 @@ from torch import Tensor
 
 from adapters.attention.flashinfer import fp8
 from adapters.attention.flashinfer.ports import Library
+from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec, KVTensors, RopeAngles, as_bytes
+
+
+class RopeAndWrite:
+    """RoPE and the cache write of each layer; layers run in order, layer 0 first."""
+
+    def __init__(
+        self, library: Library, spec: AttentionSpec, cache: KVTensors, max_tokens: int
+    ) -> None:
+        self._fused = library.rope_and_cache_write(cache.keys[0].dtype)
+        self._pages = tuple(
+            (_slots(keys), _slots(values))
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        )
+        self._scales = spec.k_scale, spec.v_scale
+        self._writer = RowWriter(spec, cache)
+        self._rope = ApplyRope(library, max_tokens)
+
+    def __call__(
+        self, layer: int, slots: Tensor, qkv: tuple[Tensor, Tensor, Tensor], rope: RopeAngles | None
+    ) -> None:
+        """Rotate q in place and write k, rotated, and v to `slots`, int64 `[tokens]`."""
+        q, k, v = qkv
+        if self._fused is not None:
+            angles = None if rope is None else (rope.cos, rope.sin)
+            cache = CacheRows(slots, *self._pages[layer], *self._scales)
+            self._fused(q, k, v, angles, cache)
+            return
+        if rope is not None:
+            self._rope.apply(layer, q, k, rope)
+        self._writer.write(layer, slots, k, v)
 
 
 class RowWriter:
@@ -18,8 +50,8 @@ class RowWriter:
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors) -> None:
         self._scales = spec.k_scale, spec.v_scale
-        self._keys = tuple(_slots(each) for each in cache.keys)
-        self._values = tuple(_slots(each) for each in cache.values)
+        self._keys = tuple(as_bytes(_slots(each)) for each in cache.keys)
+        self._values = tuple(as_bytes(_slots(each)) for each in cache.values)
         self._is_fp8 = cache.keys[0].dtype == fp8.FP8
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -35,7 +67,7 @@ class RowWriter:
 
 def _slots(pages: Tensor) -> Tensor:
     """The pages as `[slots, heads, dim]`, a view; raises if the slots are not contiguous."""
-    return as_bytes(pages.view(-1, *pages.shape[2:]))
+    return pages.view(-1, *pages.shape[2:])
 
 
 class ApplyRope:

@@ -70,6 +70,8 @@ class CpuDevice:
             raise StartupError(
                 f"--dtype {settings.dtype!r} is not supported on cpu; known: {known}"
             )
+        if settings.batch_invariant:
+            raise StartupError("--batch-invariant is not supported on cpu, only on cuda")
         self.kv_dtype = choose_dtype("--kv-cache-dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
         if self.kv_dtype is torch.float16 and not has_half():
             raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")

@@ -12,9 +12,19 @@ from engine.errors import StartupError
 from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.gpu import Gpu, TorchGpu
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
+from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import check_weights, fitting, measure
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit
-from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
+from engine.worker.cuda.model.fusion import fused
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit, torch_product
+from engine.worker.cuda.model.gemm_choice import (
+    FIXED_TILING,
+    ChoosesTiling,
+    MeasuredTilings,
+    file_of,
+)
+from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
+from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
@@ -82,6 +92,7 @@ class CudaDevice:
         gpu: Gpu,
         kernels: Kernels | None = None,
         preferred: PreferredFormat | None = None,
+        triton: TritonKernels = NO_KERNELS,
     ) -> None:
         self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
@@ -101,6 +112,8 @@ class CudaDevice:
         self._streams = gpu.streams()
         is_plain = self.attentions == (PLAIN_ATTENTION,) or self.dtype is torch.float32
         self._kernels = None if is_plain else kernels
+        self._triton = NO_KERNELS if is_plain else triton
+        self._choice = self._tiling_choice()
         self._operators: CudaOperators | None = None  # set by `operators`
         self._progress: Progress = _no_progress  # replaced by `prepare`
 
@@ -111,8 +124,11 @@ class CudaDevice:
         index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
-        wants_kernels = settings.attention != PLAIN_ATTENTION
-        return cls(settings, gpu, flashinfer_kernels() if wants_kernels else None, preferred)
+        dtype = choose_dtype("--dtype", settings.dtype, DTYPES, "cuda")
+        if settings.attention == PLAIN_ATTENTION or dtype is torch.float32:
+            return cls(settings, gpu, None, preferred)
+        triton = load(gpu.place, dtype)
+        return cls(settings, gpu, row_kernels(triton), preferred, triton)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -129,18 +145,23 @@ class CudaDevice:
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
+        fast = FastProducts(self._triton.quantization, self._triton.gemm, self._choice)
         self._operators = CudaOperators(
-            self.place, self.dtype, self._format, TorchGemm8Bit(), self._kernels
+            self.place, self.dtype, self._format, TorchGemm8Bit(), self._kernels, fast
         )
         return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """The model itself: on a GPU decode steps are captured as CUDA graphs, by `launcher`."""
-        return model
+        """The model with norms and gates fused into 8-bit linears.
+
+        On a GPU decode steps are captured as CUDA graphs, by `launcher`.
+        """
+        return fused(model, self._triton.quantization)
 
     def sampler(self, vocab_size: int, operators: Operators) -> DeviceSampler:
         """A sampler that works on logits on the GPU."""
-        return DeviceSampler(vocab_size, self._gpu.put)
+        kernels = self._triton.sampling
+        return DeviceSampler(vocab_size, self._gpu.put, kernels.sample if kernels else None)
 
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
@@ -165,7 +186,9 @@ class CudaDevice:
         Every kernel runs once before the measurement, so that kernels which were never run on
         this machine are compiled first.
         """
-        first_runs = {} if self._operators is None else self._operators.first_runs
+        first_runs = {} if self._operators is None else dict(self._operators.first_runs)
+        if isinstance(self._choice, MeasuredTilings):
+            first_runs["matrix products"] = self._measure_products
         with fitting(self._gpu):
             warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
         budget = measure(self._gpu, self._settings.gpu_memory_utilization, profile_run)
@@ -202,6 +225,39 @@ class CudaDevice:
         """A no-op: only the CPU thread pool has to be woken."""
         return nullcontext()
 
+    def _tiling_choice(self) -> ChoosesTiling:
+        """Measured tilings, or the fixed one of batch-invariant mode, which needs the kernel."""
+        if not self._settings.batch_invariant:
+            return MeasuredTilings(file_of(self._settings.gemm_cache, self._gpu.model))
+        if self._triton.gemm is None or self.attentions == (PLAIN_ATTENTION,):
+            raise StartupError(
+                "--batch-invariant needs --attention flashinfer, a 16-bit --dtype and the Triton "
+                "kernel for matrix products, which is not usable here (see the log)"
+            )
+        return FIXED_TILING
+
+    def _measure_products(self) -> None:
+        """Choose the kernel of each matrix product of few rows."""
+        assert isinstance(self._choice, MeasuredTilings), "the mode that measures"
+        gemm = self._triton.gemm
+        if gemm is None:
+            return
+
+        def product(x: Tensor, weight: Tensor, tiling: Tiling | None) -> object:
+            if tiling is not None:
+                return gemm.product(x, weight, tiling, self.dtype, gemm.Epilogue())
+            return torch_product(x, weight, self.dtype)
+
+        def seconds(work: Callable[[], object]) -> float:
+            began = self._streams.compute.record(is_timed=True)
+            work()
+            ended = self._streams.compute.record(is_timed=True)
+            ended.wait()
+            return ended.seconds_since(began)
+
+        with torch.inference_mode():
+            self._choice.measure(product, seconds)
+
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
         size = self._settings.block_size
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
@@ -232,16 +288,21 @@ def weight_format(
     return asked
 
 
-def flashinfer_kernels() -> FlashInferKernels:
-    """FlashInfer's kernels, without its norm where neither headers nor compiled kernels exist."""
+def row_kernels(triton: TritonKernels) -> Kernels:
+    """FlashInfer's norm and gates; ours where its norm cannot be compiled here."""
     lacking = () if has_cached_kernels() else missing_norm_headers()
-    if lacking:
-        logger.warning(
-            "FlashInfer's RMS norm cannot be compiled (no %s in the CUDA toolkit or wheels);"
-            " using torch's, which is slower",
-            ", ".join(lacking),
-        )
-    return FlashInferKernels(has_norm=not lacking)
+    if not lacking:
+        return FlashInferKernels()
+    names = ", ".join(lacking)
+    if triton.rows is not None:
+        logger.info("norms are Triton's: FlashInfer's need %s, which are not installed", names)
+        return TritonRowKernels(triton.rows)
+    logger.warning(
+        "FlashInfer's RMS norm cannot be compiled (no %s in the CUDA toolkit or wheels);"
+        " using torch's, which is slower",
+        names,
+    )
+    return FlashInferKernels(has_norm=False)
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:

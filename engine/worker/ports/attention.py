@@ -18,7 +18,8 @@ class AttentionSpec:
 
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
-    need `limits`.
+    need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
+    step, as far as the backend can.
     """
 
     num_heads: int
@@ -30,6 +31,7 @@ class AttentionSpec:
     k_scale: float = 1.0
     v_scale: float = 1.0
     limits: StepLimits | None = None
+    is_batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,9 @@ def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> Worker
     )
 
 
-def _attention_spec(local: ModelShape, dtype: torch.dtype, limits: StepLimits) -> AttentionSpec:
+def _attention_spec(
+    local: ModelShape, dtype: torch.dtype, limits: StepLimits, *, is_batch_invariant: bool
+) -> AttentionSpec:
     """Attention over the heads of one worker."""
     return AttentionSpec(
         num_heads=local.num_heads,
@@ -129,6 +131,7 @@ def _attention_spec(local: ModelShape, dtype: torch.dtype, limits: StepLimits) -
         window=local.window,
         dtype=dtype,
         limits=limits,
+        is_batch_invariant=is_batch_invariant,
     )
 
 
@@ -185,7 +188,8 @@ def build_worker(
     shard, plane = _join(shape, placement, device)
     local = shard.local_shape
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
-    spec = _attention_spec(local, device.dtype, limits)
+    invariant = settings.batch_invariant
+    spec = _attention_spec(local, device.dtype, limits, is_batch_invariant=invariant)
     attention, backend = _choose_attention(device, spec, settings.block_size)
     constraints = Constraints(checkpoint.open_grammars)
 

@@ -136,7 +136,9 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
     pages = torch.zeros((2, 61, 4, 2, 64)).to(kv_dtype)
     spec = AttentionSpec(4, 2, 64, 0.125, 9, torch.bfloat16, limits=LIMITS)
     cache = KVTensors((pages[0],), (pages[1],), 1)
-    attention = FlashInferAttention(spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu")))
+    attention = FlashInferAttention(
+        spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu"), torch.bfloat16)
+    )
     q, k, v = torch.split(torch.ones((4, 8, 64), dtype=torch.bfloat16), [4, 2, 2], dim=1)
     with torch.inference_mode():
         attention.plan(Paged(((7, 1), (30, 3)), 4).layout())

@@ -90,6 +90,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_queue_tokens": "6",
         "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
         "cuda_graphs": "false",
+        "batch_invariant": "true",
         "lookahead": "1",
         "thread_wait": "sleep",
         "max_restarts": "7",

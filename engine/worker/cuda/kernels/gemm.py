@@ -176,7 +176,7 @@ def product(
     """
     rows, width = x.shape
     outputs = len(weight)
-    assert weight.is_contiguous(), "the weight's rows lie one after the other"
+    assert weight.is_contiguous(), "a weight's rows are contiguous"
     x_scales, weight_scales, bias, add_to = epilogue
     out = add_to
     if out is None:

@@ -5,6 +5,7 @@ log, and torch or FlashInfer is used in its place: a new GPU or Triton version c
 slower, not wrong. Compiled kernels are cached by Triton, so that only the first start takes long.
 """
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable
@@ -37,6 +38,9 @@ class TritonKernels:
     quantization: ModuleType | None = None  # the same module: its 8-bit kernels
     sampling: ModuleType | None = None
     gemm: ModuleType | None = None
+
+
+NO_KERNELS = TritonKernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
 }
 
 
+@functools.cache  # each kernel is verified once in a process
 def load(place: torch.device, dtype: torch.dtype) -> TritonKernels:
     """The kernels that compile and compute correctly on this device; the log names the others."""
     found: dict[str, ModuleType] = {}

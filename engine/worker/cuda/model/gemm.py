@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0
@@ -26,6 +27,18 @@ class Gemm8Bit(Protocol):
     ) -> Tensor:
         """`(x * scales) @ (weight * weight_scales).T`; scales are `[rows, 1]` and `[out, 1]`."""
         ...
+
+
+def torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T` by torch in any format of linears, with scales of 1: for measurements."""
+    gemm = TorchGemm8Bit()
+    if x.dtype == torch.int8:
+        rows = F.pad(x, (0, 0, 0, max(0, INT8_ROWS - len(x))))
+        return gemm.int8(rows, weight)[: len(x)].to(dtype)
+    if x.dtype == FP8:
+        ones = [torch.ones((len(each), 1), device=x.device) for each in (x, weight)]
+        return gemm.fp8(x, weight, ones[0], ones[1], dtype)
+    return F.linear(x, weight)
 
 
 class TorchGemm8Bit:

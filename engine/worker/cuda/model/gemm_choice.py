@@ -2,15 +2,28 @@
 
 A decode step is as fast as its weights are read, and which kernel reads a weight fastest depends on
 its shape: torch (cuBLASLt) or one of the tilings of our own Triton kernel. The first start on a GPU
-measures all of them and keeps the choice in a file of that GPU, so that later starts, and other
-workers, use the same kernels and sample the same tokens.
+measures all of them and keeps the choice in a file of that GPU, so that later starts use the same
+kernels and give the same bits.
 """
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from engine.worker.cuda.kernels.tiling import Tiling
 
+logger = logging.getLogger(__name__)
+
 TORCH = "torch"
-MOST_ROWS = 64  # larger products are torch's
-ROWS = (16, 64)  # a product is measured with, and uses the choice of, the next of these
+ROWS = (16, 64)  # a product uses the choice for the next of these; larger ones are torch's
+MIN_GAIN = 0.02  # a tiling replaces torch if it takes less time by this share
+MAX_WEIGHTS = 8  # of one shape that a measurement alternates between, so that none stays in cache
+REPEATS = 24
 
 TILINGS = (
     Tiling(64, 64, 64, 1, 4, 5),
@@ -22,3 +35,133 @@ TILINGS = (
     Tiling(16, 64, 128, 1, 4, 4),
     Tiling(16, 64, 128, 4, 4, 4),
 )
+FIXED = Tiling(64, 128, 64, 1, 4, 4)  # of every product in batch-invariant mode
+KNOWN = {str(tiling): tiling for tiling in TILINGS}
+
+Product = Callable[[Tensor, Tensor, Tiling | None], object]  # x, weight; None: by torch
+Seconds = Callable[[Callable[[], object]], float]  # of work on the device, measured
+
+
+class Shape(NamedTuple):
+    """A product of up to `rows` rows with a weight `[outputs, width]`."""
+
+    rows: int
+    outputs: int
+    width: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.outputs} x {self.width} {self.dtype}"
+
+
+class ChoosesTiling(Protocol):
+    """How linears find the kernel of a product."""
+
+    def register(self, weight: Tensor) -> None:
+        """Announce a weight `[outputs, width]` before any product with it."""
+        ...
+
+    def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
+        """The tiling of a product; None: torch."""
+        ...
+
+
+class FixedTiling:
+    """One tiling for all products: a row's result does not depend on the other rows."""
+
+    def register(self, weight: Tensor) -> None:
+        """Nothing is measured."""
+
+    def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
+        return FIXED
+
+
+FIXED_TILING = FixedTiling()
+
+
+class MeasuredTilings:
+    """The fastest kernel of each shape, from the file of this GPU or measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` is None where nothing is kept."""
+        self._path = path
+        self._weights: dict[tuple[int, int, str], list[Tensor]] = {}
+        self._chosen = _read(path)
+
+    def register(self, weight: Tensor) -> None:
+        kept = self._weights.setdefault(_kind(weight), [])
+        if len(kept) < MAX_WEIGHTS:
+            kept.append(weight)
+
+    def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
+        most = next((each for each in ROWS if rows <= each), None)
+        if most is None:
+            return None
+        return KNOWN.get(self._chosen.get(str(Shape(most, *_kind(weight))), TORCH))
+
+    def measure(self, product: Product, seconds: Seconds) -> None:
+        """Choose for each registered shape that the file lacks, and write the file."""
+        for kind, weights in self._weights.items():
+            for rows in ROWS:
+                shape = Shape(rows, *kind)
+                if self._chosen.get(str(shape), "") not in (TORCH, *KNOWN):
+                    self._chosen[str(shape)] = _fastest(shape, weights, product, seconds)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(self._chosen, indent=1, sort_keys=True) + "\n")
+            part.replace(self._path)
+
+
+def _fastest(shape: Shape, weights: Sequence[Tensor], product: Product, seconds: Seconds) -> str:
+    x = weights[0].new_ones((shape.rows, shape.width))
+    best, name = _measured(x, weights, None, product, seconds), TORCH
+    limit = best * (1 - MIN_GAIN)
+    for tiling in TILINGS:
+        try:
+            found = _measured(x, weights, tiling, product, seconds)
+        except Exception as error:  # a compiler may raise anything; the others remain
+            logger.warning("GEMM tiling %s is not used: %s", tiling, str(error).split("\n")[0])
+            continue
+        if found < min(best, limit):
+            best, name = found, str(tiling)
+    logger.info("GEMM of %s: %s, %.1f us", shape, name, best * 1e6)
+    return name
+
+
+def _measured(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    tiling: Tiling | None,
+    product: Product,
+    seconds: Seconds,
+) -> float:
+    """Seconds of one product; the weights alternate, as in a model."""
+
+    def run() -> None:
+        for place in range(REPEATS):
+            product(x, weights[place % len(weights)], tiling)
+
+    product(x, weights[0], tiling)  # compiles
+    return seconds(run) / REPEATS
+
+
+def _kind(weight: Tensor) -> tuple[int, int, str]:
+    return (*weight.shape, str(weight.dtype).removeprefix("torch."))
+
+
+def _read(path: Path | None) -> dict[str, str]:
+    """The choices in the file; none if there is no such file or it is damaged."""
+    try:
+        found = json.loads(path.read_text()) if path is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def file_of(directory: str, gpu: str) -> Path | None:
+    """The file of this GPU, torch and Triton; None without a directory."""
+    if not directory:
+        return None
+    words = "".join(each if each.isalnum() else "-" for each in f"{gpu} torch {torch.__version__}")
+    return Path(directory) / f"{words.lower()}.json"

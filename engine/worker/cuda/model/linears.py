@@ -6,12 +6,15 @@ Products accumulate in int32 or float32, are scaled, and are rounded once to the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.worker.cuda.kernels import reference
+from engine.worker.cuda.kernels.reference import QuantizedRows
 from engine.worker.cuda.model.gemm import (
     FP8,
     FP8_ALIGNMENT,
@@ -20,10 +23,40 @@ from engine.worker.cuda.model.gemm import (
     INT8_ROWS,
     Gemm8Bit,
 )
+from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import MAX_INT8, Int8Weight
 
 ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class FastProducts:
+    """Our Triton kernels for 8-bit rows and products of few rows; without them torch is used."""
+
+    rows: ModuleType | None = None
+    gemm: ModuleType | None = None
+    choice: ChoosesTiling = FIXED_TILING
+
+    def product(
+        self, x: Tensor, weight: Tensor, dtype: torch.dtype, *epilogue: Tensor | None
+    ) -> Tensor | None:
+        """`x @ weight.T` with its scales, bias and `add_to`; None if torch is chosen."""
+        tiling = None if self.gemm is None else self.choice.tiling(len(x), weight)
+        if self.gemm is None or tiling is None:
+            return None
+        found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
+        return found
+
+    def quantized(self, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
+        """Rows in 8 bits with one scale each."""
+        fits = self.rows is not None and x.shape[1] <= self.rows.MAX_WIDTH
+        kernels = self.rows if fits and self.rows is not None else reference
+        found: QuantizedRows = kernels.quantize_rows(x, dtype)
+        return found
+
+
+PLAIN = FastProducts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +65,39 @@ class FloatLinear:
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
+    fast: FastProducts = PLAIN
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`, added to `add_to` if given; accumulated in float32, rounded
         once."""
+        y = self.fast.product(x, self.weight, x.dtype, None, None, self.bias, add_to)
+        if y is not None:
+            return y
         if add_to is None:
             return F.linear(x, self.weight, self.bias)
         add_to.addmm_(x, self.weight.t())
         return add_to if self.bias is None else add_to.add_(self.bias)
+
+
+@runtime_checkable
+class EightBitLinear(Linear, Protocol):
+    """A linear whose input may be quantized by the kernel before it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the quantized input."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Columns of the input."""
+        ...
+
+    def multiply(
+        self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
+    ) -> Tensor:
+        """The output in `dtype`, or `add_to` with the output added in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +107,34 @@ class CudaInt8Linear:
     weight: Int8Weight
     bias: Tensor | None
     gemm: Gemm8Bit
+    fast: FastProducts = PLAIN
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[1]
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        steps, scales = quantized_rows(x, MAX_INT8)
-        values = steps.round_().to(torch.int8)
-        if len(x) < INT8_ROWS:
-            values = F.pad(values, (0, 0, 0, INT8_ROWS - len(x)))
-        sums = self.gemm.int8(values, self.weight.values)[: len(x)]
+        return self.multiply(self.fast.quantized(x, torch.int8), x.dtype, add_to)
+
+    def multiply(
+        self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
+    ) -> Tensor:
+        """Exact sums in int32, scaled in float32."""
+        weight, (values, scales) = self.weight, rows
+        extras = scales, weight.scales, self.bias, add_to
+        y = self.fast.product(values, weight.values, dtype, *extras)
+        if y is not None:
+            return y
+        count = len(values)
+        if count < INT8_ROWS:
+            values = F.pad(values, (0, 0, 0, INT8_ROWS - count))
+        sums = self.gemm.int8(values, weight.values)[:count]
         return scaled_output(
-            sums.float().mul_(scales).mul_(self.weight.scales), self.bias, x, add_to
+            sums.float().mul_(scales).mul_(weight.scales), self.bias, dtype, add_to
         )
 
 
@@ -70,11 +146,28 @@ class CudaFp8Linear:
     scales: Tensor  # float32 [out, 1]
     bias: Tensor | None
     gemm: Gemm8Bit
+    fast: FastProducts = PLAIN
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[1]
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        steps, scales = quantized_rows(x, FP8_MOST)
-        y = self.gemm.fp8(steps.to(FP8), self.values, scales, self.scales, x.dtype)
+        return self.multiply(self.fast.quantized(x, FP8), x.dtype, add_to)
+
+    def multiply(
+        self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
+    ) -> Tensor:
+        """Sums in float32, scaled."""
+        extras = rows.scales, self.scales, self.bias, add_to
+        y = self.fast.product(rows.values, self.values, dtype, *extras)
+        if y is not None:
+            return y
+        y = self.gemm.fp8(rows.values, self.values, rows.scales, self.scales, dtype)
         if self.bias is not None:
             y += self.bias
         return y if add_to is None else add_to.add_(y)
@@ -92,11 +185,13 @@ def quantized_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     return (values / scales).clamp_(-most, most), scales
 
 
-def scaled_output(sums: Tensor, bias: Tensor | None, x: Tensor, add_to: Tensor | None) -> Tensor:
-    """Float32 sums plus bias in the dtype of `x`, or added in place to `add_to`."""
+def scaled_output(
+    sums: Tensor, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
+) -> Tensor:
+    """Float32 sums plus bias in `dtype`, or added in place to `add_to`."""
     if bias is not None:
         sums += bias
-    return sums.to(x.dtype) if add_to is None else add_to.add_(sums)
+    return sums.to(dtype) if add_to is None else add_to.add_(sums)
 
 
 def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
@@ -109,41 +204,62 @@ class MakesLinear(Protocol):
     """Makes a linear in one format from weights in any format."""
 
     def __call__(
-        self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+        self,
+        weights: Sequence[Weight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        gemm: Gemm8Bit,
+        fast: FastProducts = PLAIN,
     ) -> Linear: ...
 
 
 def float_linear(
-    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+    weights: Sequence[Weight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    gemm: Gemm8Bit,
+    fast: FastProducts = PLAIN,
 ) -> FloatLinear:
     """A linear with weights in the dtype of the activations."""
-    return FloatLinear(stacked(weights, dtype), bias)
+    weight = stacked(weights, dtype)
+    fast.choice.register(weight)
+    return FloatLinear(weight, bias, fast)
 
 
 def int8_linear(
-    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+    weights: Sequence[Weight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    gemm: Gemm8Bit,
+    fast: FastProducts = PLAIN,
 ) -> Linear:
     """An int8 linear, or a float one if the tensor cores do not take the size."""
     quantized = [_quantize_int8(weight) for weight in weights]
     width, height = quantized[0].shape[1], sum(len(each.scales) for each in quantized)
     if width % INT8_ALIGNMENT or height % INT8_ALIGNMENT:
-        return FloatLinear(stacked(quantized, dtype), bias)
+        return float_linear(quantized, bias, dtype, gemm, fast)
     whole = Int8Weight(
         torch.cat([each.values for each in quantized]),
         torch.cat([each.scales for each in quantized]),
     )
-    return CudaInt8Linear(whole, bias, gemm)
+    fast.choice.register(whole.values)
+    return CudaInt8Linear(whole, bias, gemm, fast)
 
 
 def fp8_linear(
-    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, gemm: Gemm8Bit
+    weights: Sequence[Weight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    gemm: Gemm8Bit,
+    fast: FastProducts = PLAIN,
 ) -> Linear:
     """An fp8 linear, or a float one if the tensor cores do not take the size."""
     quantized = [_quantize_fp8(weight) for weight in weights]
     values, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
     if any(size % FP8_ALIGNMENT for size in values.shape):
-        return FloatLinear((values.float() * scales).to(dtype), bias)
-    return CudaFp8Linear(values, scales, bias, gemm)
+        return float_linear([(values.float() * scales).to(dtype)], bias, dtype, gemm, fast)
+    fast.choice.register(values)
+    return CudaFp8Linear(values, scales, bias, gemm, fast)
 
 
 def device_of(weight: Weight) -> torch.device:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from engine.worker.cuda.model.gemm import Gemm8Bit
 from engine.worker.cuda.model.kernels import Kernels, fits
-from engine.worker.cuda.model.linears import MakesLinear, float_linear, fp8_linear, int8_linear
+from engine.worker.cuda.model.linears import (
+    PLAIN,
+    FastProducts,
+    MakesLinear,
+    float_linear,
+    fp8_linear,
+    int8_linear,
+)
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Linear, LinearWeight, Norm, common_format, loaded
 
@@ -36,8 +43,9 @@ class FusedRmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class FusedGate:
-    """A gated activation in one kernel."""
+    """A gated activation in one kernel; `name` is Hugging Face's."""
 
+    name: str
     gate: Callable[[Tensor, Tensor], None]
     fallback: Callable[[Tensor], Tensor]
 
@@ -65,19 +73,21 @@ class CudaOperators(TorchOperators):
         weights: str,
         gemm: Gemm8Bit,
         kernels: Kernels | None,
+        fast: FastProducts = PLAIN,
     ) -> None:
         self._place = place
         self._dtype = dtype
         self._weights = weights
         self._gemm = gemm
         self._kernels = kernels
+        self._fast = fast
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [loaded(weight) for weight in weights]
         name = common_format(parts) if self._weights == STORED else self._weights
         make = LINEARS.get(name or "", float_linear)
-        return make(parts, bias, self._dtype, self._gemm)
+        return make(parts, bias, self._dtype, self._gemm, self._fast)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)
@@ -95,7 +105,7 @@ class CudaOperators(TorchOperators):
         gate = self._kernels.gated(name) if self._kernels is not None and is_gated else None
         if gate is None:
             return plain
-        fused = FusedGate(gate, plain)
+        fused = FusedGate(name, gate, plain)
         self.first_runs.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
         return fused
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.step import SampleSpec
 from engine.worker.cuda.sampling.logits_processors import Bools, edit, permitted
-from engine.worker.cuda.sampling.sampling_kernels import Put, SamplingTensors, sample
+from engine.worker.cuda.sampling.sampling_kernels import Put, SampleKernel, SamplingTensors, sample
 from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
 from engine.worker.sampling.sampler import (
     NO_MASKS,
@@ -77,6 +77,7 @@ class DeviceSampler:
 
     vocab_size: int
     put: Put
+    kernel: SampleKernel | None = None  # samples filtered rows in one launch
 
     def sample(
         self,
@@ -159,9 +160,10 @@ class DeviceSampler:
         points = [uniform(specs[row].sampling.seed, positions[row]) for row in rows]
         params = SamplingTensors.of(samplings, points, self.vocab_size, self.put)
         if len(rows) == len(specs):
-            return sample(logits, params)
+            return sample(logits, params, self.kernel)
         places = self.put(np.array(rows, dtype=np.int64))
-        return ids.index_copy(0, places, sample(logits.index_select(0, places), params))
+        chosen = sample(logits.index_select(0, places), params, self.kernel)
+        return ids.index_copy(0, places, chosen)
 
     def _rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == len(tensor):

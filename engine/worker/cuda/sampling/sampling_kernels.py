@@ -23,6 +23,8 @@ MOST_SORTED = 1024  # a larger k is found by bisection
 FLOAT_BITS = 31  # of a non-negative float32
 ONE = 0x3F800000  # the bits of 1.0, the largest weight of each row
 
+# logits, temperatures, min-ps, top-ks or None, top-ps or None, points -> ids; one launch
+SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Tensor]
 Put = Callable[[NDArray[Any]], Tensor]  # an asynchronous copy to the device
 
 
@@ -63,9 +65,13 @@ class SamplingTensors:
         )
 
 
-def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+def sample(logits: Tensor, params: SamplingTensors, kernel: SampleKernel | None = None) -> Tensor:
     """Sample an id for each row of `[rows, vocab]` float32; any id if a row has no finite
-    maximum."""
+    maximum. Without the fused kernel, in plain torch."""
+    if kernel is not None:
+        top_ks = params.top_ks if params.most else None
+        top_ps = params.top_ps if params.has_top_p else None
+        return kernel(logits, params.temperatures, params.min_ps, top_ks, top_ps, params.points)
     weights = probabilities(logits, params)
     return pick(weights, params.points).clamp_(max=logits.shape[1] - 1)
 

@@ -9,6 +9,13 @@ from engine.worker.cuda.kernels import library
 from tests.engine.worker.cuda.kernels.interpreted import interpreted
 
 rows = interpreted("rows")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    library.load.cache_clear()
+
+
 CPU = torch.device("cpu")
 
 

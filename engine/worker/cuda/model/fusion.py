@@ -1,0 +1,98 @@
+"""Fuses what precedes an 8-bit linear with the quantization of its input.
+
+    norm ─▶ quantize ─▶ qkv, up            one launch before the product instead of two
+    gate ─▶ quantize ─▶ down               the same
+
+The layers stay as they are: the norm or gate moves into the linear, and a pass-through takes its
+place.
+"""
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TypeGuard
+
+from torch import Tensor
+
+from engine.worker.cuda.model.linears import EightBitLinear
+from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
+from engine.worker.model.layers import Decoder, DecoderLayer, RowParallelLinear
+from engine.worker.model.torch_operators import RmsNorm
+from engine.worker.ports import Linear, StageModel
+
+
+@dataclass(frozen=True, slots=True)
+class NormedLinear:
+    """RMS norm and an 8-bit linear: `[tokens, hidden] -> [tokens, out]`."""
+
+    weight: Tensor
+    eps: float
+    linear: EightBitLinear
+    kernels: ModuleType
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        rows = self.kernels.norm_and_quantize(x, self.weight, self.eps, self.linear.dtype)
+        return self.linear.multiply(rows, x.dtype, add_to)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """A gated activation and an 8-bit linear: `[tokens, 2 * inner] -> [tokens, out]`."""
+
+    name: str
+    linear: EightBitLinear
+    kernels: ModuleType
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        rows = self.kernels.gate_and_quantize(self.name, x, self.linear.dtype)
+        return self.linear.multiply(rows, x.dtype, add_to)
+
+
+class PassThrough:
+    """In the place of a norm or activation that the next linear computes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def apply_(self, heads: Tensor) -> None:
+        raise AssertionError("a norm of heads is not fused")
+
+
+def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
+    """The same model; `kernels` is the module `kernels.rows`, None leaves it as it is."""
+    if kernels is None or not isinstance(model, Decoder):
+        return model
+    return replace(model, blocks=tuple(_fused_layer(block, kernels) for block in model.blocks))
+
+
+def _fused_layer(layer: DecoderLayer, kernels: ModuleType) -> DecoderLayer:
+    qkv, up = layer.attention.qkv, layer.mlp.up
+    if isinstance(layer.attention_norm, FusedRmsNorm | RmsNorm) and fits(qkv, kernels.MAX_WIDTH):
+        norm = layer.attention_norm
+        normed = NormedLinear(norm.weight, norm.eps, qkv, kernels)
+        attention = replace(layer.attention, qkv=normed)
+        layer = replace(layer, attention_norm=PassThrough(), attention=attention)
+    if isinstance(layer.mlp_norm, FusedRmsNorm | RmsNorm) and fits(up, kernels.MAX_WIDTH):
+        norm = layer.mlp_norm
+        normed = NormedLinear(norm.weight, norm.eps, up, kernels)
+        layer = replace(layer, mlp_norm=PassThrough(), mlp=replace(layer.mlp, up=normed))
+    gate, down = layer.mlp.activation, layer.mlp.down
+    if isinstance(gate, FusedGate):
+        gated = _gated(gate, down, kernels)
+        if gated is not None:
+            layer = replace(layer, mlp=replace(layer.mlp, activation=PassThrough(), down=gated))
+    return layer
+
+
+def fits(linear: Linear, most: int) -> TypeGuard[EightBitLinear]:
+    """Whether this is an 8-bit linear whose rows of input the kernels take."""
+    return isinstance(linear, EightBitLinear) and linear.width <= most
+
+
+def _gated(gate: FusedGate, down: Linear, kernels: ModuleType) -> Linear | None:
+    """The linear with the gate before it; None if it is not an 8-bit linear."""
+    if isinstance(down, RowParallelLinear):
+        part = _gated(gate, down.part, kernels)
+        return None if part is None else replace(down, part=part)
+    if not fits(down, kernels.MAX_GATED_WIDTH):
+        return None
+    return GatedLinear(gate.name, down, kernels)

@@ -1,0 +1,88 @@
+"""How many launches FlashInfer's attention takes, and how its plans are divided."""
+
+import pytest
+import torch
+
+from engine.worker.model.layers import rope_angles
+from engine.worker.model.layout import padded
+from engine.worker.ports import RopeAngles, StepLimits
+from tests.adapters.attention.flashinfer_cases import Made, Paged, make
+
+DECODES = tuple((3 + 5 * number, 1) for number in range(16))
+PREFILL = (0, 300)
+WIDE = StepLimits(max_requests=32, max_tokens=512, max_model_len=512)
+
+
+def angles(tokens: int) -> RopeAngles:
+    return rope_angles(torch.arange(tokens) + 5, 1 / 10.0 ** (torch.arange(4) / 4))
+
+
+def run(made: Made, tokens: int) -> torch.Tensor:
+    made.stand_in.catch_up()
+    shape = (tokens, 8, 8)
+    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(made.spec.dtype)
+    q, k, v = torch.split(qkv, [4, 2, 2], dim=1)
+    return made.attention.run(0, q, k, v, angles(tokens))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rope_and_cache_write_in_one_launch_give_the_same_cache_and_attention(
+    kv_dtype: torch.dtype,
+) -> None:
+    step = Paged((*DECODES[:3], (20, 9)), 4)
+    found = []
+    for is_fused in (False, True):
+        made = make(
+            step.num_pages,
+            4,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            scales=(0.5, 2.0),
+            is_fused=is_fused,
+        )
+        made.attention.plan(step.layout())
+        out = run(made, 12)
+        names = [name for name, _ in made.stand_in.calls]
+        assert names.count("rope_and_cache_write") == is_fused
+        found.append((out, made.cache.keys[0].float(), made.cache.values[0].float()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.13, atol=2e-2)
+
+
+def test_many_decodes_beside_a_prefill_are_not_put_into_its_large_tiles() -> None:
+    for count, num_launches in ((15, 1), (16, 2)):
+        step = Paged((*DECODES[:count], PREFILL), 4)
+        made = make(step.num_pages, 4, limits=WIDE)
+        made.attention.plan(step.layout())
+        plans = [given for name, given in made.stand_in.calls if name == "mixed"]
+        assert len(plans) == num_launches
+    assert plans[0]["max_token_per_sequence"] == 1
+
+
+def test_short_prefills_share_the_launch_of_the_decodes() -> None:
+    step = Paged((*DECODES, (4, 2)), 4)
+    made = make(step.num_pages, 4)
+    made.attention.plan(step.layout())
+    assert len([name for name, _ in made.stand_in.calls if name == "mixed"]) == 1
+
+
+def planned_splits(made: Made, size: int) -> bool:
+    """Whether the plan of a captured batch size lets FlashInfer split keys."""
+    layout = Paged(DECODES[:size], 4).layout()
+    made.attention.plan_captured(padded(layout, size, spare_block=200))
+    return not made.last_plan("captured")["disable_split_kv"]
+
+
+def test_keys_are_split_only_in_graphs_that_do_not_fill_the_gpu() -> None:
+    """The stand-in has 4 multiprocessors, and the model 2 KV heads: 4 rows fill it."""
+    made = make(200, 4)
+    assert [planned_splits(made, size) for size in (1, 4, 5, 8)] == [True, True, False, False]
+
+
+def test_in_batch_invariant_mode_no_keys_are_split_and_decodes_keep_their_tile() -> None:
+    made = make(200, 4, limits=WIDE, is_batch_invariant=True)
+    assert not planned_splits(made, 1)
+    made.attention.plan(Paged(((5, 1), PREFILL), 4).layout())
+    plans = [given for name, given in made.stand_in.calls if name == "mixed"]
+    assert [plan["disable_split_kv"] for plan in plans] == [True, True]
+    assert plans[0]["max_token_per_sequence"] == 1
