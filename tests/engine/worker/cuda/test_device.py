@@ -266,3 +266,9 @@ def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:
     embedding = source.tensor(part)
     head = source.weight(part)
     assert head is embedding
+
+
+def test_batch_invariant_mode_needs_the_kernel_for_products() -> None:
+    settings = WorkerSettings("m", batch_invariant=True, attention="reference")
+    with pytest.raises(StartupError, match="--batch-invariant needs --attention flashinfer"):
+        CudaDevice(settings, StandingGpu())

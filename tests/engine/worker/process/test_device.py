@@ -1,6 +1,7 @@
 """Which device a worker gets, and what it says when that one cannot be had."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -154,11 +155,12 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
             {"activation_bits": "16"},
             "--activation-bits '16' is not supported on cpu; known: auto, 8, 14",
         ),
+        ({"batch_invariant": True}, "--batch-invariant is not supported on cpu, only on cuda"),
         ({"attention": "reference", "weights": "int8"}, "weights in int8 need another attention"),
     ],
 )
-def test_what_the_cpu_does_not_support_is_rejected(settings: dict[str, str], says: str) -> None:
-    assert refusal(replace(SETTINGS, device="cpu", **settings)).startswith(says)  # type: ignore[arg-type]
+def test_what_the_cpu_does_not_support_is_rejected(settings: dict[str, Any], says: str) -> None:
+    assert refusal(replace(SETTINGS, device="cpu", **settings)).startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step import SamplingParams
+from engine.step import SampleSpec, SamplingParams
+from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
@@ -113,6 +114,18 @@ def test_a_rows_id_does_not_depend_on_the_other_rows() -> None:
     for row in (0, 3):
         one = slice(row, row + 1)
         assert sample(logits[one], asked[one], points[one]) == [together[row]]
+
+
+def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without() -> None:
+    vocab, seeds = 300, range(6)
+    logits = torch.from_numpy(logits_of(5, len(seeds), vocab, ties=False))
+    some = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.8), SamplingParams(top_k=9))
+    specs = [SampleSpec(replace(some[seed % 3], seed=seed)) for seed in seeds]
+    found = [
+        DeviceSampler(vocab, torch.from_numpy, kernel).sample(logits.clone(), specs, list(seeds))
+        for kernel in (None, sampling.sample)
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

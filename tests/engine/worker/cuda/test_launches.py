@@ -1,0 +1,235 @@
+"""How many kernels a layer of a decode step launches, before and after fusion, on stand-ins.
+
+Every operation of torch that computes counts as one launch, and so does every call of a kernel.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adapters.attention.flashinfer.backend import FlashInferAttention
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.cuda.kernels import reference
+from engine.worker.cuda.model.fusion import fused
+from engine.worker.cuda.model.gemm import TorchGemm8Bit
+from engine.worker.cuda.model.gemm_choice import FIXED_TILING
+from engine.worker.cuda.model.linears import FastProducts
+from engine.worker.cuda.model.operators import CudaOperators
+from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
+from engine.worker.model.layout import padded
+from engine.worker.ports import AttentionSpec, KVTensors, StepContext, StepLimits
+from tests.adapters.attention.flashinfer_cases import Paged
+from tests.engine.worker.cuda.test_operators import StandingKernels
+from tests.flashinfer_stand_in import StandIn
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM, HIDDEN, INNER = 4, 2, 16, 64, 96
+ROWS = 8
+PAGES = 40
+MOVES_NO_DATA = {
+    "view", "_unsafe_view", "split", "split_with_sizes", "slice", "select", "t", "transpose",
+    "unsqueeze", "squeeze", "expand", "as_strided", "detach", "alias", "permute", "empty",
+    "empty_like", "empty_strided", "new_empty",
+}  # fmt: skip
+
+
+class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts launches; what a kernel's stand-in computes with is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._is_inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if not self._is_inside and name not in MOVES_NO_DATA:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def kernel(self, *names: str) -> Iterator[None]:
+        """Counts as launches of these names, whatever happens inside."""
+        if not self._is_inside:
+            self.names += names
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def wrap(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            with self.kernel(name):
+                return work(*args, **more)
+
+        return run
+
+
+class CountedStandIn(StandIn):
+    """FlashInfer's kernels, and ours for RoPE and cache write."""
+
+    def __init__(self, counter: LaunchCounter, *, is_fused: bool) -> None:
+        super().__init__(is_fused=is_fused)
+        self.counter = counter
+
+    def rope_and_cache_write(self, kept: torch.dtype) -> Any:
+        found = super().rope_and_cache_write(kept)
+        return None if found is None else self.counter.wrap("rope and write", found)
+
+    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
+        with self.counter.kernel("rope"):
+            super().apply_rope(q, k, cos_sin, rows)
+
+    def captured(self, workspace: Tensor, buffers: Any) -> Any:
+        wrapper = super().captured(workspace, buffers)
+        plain = wrapper.run
+
+        def run(*args: Any, **more: Any) -> Tensor:
+            splits = not wrapper._planned.get("disable_split_kv", False)
+            with self.counter.kernel("attention", *(["merge"] if splits else [])):
+                return plain(*args, **more)
+
+        wrapper.run = run  # type: ignore[method-assign]
+        return wrapper
+
+
+@dataclass
+class CountedKernels(StandingKernels):
+    """FlashInfer's norm and gates."""
+
+    counter: LaunchCounter | None = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        assert self.counter is not None
+        with self.counter.kernel("norm"):
+            super().rms_norm(x, weight, eps, out)
+
+    def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
+        found = super().gated(name)
+        assert self.counter is not None
+        return None if found is None else self.counter.wrap(name, found)
+
+
+def triton_rows(counter: LaunchCounter) -> Any:
+    """The module `kernels.rows`, computed by the reference."""
+    names = ("quantize_rows", "norm_and_quantize", "gate_and_quantize")
+    kernels = {name: counter.wrap(name, getattr(reference, name)) for name in names}
+    return SimpleNamespace(**kernels, MAX_WIDTH=32768, MAX_GATED_WIDTH=16384)
+
+
+def triton_gemm(counter: LaunchCounter) -> Any:
+    """The module `kernels.gemm`, computed by the reference."""
+
+    def product(x: Tensor, weight: Tensor, tiling: Any, dtype: torch.dtype, after: Any) -> Tensor:
+        x_scales, weight_scales, bias, add_to = after
+        scales = None if x_scales is None else (x_scales, weight_scales)
+        found = reference.product(x, weight, dtype, scales, bias, add_to)
+        return found if add_to is None else cast(Tensor, add_to.copy_(found))
+
+    return SimpleNamespace(product=counter.wrap("product", product), Epilogue=lambda *each: each)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (made / shape[-1] ** 0.5 if len(shape) == 2 else made).bfloat16()
+
+
+def decoder(counter: LaunchCounter, weights: str, *, is_fused: bool) -> Decoder:
+    """Two equal layers."""
+    rows = triton_rows(counter) if is_fused else None
+    gemm = triton_gemm(counter) if is_fused and weights != "bfloat16" else None
+    fast = FastProducts(rows, gemm, FIXED_TILING)
+    kernels = CountedKernels(counter=counter)
+    operators = CudaOperators(CPU, torch.bfloat16, weights, TorchGemm8Bit(), kernels, fast)
+
+    def layer(number: int) -> DecoderLayer:
+        attention = AttentionBlock(
+            number,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            operators.linear([noise((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, seed=1)], None),
+            operators.linear([noise(HIDDEN, HEADS * DIM, seed=2)], None),
+        )
+        gate = operators.activation("silu", is_gated=True)
+        up = operators.linear([noise(2 * INNER, HIDDEN, seed=3)], None)
+        down = operators.linear([noise(HIDDEN, INNER, seed=4)], None)
+        norms = [operators.rms_norm(noise(HIDDEN, seed=seed), 1e-5) for seed in (5, 6)]
+        return DecoderLayer(norms[0], attention, norms[1], Mlp(up, down, gate))
+
+    plain = Decoder((layer(0), layer(1)), inverse=1 / 100.0 ** (torch.arange(8) / 8))
+    found = fused(plain, rows)
+    assert isinstance(found, Decoder)
+    return found
+
+
+def decode(weights: str, *, is_fused: bool) -> tuple[Tensor, list[str]]:
+    """Hidden states of a decode step, and the launches of its second layer."""
+    counter = LaunchCounter()
+    model = decoder(counter, weights, is_fused=is_fused)
+    pages = torch.zeros((2, 2, PAGES + 1, 4, KV_HEADS, DIM), dtype=torch.bfloat16)
+    cache = KVTensors(tuple(pages[0]), tuple(pages[1]), 1)
+    limits = StepLimits(max_requests=ROWS, max_tokens=ROWS, max_model_len=64)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, 0.25, None, torch.bfloat16, limits=limits)
+    stand_in = CountedStandIn(counter, is_fused=is_fused)
+    stand_in.num_processors = 2 if is_fused else 400  # splits keys, as FlashInfer did in any graph
+    attention = FlashInferAttention(spec, cache, NativeThreadPool(1), stand_in)
+    step = padded(Paged(((3, 1),) * ROWS, 4).layout(), ROWS, spare_block=PAGES)
+    attention.plan_captured(step)
+    stand_in.catch_up()
+    context = StepContext(torch.from_numpy(np.asarray(step.positions)), attention)
+    hidden = noise(ROWS, HIDDEN, seed=9)
+    with torch.inference_mode(), counter:
+        rope = model.rope(context.positions)
+        both = StepContext(context.positions, attention, None, rope)
+        model.blocks[0](hidden, both)
+        counter.names.clear()
+        found = model.blocks[1](hidden, both)
+    return found, counter.names
+
+
+BEFORE = [
+    "norm", "linear", "rope", "index_copy_", "index_copy_", "attention", "merge", "addmm_",
+    "norm", "linear", "silu", "addmm_",
+]  # fmt: skip
+AFTER = [
+    "norm",
+    "linear",
+    "rope and write",
+    "attention",
+    "addmm_",
+    "norm",
+    "linear",
+    "silu",
+    "addmm_",
+]
+AFTER_8_BITS = [
+    "norm_and_quantize", "product", "rope and write", "attention", "quantize_rows", "product",
+    "norm_and_quantize", "product", "gate_and_quantize", "product",
+]  # fmt: skip
+
+
+def test_a_layer_in_bfloat16_launches_9_kernels_instead_of_12() -> None:
+    plain, before = decode("bfloat16", is_fused=False)
+    found, after = decode("bfloat16", is_fused=True)
+    assert before == BEFORE
+    assert after == AFTER
+    torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_a_layer_in_8_bits_launches_10_kernels_instead_of_more_than_40(weights: str) -> None:
+    plain, before = decode(weights, is_fused=False)
+    found, after = decode(weights, is_fused=True)
+    assert len(before) > 40
+    assert after == AFTER_8_BITS
+    assert float((found - plain).norm() / plain.norm()) < 0.05
