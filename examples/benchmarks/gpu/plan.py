@@ -71,6 +71,8 @@ class Plan:
         ]
         builds = self.device != "cpu" and self.attention == "auto"
         build = [Stage("kernels", 240.0, partial(build_kernels, self))] if builds else []
+        if self.device != "cpu":
+            build.insert(0, Stage("Triton kernels", 90.0, verify_triton_kernels))
         return [
             *build,
             alone[0],
@@ -85,6 +87,15 @@ def build_kernels(plan: Plan, seconds: float) -> dict[str, Any]:
     copy = ["--copy-to", str(plan.kernels)] if plan.kernels else []
     output = command([sys.executable, "-m", "examples.benchmarks.gpu.kernels", *copy], seconds)
     return {"built": output.splitlines()[-1]}
+
+
+def verify_triton_kernels(seconds: float) -> dict[str, Any]:
+    """The Triton kernels that compute the same as torch on this GPU, and those that do not."""
+    module = "examples.benchmarks.gpu.triton_kernels"
+    found: dict[str, Any] = json.loads(
+        command([sys.executable, "-m", module], seconds).splitlines()[-1]
+    )
+    return found
 
 
 def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.benchmarks.gpu import page, plan, stages
+from engine.worker.cuda.kernels.library import TRIALS
+from examples.benchmarks.gpu import estimate, page, plan, stages
 from tests.examples.running import ROOT
 
 MACHINE = {"device": "NVIDIA H100 80GB HBM3", "when": "2026-11-21T10:00+00:00", "torch": "2.13"}
@@ -168,12 +169,24 @@ def test_on_a_gpu_kernels_are_built_first_and_only_tests_that_need_one_are_colle
     tmp_path: Path,
 ) -> None:
     on_gpu = plan.Plan.of("cuda", tmp_path)
-    assert on_gpu.stages()[0].name == "kernels"
+    assert [stage.name for stage in on_gpu.stages()][:2] == ["Triton kernels", "kernels"]
     assert all((ROOT / each).exists() for each in plan.GPU_TESTS)
     assert on_gpu.tests[: len(plan.GPU_TESTS)] == plan.GPU_TESTS
     without = plan.Plan.of("cuda", tmp_path, has_flashinfer=False)
     assert without.attention == "reference"
+    assert without.stages()[0].name == "Triton kernels"
     assert "kernels" not in [stage.name for stage in without.stages()]
+
+
+def test_the_page_has_the_figures_of_the_estimate() -> None:
+    text = (ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text()
+    assert "\n".join(estimate.lines()) in text
+
+
+def test_the_triton_kernels_are_verified_in_one_command() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    figures = plan.verify_triton_kernels(120.0)
+    assert figures == {"used": list(TRIALS), "not used": []}
 
 
 def test_all_stages_are_rehearsed_on_the_cpu(
