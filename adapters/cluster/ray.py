@@ -98,12 +98,16 @@ class RayWorker:
 
 
 class RayLauncher:
-    """A `Launcher` on the cluster at `address`; `cpus` are reserved for each worker."""
+    """A `Launcher` on the cluster at `address`; `cpus` and `gpus` are reserved for each worker.
 
-    def __init__(self, worker: str, address: str, cpus: int) -> None:
+    Ray shows a worker only the GPU that it has reserved, as `cuda:0`.
+    """
+
+    def __init__(self, worker: str, address: str, cpus: int, gpus: int = 0) -> None:
         """Join the cluster. Raises `StartupError` if there is none at `address`."""
         self._worker = worker
         self._cpus = cpus
+        self._gpus = gpus
         try:
             ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -112,7 +116,8 @@ class RayLauncher:
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[RayWorker]:
         """Start one actor per worker; Ray spreads them over as many nodes as there are."""
-        make = ray.remote(num_cpus=self._cpus, scheduling_strategy="SPREAD")(RayActor)
+        resources = {"num_cpus": self._cpus, "num_gpus": self._gpus}
+        make = ray.remote(**resources, scheduling_strategy="SPREAD")(RayActor)
         actors = [make.remote() for _ in range(num_stages * num_ranks)]
         try:
             places, port = await asyncio.to_thread(self._await_placement, actors)
@@ -136,7 +141,7 @@ class RayLauncher:
         except GetTimeoutError as error:
             raise StartupError(
                 f"the Ray cluster did not place {len(actors)} workers of {self._cpus} CPUs "
-                f"within {PLACEMENT_SECONDS:g} s"
+                f"and {self._gpus} GPUs within {PLACEMENT_SECONDS:g} s"
             ) from error
         except RayError as error:
             raise StartupError(f"Ray could not start the workers: {error}") from error
@@ -147,7 +152,6 @@ class RayLauncher:
     ) -> list[RayWorker]:
         """Make every actor connect to this process and authenticate itself."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        neighbours = Counter(place.address for place in places)
         with socket.create_server((self._address, 0)) as listener:
             listener.setblocking(False)
             where = listener.getsockname()[:2]
@@ -158,15 +162,7 @@ class RayLauncher:
             connections = await self._accept_all(listener, secret, serving)
         return [
             RayWorker(
-                placement=replace(
-                    seat,
-                    rendezvous=f"{places[0].address}:{port}" if len(seats) > 1 else "",
-                    address=place.address,
-                    num_local_workers=neighbours[place.address],
-                    local_index=[other.address for other in places[: seat.index]].count(
-                        place.address
-                    ),
-                ),
+                placement=located(seat, places, port, has_gpus=self._gpus > 0),
                 connection=connections[seat.index],
                 pid=place.pid,
                 actor=actors[seat.index],
@@ -198,6 +194,23 @@ class RayLauncher:
                 f"{self._address}: {await asyncio.to_thread(_error_of, serving)}"
             ) from error
         return connections
+
+
+def located(seat: Placement, places: Sequence[Place], port: int, *, has_gpus: bool) -> Placement:
+    """The placement with its node; the first worker listens on `port`.
+
+    Workers with a GPU of their own do not count those beside them: each sees one GPU.
+    """
+    address = places[seat.index].address
+    before = [other.address for other in places[: seat.index]].count(address)
+    everywhere = Counter(place.address for place in places)
+    return replace(
+        seat,
+        rendezvous=f"{places[0].address}:{port}" if len(places) > 1 else "",
+        address=address,
+        num_local_workers=1 if has_gpus else everywhere[address],
+        local_index=0 if has_gpus else before,
+    )
 
 
 def _error_of(serving: Sequence[Any]) -> str:

@@ -153,7 +153,9 @@ def _launcher(settings: Settings, worker: str) -> Launcher | None:
         raise StartupError(
             f"--launcher {settings.launcher} needs pip install podway[{settings.launcher}]: {error}"
         ) from error
-    return cast("Launcher", launcher(worker, settings.ray_address, max(1, settings.threads)))
+    gpus = int(settings.device == "cuda")
+    threads = max(1, settings.threads)
+    return cast("Launcher", launcher(worker, settings.ray_address, threads, gpus))
 
 
 def _directory(model: str) -> Path:

@@ -54,9 +54,9 @@ class Settings(ServerSettings, EngineSettings):
             raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key are used together: give both or neither")
-        if self.launcher == "ray" and self.device.startswith("cuda"):
+        if self.launcher == "ray" and self.device.startswith("cuda:"):
             raise ValueError(
-                f"--launcher ray runs workers on CPUs only: --device must be auto or cpu, not "
+                "--launcher ray lets Ray choose the GPUs: --device must be auto, cpu or cuda, not "
                 f"{self.device!r}"
             )
         if self.max_batch_tokens < self.max_batch_size:

@@ -254,8 +254,8 @@ def test_variables_of_a_kubernetes_service_are_ignored(
 
 
 def test_settings_that_contradict_each_other_are_rejected() -> None:
-    assert startup_error(launcher="ray", device="cuda").startswith(
-        "--launcher ray runs workers on CPU"
+    assert startup_error(launcher="ray", device="cuda:1").startswith(
+        "--launcher ray lets Ray choose the GPUs"
     )
     assert startup_error(kv_slots="64", kv_memory="1GiB").startswith(
         "--kv-slots and --kv-memory exclude"
