@@ -255,8 +255,11 @@ class CudaDevice:
             ended.wait()
             return ended.seconds_since(began)
 
-        with torch.inference_mode():
-            self._choice.measure(product, seconds)
+        try:
+            with torch.inference_mode():
+                self._choice.measure(product, seconds)
+        except Exception as error:  # a measurement must not end the start
+            logger.warning("matrix products that were not measured are torch's: %s", error)
 
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
         size = self._settings.block_size
