@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import islice, repeat, starmap
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Iteration:
 
     `swapping` are requests without an entry whose KV the step's moves copy. `saves` are copies of
     cached blocks that the step makes, `loads` copies of cached blocks that it reads for requests.
+    `itl_goal` is the lowest goal of its decodes in seconds; infinite if none has one.
     """
 
     step: "Step"
@@ -29,6 +31,7 @@ class Iteration:
     swapping: "tuple[Request, ...]" = ()
     saves: "tuple[Save, ...]" = ()
     loads: "tuple[Load, ...]" = ()
+    itl_goal: float = inf
 
     def rows_without_token(self, result: "StepResult") -> "dict[Request, Fault | None]":
         """The requests for which `result` has no token: with their fault, or None if late."""

@@ -156,7 +156,8 @@ class RequestSpec:
     For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
     share is proportional to `weight`. Deadlines are seconds after arrival: the first token should
     be produced before `ttft_deadline`; the request ends when `deadline` passes. A background
-    request uses only what the others leave, under every policy.
+    request uses only what the others leave, under every policy. `itl_goal` is the number of seconds
+    that an iteration in which it is decoded should not exceed; None: the server's goal.
 
     `logprobs` and `prompt_logprobs` request log-probabilities of the output, or of the prompt
     after its first token, each with that many of the most likely tokens. The output matches
@@ -177,6 +178,7 @@ class RequestSpec:
     ttft_deadline: float | None = None
     deadline: float | None = None
     is_background: bool = False
+    itl_goal: float | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: "Grammar | None" = None

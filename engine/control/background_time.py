@@ -21,18 +21,26 @@ class BackgroundTime:
     """The seconds that background requests may still add to the iteration being planned.
 
     It is made once all other requests are in the batch; `step` is theirs, None if there are none.
-    There is no limit if no other request is in the batch or in flight.
+    There is no limit if no other request is in the batch or in flight. Nor may they make an
+    iteration with decodes longer than `goal`, an ITL goal less the model's error.
     """
 
     def __init__(
-        self, step: "Step | None", pool: "RequestPool", cost: "LiveCost", slowdown: float
+        self,
+        step: "Step | None",
+        pool: "RequestPool",
+        cost: "LiveCost",
+        slowdown: float,
+        goal: float = inf,
     ) -> None:
         self._model = cost.model
         self._seconds = inf
+        if step is not None and goal < inf:
+            self._seconds = max(0.0, goal - cost.step(step))
         if slowdown == inf:
             return
         if step is not None:
-            self._seconds = (slowdown - 1) * cost.step(step)
+            self._seconds = min(self._seconds, (slowdown - 1) * cost.step(step))
         elif any(r.num_in_flight for r in pool.started if not r.spec.is_background):
             self._seconds = (slowdown - 1) * cost.compute(1, 0)
 

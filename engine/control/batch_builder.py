@@ -1,5 +1,6 @@
 """BatchBuilder: the iteration being planned, with the seats and tokens that are left in it."""
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Iteration, Swaps
@@ -38,8 +39,8 @@ class BatchBuilder:
         self.is_deferred = False  # a request waits until more of its prefix is hashed
         self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
         self.background: BackgroundTime | None = None  # set with the first background request
-        self._decodes: list[tuple[Request, StepEntry]] = []
-        self._prefills: list[tuple[Request, StepEntry]] = []
+        self.decodes: list[tuple[Request, StepEntry]] = []  # `add_drafts` changes them
+        self.prefills: list[tuple[Request, StepEntry]] = []
 
     @property
     def is_full(self) -> bool:
@@ -48,7 +49,7 @@ class BatchBuilder:
     @property
     def is_out_of_time(self) -> bool:
         """Whether the iteration has no time left for another prompt."""
-        return self.is_cut and bool(self._prefills)
+        return self.is_cut and bool(self.prefills)
 
     def excludes_suspect(self, suspect: "Request") -> bool:
         """Whether a suspect has to wait for another suspect."""
@@ -59,13 +60,13 @@ class BatchBuilder:
         last of its known tokens (`is_last`), a token is sampled after them."""
         start = request.num_planned
         stop = start + num_tokens
-        rows = self._decodes
+        rows = self.decodes
         if is_last and request.num_pending:  # continues with a token that is not sampled yet
             tokens: tuple[int, ...] = (LAST_TOKEN,)
         elif is_last and num_tokens == 1 and request.output:
             tokens = (request.output[-1],)
         else:
-            rows, tokens = self._prefills, request.tokens(start, stop)
+            rows, tokens = self.prefills, request.tokens(start, stop)
         sample = request.constant_sample or self._sample_spec(request) if is_last else None
         targets = (
             _targets(request, start, stop) if request.spec.prompt_logprobs is not None else None
@@ -83,34 +84,29 @@ class BatchBuilder:
 
     @property
     def has_prefills(self) -> bool:
-        return bool(self._prefills)
-
-    @property
-    def decodes(self) -> "list[tuple[Request, StepEntry]]":
-        """The decodes collected so far, with their entries; `add_drafts` changes them."""
-        return self._decodes
+        return bool(self.prefills)
 
     def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVManager") -> None:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
-        request, entry = self._decodes[index]
+        request, entry = self.decodes[index]
         entry = entry._replace(
             tokens=entry.tokens + drafts, blocks=kv.table(request), num_drafts=len(drafts)
         )
-        self._decodes[index] = (request, entry)
+        self.decodes[index] = (request, entry)
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
 
     @property
     def is_empty(self) -> bool:
-        return not self._decodes and not self._prefills
+        return not self.decodes and not self.prefills
 
-    def iteration(self, swaps: Swaps = NO_SWAPS) -> Iteration:
+    def iteration(self, swaps: Swaps = NO_SWAPS, itl_goal: float = inf) -> Iteration:
         """The iteration with all collected entries and these KV moves."""
-        rows = self._decodes + self._prefills
+        rows = self.decodes + self.prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])
         step = Step(self._step_id, entries, swaps.moves)
-        return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads)
+        return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads, itl_goal)
 
     def _sample_spec(self, request: "Request") -> SampleSpec:
         """How to sample the request's next token; remembered if it is the same for all its tokens.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
 from engine.control.background_time import BackgroundTime
+from engine.control.step_time import LEAST_PIECE, StepTime
 from engine.request import Move, Request, State
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
 PLAN = Move.PLAN  # path (see engine.pool)
-LEAST_PIECE = 16  # tokens of a prompt's chunk, even if there is less time
 
 
 class BatchPlanner:
@@ -41,6 +41,7 @@ class BatchPlanner:
         self._admission = admission
         self._swap_planner = swap_planner
         self._cost = cost
+        self.step_time = StepTime(settings, pool, cost)
 
     def fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
@@ -118,6 +119,10 @@ class BatchPlanner:
             is_bounded = self._settings.max_step_seconds < inf and not request.is_suspect
             if num_tokens > LEAST_PIECE and is_bounded:  # suspects are not slowed down
                 num_tokens = self._num_tokens_in_time(batch, request, num_tokens, others)
+            if self.step_time.is_on and num_tokens > 0 and not request.is_suspect:
+                in_time = self.step_time.piece(batch, request, num_tokens)
+                batch.is_cut = batch.is_cut or in_time < num_tokens
+                num_tokens = in_time
         if num_tokens > batch.tokens_left:
             return 0
         if request.spec.is_background:
@@ -132,7 +137,8 @@ class BatchPlanner:
         if batch.background is None:  # all others are in the batch by now
             slowdown = settings.max_background_slowdown
             step = None if batch.is_empty else batch.iteration().step
-            batch.background = BackgroundTime(step, self._pool, self._cost, slowdown)
+            goal = self.step_time.goal(batch) / self._cost.margin
+            batch.background = BackgroundTime(step, self._pool, self._cost, slowdown, goal)
         beside = settings.max_batch_tokens - batch.tokens_left
         return batch.background.num_tokens(request, num_tokens, beside)
 
@@ -166,6 +172,8 @@ class BatchPlanner:
     def _is_used_up(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether the iteration has no tokens or no time for another request, nor for those behind
         it."""
+        if self.step_time.is_on and not self.step_time.may_start(request):
+            return True
         others = self._num_others(batch, request, self._ready_left(batch))
         if batch.is_out_of_time or batch.tokens_left <= others:
             return True
@@ -190,6 +198,7 @@ class BatchPlanner:
         if not whole_batch and self._is_used_up(batch, request):
             return False
         if self._admission.admit(request, now):
+            self.step_time.started(request)
             for other in batch.not_admitted:
                 other.num_step_overs += 1
             self._take(batch, request, now)

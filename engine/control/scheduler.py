@@ -135,6 +135,7 @@ class IterationScheduler:
         self.pool.add(request)
         self.policy.arrive(request, now)
         self._swap_planner.arrive(request)
+        self._planner.step_time.watch(request)
         self._observer.arrived(request, now)
         return request
 
@@ -147,6 +148,11 @@ class IterationScheduler:
                 f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
                 retry_after=self.cost.seconds_for(tokens),
             )
+
+    def may_start_in_time(self, request: Request) -> bool:
+        """Whether the ITL goals would be met with this waiting request as one more decode."""
+        step_time = self._planner.step_time
+        return not step_time.is_on or step_time.may_start(request)
 
     def switch(self, policy: "Policy", now: float) -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""
@@ -179,6 +185,7 @@ class IterationScheduler:
         batch.least_crashes = self._lifecycle.least_crashes
         self.admission.begin_plan()
         self.kv.begin_plan()
+        self._planner.step_time.begin_plan()
         self._planner.fill(batch, now)
         while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
             batch.is_deferred = False
@@ -196,7 +203,7 @@ class IterationScheduler:
             if self.pool:
                 self._observer.idled(now)
             return None
-        iteration = batch.iteration(swaps)
+        iteration = batch.iteration(swaps, self._planner.step_time.goal(batch))
         self._next_step_id += 1
         self._observer.planned(iteration, now)
         return iteration

@@ -23,6 +23,7 @@ class SchedulerSettings:
     reuses_prefixes: bool = True
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
     max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
+    itl_goal: float = inf  # seconds of an iteration with decodes: engine.control.step_time
     max_background_slowdown: float = inf  # factor on an iteration with others
 
     def __post_init__(self) -> None:

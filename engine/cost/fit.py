@@ -30,6 +30,12 @@ class Sample(NamedTuple):
     num_sampled: int
     seconds: float
 
+    def predicted(self, model: CostModel) -> float:
+        """The seconds that the model predicts."""
+        rows = model.per_draw * self.num_sampled
+        attention = model.per_slot * self.slots + model.per_pair * self.pairs
+        return model.tokens(self.num_tokens) + attention + rows
+
     @classmethod
     def of(cls, step: "Step", seconds: float) -> "Sample":
         slots, pairs = 0, 0.0

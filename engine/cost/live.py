@@ -1,9 +1,12 @@
 """A cost model that is refined while serving, without being misled by single slow iterations.
 
-An iteration adjusts the two points of the curve around its number of tokens. A point moves by the
-median error of the last iterations of that size, so that a stall of one or two iterations changes
-nothing, and by a bounded factor. Since larger iterations never take less time, points below are
-lowered and points above are raised to keep the curve ascending.
+An iteration adjusts the two points of the curve around its number of tokens, and the coefficients
+of attention and sampling, each in proportion to the seconds that it contributes (normalized least
+mean squares). So drift is followed, and an error that grows with the context is corrected where it
+comes from. An error that differs from the median of the last iterations of that size by more than
+`SMALL_ERROR` is replaced by the median: a stall of one or two iterations changes nothing. Since
+larger iterations never take less time, points below are lowered and points above are raised to
+keep the curve ascending.
 
 An estimate that is too high may keep its size from being used, and so from being corrected. So a
 point that is not used, and is slower relative to the calibration than the sizes in use, returns
@@ -17,8 +20,10 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
+from engine.cost.errors import PredictionErrors
+
 if TYPE_CHECKING:
-    from engine.cost.model import CostModel
+    from engine.cost.model import CostModel, StepParts
     from engine.step import Step
 
 WINDOW = 5  # iterations of a size whose median error counts
@@ -35,6 +40,8 @@ class LiveCost:
 
     def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
         self.model = model
+        self.errors = PredictionErrors()
+        self._start = model  # as calibrated
         self._weight = weight
         self.tokens_per_second = 1.0 / model.compute(1, 0)
         self._calibrated = [seconds for _, seconds in model.curve]
@@ -44,6 +51,11 @@ class LiveCost:
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
         self._num_observed = 0
+
+    @property
+    def margin(self) -> float:
+        """The factor by which at most a tenth of the recent steps exceeded their prediction."""
+        return self.errors.margin
 
     def compute(self, num_tokens: int, start: int) -> float:
         return self.model.compute(num_tokens, start)
@@ -76,33 +88,43 @@ class LiveCost:
             return
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
-        predicted = self.model.step(step)
+        parts = self.model.parts(step)
+        predicted = sum(parts)
         if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
             curve = self.model.curve
             right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
-            self._learn(right, seconds / predicted)
+            self.errors.observe(seconds / predicted)
+            self._learn(right, seconds / predicted, parts)
 
-    def _learn(self, right: int, ratio: float) -> None:
-        """Adjust the points `right - 1` and `right`; `ratio` is measured / predicted seconds."""
-        ratios = self._ratios[right - 1]
-        ratios.append(min(max(ratio, 1.0 / MAX_ERROR), MAX_ERROR))
-        error = median(ratios) - 1.0
-        is_right = abs(error) <= SMALL_ERROR
+    def _learn(self, right: int, ratio: float, parts: "StepParts") -> None:
+        """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of
+        measured to predicted seconds."""
+        error, middle = self._error(right - 1, ratio)
+        is_right = abs(middle) <= SMALL_ERROR
         weight = self._weight if is_right else FASTER * self._weight
         points = [seconds for _, seconds in self.model.curve]
         self._num_observed += 1
+        gain = weight * error * sum(parts) / sum([part * part for part in parts])
         for at in (right - 1, right):
-            points[at] *= 1.0 + weight * error
+            points[at] *= 1.0 + gain * parts.tokens
             self._used_at[at] = self._num_observed
         self._return(points, right)
         for at in range(right + 1, len(points)):
             points[at] = max(points[at], points[at - 1])
         for at in reversed(range(right - 1)):
             points[at] = min(points[at], points[at + 1])
-        self.model = self._with(points)
+        self.model = self._with(points, gain, parts)
         self._num_right[right - 1] = self._num_right[right - 1] + 1 if is_right else 0
         if self._num_right[right - 1] >= CONFIRMING:
             self._confirmed[right - 1 : right + 1] = points[right - 1 : right + 1]
+
+    def _error(self, segment: int, ratio: float) -> tuple[float, float]:
+        """The relative error to learn from, and the median of the recent ones of that size."""
+        ratios = self._ratios[segment]
+        ratios.append(min(max(ratio, 1.0 / MAX_ERROR), MAX_ERROR))
+        middle = median(ratios) - 1.0
+        is_outlier = abs(ratio - 1.0 - middle) > SMALL_ERROR
+        return (middle if is_outlier else ratio - 1.0), middle
 
     def _return(self, points: list[float], right: int) -> None:
         """Lower the unused points which are slower than calibrated, and than those in use."""
@@ -115,7 +137,23 @@ class LiveCost:
     def _slowdown(self, points: list[float], at: int) -> float:
         return points[at] / self._calibrated[at] if self._calibrated[at] else 1.0
 
-    def _with(self, points: list[float]) -> "CostModel":
-        """The model with other seconds at the points of the curve."""
-        sizes = (size for size, _ in self.model.curve)
-        return replace(self.model, curve=tuple(zip(sizes, points, strict=True)))
+    def _with(
+        self, points: list[float], gain: float = 0.0, parts: "StepParts | None" = None
+    ) -> "CostModel":
+        """The model with other seconds at the points of the curve, and other coefficients."""
+        model, start = self.model, self._start
+        curve = tuple(zip([size for size, _ in model.curve], points, strict=True))
+        if parts is None or not parts.slots + parts.pairs + parts.draws:
+            return replace(model, curve=curve)
+        return replace(
+            model,
+            curve=curve,
+            per_slot=_near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
+            per_pair=_near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
+            per_draw=_near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
+        )
+
+
+def _near(calibrated: float, value: float) -> float:
+    """The coefficient, at most `MAX_ERROR` times more or less than calibrated."""
+    return min(max(value, calibrated / MAX_ERROR), calibrated * MAX_ERROR)

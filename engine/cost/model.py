@@ -9,12 +9,22 @@ same for whole batches (`engine.cost.profiler` measures, `engine.cost.fit` fits)
 from bisect import bisect_left
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.step import Step
+
+
+class StepParts(NamedTuple):
+    """Predicted seconds of a step: the curve over its tokens, the slots that attention reads, the
+    (query, key) pairs of its prompt pieces, and the tokens that it samples."""
+
+    tokens: float
+    slots: float
+    pairs: float
+    draws: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,22 @@ class CostModel:
             if entry.sample is not None:
                 total += self.per_draw
         return total
+
+    def parts(self, step: "Step") -> "StepParts":
+        """The seconds of a whole step by what takes them; their sum is `step`, but for rounding."""
+        slots, pairs, num_sampled = 0, 0.0, 0
+        for entry in step.entries:
+            count, start = len(entry.tokens), entry.start
+            slots += start + count
+            num_sampled += entry.sample is not None
+            if count > 1:
+                pairs += count * (start + (count + 1) / 2)
+        return StepParts(
+            self.tokens(step.num_tokens),
+            self.per_slot * slots,
+            self.per_pair * pairs,
+            self.per_draw * num_sampled,
+        )
 
     def added(self, num_tokens: int, start: int, beside: int) -> float:
         """Seconds by which a request's tokens, from position `start`, make an iteration longer that

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.control.event_recorder import VERSION, RecordingHeader
+from engine.cost.errors import ErrorSummary
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
@@ -47,6 +48,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     ttft_deadline: float | None = None
     deadline: float | None = None
     is_background: bool = False
+    itl_goal: float | None = None
     blocks: tuple[int | str, ...] = ()
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
@@ -176,6 +178,15 @@ class Recording:
         except ValueError:  # all iterations have the same size
             return self.header.cost
 
+    def cost_error(self) -> ErrorSummary | None:
+        """How far the fitted cost model is from the recorded iterations; None if there are none."""
+        model, errors = self.cost(), []
+        for sample in self._samples():
+            predicted = sample.predicted(model)
+            if predicted > 0.0:
+                errors.append(abs(sample.seconds / predicted - 1.0))
+        return ErrorSummary.of(errors)
+
     def _samples(self) -> Iterator[Sample]:
         """Each committed iteration. An entry samples a token if it reaches the last known one."""
         known = {row.arrived: row.prompt for row in self.rows if row.arrived is not None}
@@ -255,6 +266,7 @@ def _params(row: IterationRow) -> RequestSpec:
         ttft_deadline=row.ttft_deadline,
         deadline=row.deadline,
         is_background=row.is_background,
+        itl_goal=row.itl_goal,
     )
 
 

@@ -25,7 +25,8 @@ class Caller:
     """The identity of one HTTP request. `arrived_at` is in seconds of the service's clock.
 
     `tenant` is the name of its API key, "" on a server without keys; `weight` is the key's share
-    under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any).
+    under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any),
+    `itl_goal` their ITL goal in seconds (None: the server's).
     `cache_domain` names the requests that share cached prefixes; None: all of the server.
     `is_admin`: the key may use `/admin` and cancel requests of other keys. `limits` are the
     response headers about the key's rate limits. `dialect` renders the errors and headers of the
@@ -37,6 +38,7 @@ class Caller:
     tenant: str = ""
     weight: float = 1.0
     urgent: int | None = None
+    itl_goal: float | None = None
     cache_domain: str | None = None
     is_admin: bool = False
     limits: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Caller:
             tenant=key.name,
             weight=allowance.weight,
             urgent=allowance.priority,
+            itl_goal=allowance.itl_goal,
             cache_domain=key.cache_domain,
             is_admin=key.is_admin,
         )

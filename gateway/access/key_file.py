@@ -7,6 +7,7 @@
     max_concurrent = 8
     weight = 2.0                  # share under the policy `fair`
     priority = 0                  # lowest priority value its requests may have (lower runs first)
+    itl_goal_ms = 50              # ITL goal of its requests, instead of --itl-goal; 0: none
     prefix_isolation = true       # share no cached prefixes with other keys
     admin = true                  # may use /admin
 
@@ -17,6 +18,7 @@ import hashlib
 import re
 import tomllib
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +37,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 class Allowance:
     """The limits of a key; 0 is no limit.
 
-    `priority` is the lowest priority value that its requests may have; None: any.
+    `priority` is the lowest priority value that its requests may have; None: any. `itl_goal` is in
+    seconds; None: the server's.
     """
 
     requests_per_minute: int = 0
@@ -43,6 +46,7 @@ class Allowance:
     max_concurrent: int = 0
     weight: float = 1.0
     priority: int | None = None
+    itl_goal: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     max_concurrent: Count | None = None
     weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
     priority: int | None = None
+    itl_goal_ms: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     prefix_isolation: bool | None = None
     admin: bool = False
 
@@ -141,6 +146,7 @@ def _from_table(path: Path, name: str, table: _Table, defaults: KeyDefaults) -> 
         max_concurrent=limit(table.max_concurrent, default.max_concurrent),
         weight=table.weight,
         priority=table.priority,
+        itl_goal=None if table.itl_goal_ms is None else table.itl_goal_ms / 1e3 or inf,
     )
     isolation = table.prefix_isolation
     isolates = defaults.isolates_prefixes if isolation is None else isolation

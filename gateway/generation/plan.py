@@ -168,6 +168,7 @@ def request_specs(
         label=plan.caller.request_id,
         tenant=plan.caller.tenant,
         weight=plan.caller.weight,
+        itl_goal=plan.caller.itl_goal,
         **_scheduling(plan)._asdict(),
     )
     seed = plan.sampling.seed

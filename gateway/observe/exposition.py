@@ -6,6 +6,7 @@ that its dashboards and autoscalers work.
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -76,6 +77,7 @@ class Exposition(Collector):
         yield from self._vllm_only()
         yield from self._http()
         yield self._policy()
+        yield from self._steps()
         yield from self._gauge(
             Described("podway_store_writable", "1 if the store can be written, 0 if it is full."),
             self._database.is_writable,
@@ -136,6 +138,30 @@ class Exposition(Collector):
             ("handler", "method", "status"),
             statuses,
         )
+
+    def _steps(self) -> Iterator[Metric]:
+        """The ITL goal and the cost model by which steps are planned."""
+        scheduler = self._scheduler
+        goal = scheduler.settings.itl_goal
+        yield from self._gauge(
+            Described("podway_itl_goal_seconds", "The ITL goal; 0 if there is none."),
+            0.0 if goal == inf else goal,
+        )
+        yield labelled(
+            "podway_itl_goal_steps_total",
+            "Iterations with a decode that has an ITL goal.",
+            "result",
+            self._metrics.goal_steps,
+        )
+        error = GaugeMetricFamily(
+            "podway_cost_model_error",
+            "Relative error of predicted iteration times, of the recent iterations.",
+            labels=["quantile"],
+        )
+        summary = scheduler.cost.errors.summary()
+        error.add_metric(["0.5"], 0.0 if summary is None else summary.median)
+        error.add_metric(["0.9"], 0.0 if summary is None else summary.p90)
+        yield error
 
     def _policy(self) -> Metric:
         scheduler = self._scheduler

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice, takewhile
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from engine.events import NullObserver
@@ -15,6 +16,7 @@ from engine.request import Phase, State
 from gateway.observe.queueing import lacks
 
 if TYPE_CHECKING:
+    from engine.cost.live import LiveCost
     from engine.iteration import Iteration
     from engine.loop import Engine
     from engine.pool import RequestPool
@@ -34,6 +36,7 @@ class LiveView(NullObserver):
         self.num_workers_lost = 0
         self._num_watchers = 0
         self._number = 0
+        self._num_goal_steps = self._num_exceeded = 0  # iterations with an ITL goal
         self._iterations: deque[dict[str, Any]] = deque(maxlen=KEEP_ITERATIONS)
         self._produced: deque[tuple[float, int]] = deque(maxlen=KEEP_ITERATIONS)
 
@@ -53,6 +56,9 @@ class LiveView(NullObserver):
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         self._number += 1
+        if iteration.itl_goal < inf:
+            self._num_goal_steps += 1
+            self._num_exceeded += seconds > iteration.itl_goal
         if not self.is_watched:
             return
         entries = iteration.step.entries
@@ -107,6 +113,8 @@ class LiveView(NullObserver):
             "worker_state": "running" if rejection is None else str(rejection),
             "worker_restarts": self.num_workers_lost,
             "loop_lag": loop_lag,
+            "itl_goal": self._itl_goal(scheduler.settings.itl_goal),
+            "cost_error": _error(scheduler.cost),
             "tokens_per_second": self._rate(now),
             "num_requests": len(pool),
             "requests": self._requests(engine, now),
@@ -117,6 +125,14 @@ class LiveView(NullObserver):
         """The recorded iterations with numbers above `since`, in their order."""
         newest = takewhile(lambda each: each["number"] > since, reversed(self._iterations))
         return list(newest)[::-1]
+
+    def _itl_goal(self, goal: float) -> dict[str, Any]:
+        """The server's goal in seconds, the iterations with one, and how many exceeded it."""
+        return {
+            "seconds": None if goal == inf else goal,
+            "steps": self._num_goal_steps,
+            "exceeded": self._num_exceeded,
+        }
 
     def _rate(self, now: float) -> float:
         """Output tokens per second over the last second."""
@@ -142,6 +158,12 @@ class LiveView(NullObserver):
             }
             for request in _shown(engine.scheduler.pool)
         ]
+
+
+def _error(cost: "LiveCost") -> dict[str, float] | None:
+    """Relative errors of the predicted seconds of recent steps; None before the first step."""
+    summary = cost.errors.summary()
+    return None if summary is None else {"median": summary.median, "p90": summary.p90}
 
 
 def _shown(pool: "RequestPool") -> "list[Request]":
@@ -171,4 +193,6 @@ def waits_for(request: "Request", engine: "Engine") -> str:
         return "the next step"
     if request.state is not State.WAITING:
         return "KV: it is on the host"
+    if not scheduler.may_start_in_time(request):
+        return "the ITL goal: more requests would exceed it"
     return lacks(request, scheduler, scheduler.pool.num_admitted).value

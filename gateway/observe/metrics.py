@@ -5,6 +5,7 @@ An event costs a few additions. Names, labels and cumulative buckets are made on
 
 from bisect import bisect_left
 from collections import Counter
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine.events import NullObserver
@@ -68,6 +69,7 @@ class Metrics(NullObserver):
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.num_output_tokens = 0
+        self.goal_steps = Counter(dict.fromkeys(("met", "exceeded"), 0))  # with an ITL goal
         self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
         self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
@@ -123,6 +125,8 @@ class Metrics(NullObserver):
         if self._produced:
             self._count_accepted(iteration)
         self.iteration_seconds.add(seconds)
+        if iteration.itl_goal < inf:
+            self.goal_steps["met" if seconds <= iteration.itl_goal else "exceeded"] += 1
         self.iteration_requests.add(len(iteration.requests))
         self.iteration_tokens.add(iteration.step.num_tokens)
 

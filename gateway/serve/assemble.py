@@ -6,6 +6,7 @@ over its workers, the gateway over the engine, and serve until a signal.
 
 import asyncio
 import hashlib
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -66,6 +67,8 @@ OnReady = Callable[[int, LoadedModel], None]  # the port, and what is served on 
 
 TOKENIZER_THREADS = 2
 
+logger = logging.getLogger(__name__)
+
 
 class ControlPlane(NamedTuple):
     """The scheduler, and the observers that the gateway reads."""
@@ -116,6 +119,8 @@ async def _serve(
                 service = build_service(settings, loaded, plane, credentials, store)
                 server = build_server(settings, service, credentials)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
+                if (errors := cost.errors.summary()) is not None:
+                    logger.info("error of predicted iteration times: %s", errors)
                 if loaded.calibration.file is not None and (learned := cost.confirmed()):
                     loaded.calibration.file.save(learned)
         if signals.is_interrupt:
@@ -248,6 +253,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_step_seconds=settings.max_step_seconds or inf,
+        itl_goal=settings.itl_goal or inf,
         max_background_slowdown=settings.background_slowdown,
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,

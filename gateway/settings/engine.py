@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize
 from pydantic_settings import BaseSettings, NoDecode
 
 from engine.policy import POLICIES
+from gateway.settings.flags import duration
 from gateway.settings.generation_config import check_override
 from gateway.settings.options import option as _option
 from gateway.settings.options import split
@@ -251,6 +252,14 @@ class EngineSettings(BaseSettings):
         "target for the duration of an iteration that contains a prompt chunk, which bounds the "
         "ITL of running requests; 0: no target",
         "SECONDS",
+        ge=0,
+    )
+    itl_goal: Annotated[float, BeforeValidator(duration)] = _option(
+        0.0,
+        "scheduling",
+        "goal for the time between two tokens, such as 50ms: it bounds the prompt tokens beside "
+        "decodes, and keeps requests waiting beyond what the goal allows; 0: no goal",
+        "DURATION",
         ge=0,
     )
     background_slowdown: float = _option(

@@ -73,6 +73,31 @@ def above_zero(text: str) -> float:
     return number
 
 
+def duration(value: object) -> object:
+    """Seconds from text such as `50ms`, `0.05s` or `0.05`; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    for unit, seconds in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                return round(float(text.removesuffix(unit)) * seconds, 9)
+            except ValueError:
+                break
+    raise ValueError(f"{value!r} is not a duration such as 50ms or 0.05s")
+
+
+def seconds(text: str) -> float:
+    """A duration such as `50ms`, above 0; for argparse."""
+    try:
+        number = duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(number, float) or not number > 0.0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
 def output_file(text: str) -> Path:
     """A file that can be written: checked before the work whose result it will contain."""
     path = Path(text)

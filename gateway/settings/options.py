@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import ByteSize, Field
 from pydantic.fields import FieldInfo
 
+from gateway.settings.flags import duration
+
 SWITCH = ("true", "false")
 PREFIX = "PODWAY_"
 
@@ -91,6 +93,8 @@ def allowed(info: FieldInfo) -> str:
     """The values that a field allows, in words, for error messages."""
     if choices := _choices(info):
         return "one of " + ", ".join(choices)
+    if duration in (getattr(each, "func", None) for each in info.metadata):
+        return "a duration such as 50ms or 0.05s; 0 for none"
     if _kind(info) is ByteSize:
         return "a size such as 512MiB or 2GiB"
     noun = {int: "a whole number", float: "a number"}.get(_kind(info), "text")

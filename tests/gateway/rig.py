@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -222,6 +223,7 @@ class Setting:
     max_queue_requests: int = 100
     max_queue_tokens: int = 1 << 20
     max_batch_size: int = 8
+    itl_goal: float = inf
     keys: Sequence[str] = ()
     key_file: Path | None = None
     allowance: Allowance = field(default_factory=Allowance)
@@ -312,6 +314,7 @@ def build_rig(setting: Setting) -> Rig:
         SchedulerSettings(
             max_model_len=CONTEXT,
             max_batch_size=setting.max_batch_size,
+            itl_goal=setting.itl_goal,
             max_queue_requests=setting.max_queue_requests,
             max_queue_tokens=setting.max_queue_tokens,
             admission=setting.admission,

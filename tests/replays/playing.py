@@ -122,6 +122,8 @@ def headers() -> dict[str, RecordingHeader]:
         for admission in Admission
     }
     grow = header("mlfq", Admission.GROW)
+    fcfs = header("fcfs", Admission.GROW)
+    found["fcfs_goal"] = replace(fcfs, scheduler=replace(fcfs.scheduler, itl_goal=0.75))
     found["mlfq_host"] = replace(grow, num_host_blocks=12)
     found["mlfq_ahead"] = replace(grow, lookahead=1)
     found["mlfq_stages"] = replace(grow, depth=2, lookahead=1, num_host_blocks=12)

@@ -188,6 +188,7 @@ def _reproduced(args: argparse.Namespace, recording: Recording) -> list[Figures]
         sys.stderr.write(f"the schedule differs after {count} iterations: {followed.difference}\n")
         return []
     sys.stdout.write(f"the schedule is reproduced: {count} iterations\n")
+    sys.stdout.write(f"error of the fitted cost model: {recording.cost_error()}\n")
     return [followed.figures]
 
 

@@ -19,7 +19,7 @@ from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
-from gateway.settings.flags import above_zero, did_you_mean, natural, positive
+from gateway.settings.flags import above_zero, did_you_mean, natural, positive, seconds
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62
@@ -59,6 +59,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", type=positive, metavar="N", help=sizes)
     add("--max-batch-tokens", type=positive, metavar="N", help=tokens)
     add("--max-model-len", type=positive, metavar="N", help="by default the model's context")
+    goal = "ITL goal, such as 50ms (default none)"
+    add("--itl-goal", type=seconds, metavar="DURATION", help=goal)
     add("--max-queue", type=positive, metavar="N", help="waiting requests (default unlimited)")
     preemptions = f"preemptions of one request (default {_PREEMPTIONS})"
     add("--max-preemptions", type=natural, metavar="N", help=preemptions)
@@ -163,6 +165,7 @@ def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSet
         "max_batch_size": args.max_batch_size,
         "max_batch_tokens": args.max_batch_tokens,
         "max_model_len": args.max_model_len,
+        "itl_goal": args.itl_goal,
         "max_queue_requests": args.max_queue,
         "max_preemptions": args.max_preemptions,
         "reuses_prefixes": args.reuse,

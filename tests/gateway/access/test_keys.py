@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,9 @@ def test_an_invalid_key_file_keeps_the_old_keys(
     assert len(caplog.messages) == 2
     assert all("keeping the old API keys" in line for line in caplog.messages)
     assert keys.key_of("Bearer sk-alice").name == "alice"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("50", 0.05), ("0", inf)])
+def test_a_key_has_an_itl_goal_of_its_own(tmp_path: Path, text: str, seconds: float) -> None:
+    keys = Keys(file=in_file(tmp_path, f'[chat]\nkey = "k"\nitl_goal_ms = {text}'))
+    assert keys.key_of("Bearer k").allowance.itl_goal == seconds

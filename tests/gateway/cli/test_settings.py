@@ -99,6 +99,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "disk_kv_memory": "4MiB",
         "swap": "reactive",
         "max_step_seconds": "0.25",
+        "itl_goal": "50ms",
         "cost_model": "none",
         "background_slowdown": "2",
         "record": "record.jsonl",
@@ -288,3 +289,16 @@ def test_every_option_has_a_help_text() -> None:
         assert option.description
         assert option.metavar or option.choices
         assert option.flag == "--" + option.name.replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2), ("0.05", 0.05), ("0", 0.0), (" 1s ", 1.0)]
+)
+def test_an_itl_goal_is_a_duration(text: str, seconds: float) -> None:
+    assert Settings(model="m", itl_goal=text).itl_goal == seconds
+
+
+@pytest.mark.parametrize("text", ["fast", "50 minutes", "-1ms", "ms"])
+def test_a_wrong_duration_is_rejected(text: str) -> None:
+    with pytest.raises(ValidationError, match="itl_goal"):
+        Settings(model="m", itl_goal=text)

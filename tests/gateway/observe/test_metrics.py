@@ -72,3 +72,39 @@ def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
     assert 'podway_kv_slots{state="free",tier="host"} 100.0' in pages[-1]
     assert 'podway_swapped_blocks_total{direction="out"} 8.0' in pages[-1]
     assert 'podway_preemptions_total{kind="reactive"} 1.0' in pages[-1]
+
+
+def test_steps_with_an_itl_goal_and_the_cost_models_error_are_shown() -> None:
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(n=2, max_tokens=6)) as exchange:
+            await exchange.json()
+        async with rig.client.get("/metrics") as exchange:
+            pages.append((await exchange.read()).decode())
+
+    assert play(scene, Setting(texts=("abcdefgh",), itl_goal=STEP / 2)).metrics.goal_steps == {
+        "met": 0,
+        "exceeded": 5,
+    }
+    assert play(scene, Setting(texts=("abcdefgh",), itl_goal=2 * STEP)).metrics.goal_steps == {
+        "met": 5,
+        "exceeded": 0,
+    }
+    tight, wide = pages
+    assert f"podway_itl_goal_seconds {STEP / 2}" in tight
+    assert 'podway_itl_goal_steps_total{result="met"} 5.0' in wide
+    assert 'podway_cost_model_error{quantile="0.9"}' in wide
+    assert "podway_itl_goal_seconds 0.0" in play_and_read()
+
+
+def play_and_read() -> str:
+    """`/metrics` of a server without a goal."""
+    pages: list[str] = []
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get("/metrics") as exchange:
+            pages.append((await exchange.read()).decode())
+
+    play(scene)
+    return pages[0]

@@ -47,6 +47,7 @@ def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
             "policy": "fcfs",
             "admission": "grow",
             "policies": list(POLICIES),
+            "itl_goal": None,
             "settings": SETTINGS,
         }
         assert await ask(rig) == (200, result)

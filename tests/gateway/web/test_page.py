@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 HTML = {"accept": "text/html,*/*"}
 RECORDING = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
@@ -136,3 +136,15 @@ def test_a_snapshot_shows_running_requests_before_the_queue_and_is_bounded() -> 
             await (await task).json()
 
     play(scene, Setting(max_queue_requests=400))
+
+
+def test_the_live_view_shows_the_itl_goal_and_the_error_of_the_cost_model() -> None:
+    async def scene(rig: Rig) -> None:
+        assert (await snapshots(rig, 1))[0]["cost_error"] is None
+        async with rig.client.post(CHAT, chat(max_tokens=4)) as exchange:
+            await exchange.json()
+        (snapshot,) = await snapshots(rig, 1)
+        assert snapshot["itl_goal"] == {"seconds": STEP / 2, "steps": 3, "exceeded": 3}
+        assert set(snapshot["cost_error"]) == {"median", "p90"}
+
+    play(scene, Setting(texts=("abcdefgh",), itl_goal=STEP / 2))

@@ -3,6 +3,7 @@ serving."""
 
 import logging
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,9 +79,14 @@ async def policy(http: "HttpRequest") -> "Response":
         "policy": name_of(scheduler.policy),
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
+        "itl_goal": _finite(scheduler.settings.itl_goal),
         "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
     }
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == inf else seconds
 
 
 def _switch(service: Service, choice: PolicyChoice) -> None:

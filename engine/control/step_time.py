@@ -1,0 +1,152 @@
+"""StepTime: how many prompt tokens, and how many requests, an iteration has time for.
+
+An ITL goal is a number of seconds that an iteration with decodes should not exceed, since each of
+its decodes gets its next token when it ends. The cost model predicts the time of the decodes, of
+their attention over the context and of the loop between two steps; prompts get the rest. So a
+prompt's pieces are long beside few decodes and short beside many. And a request starts only if
+the step would still meet the goal with one more decode: above the server's capacity requests wait
+in the queue instead of making every running one slow.
+
+The bound is the goal divided by the model's recent error (`LiveCost.margin`), because half of the
+steps that fill a bound exactly take longer than predicted.
+
+No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
+even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
+P / (LEAST_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
+as a decode.) A share of time and not a number of
+tokens: the excess over the goal stays below a tenth on any machine. And one request may always
+start, also if no step can meet the goal: the bound for starting is at least `LEAST_BATCH` times a
+decode alone.
+"""
+
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.request import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.control.batch_builder import BatchBuilder
+    from engine.control.settings import SchedulerSettings
+    from engine.cost.live import LiveCost
+    from engine.pool import RequestPool
+    from engine.request import Request
+
+READY = State.READY
+LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
+LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
+LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
+
+
+class _Decodes(NamedTuple):
+    """The decodes of an iteration: their number, the slots they read, and the lowest goal."""
+
+    num_rows: int
+    slots: int
+    goal: float
+
+
+class StepTime:
+    """The time of the iteration being planned, against the ITL goals of its requests."""
+
+    def __init__(
+        self, settings: "SchedulerSettings", pool: "RequestPool", cost: "LiveCost"
+    ) -> None:
+        self._goal = settings.itl_goal
+        self._pool = pool
+        self._cost = cost
+        self._started: _Decodes | None = None  # all started requests, as if all were decodes
+        self.is_on = self._goal < inf
+
+    def watch(self, request: "Request") -> None:
+        """A request arrives; the first one with a goal of its own turns the planning on."""
+        self.is_on = self.is_on or request.spec.itl_goal is not None
+
+    def begin_plan(self) -> None:
+        """Forget what was computed for the last plan."""
+        self._started = None
+
+    def goal_of(self, request: "Request") -> float:
+        """Seconds: its own goal, else the server's; infinite for a background request."""
+        if request.spec.is_background:
+            return inf
+        own = request.spec.itl_goal
+        return self._goal if own is None else own
+
+    def goal(self, batch: "BatchBuilder") -> float:
+        """The lowest goal of the decodes in the batch; infinite if there is none."""
+        if not self.is_on:
+            return inf
+        return min([self.goal_of(request) for request, _ in batch.decodes], default=inf)
+
+    def piece(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
+        """How many of a prompt's next `num_tokens` tokens the iteration has time for."""
+        decodes = self._decodes(batch)
+        if decodes.goal == inf:
+            return num_tokens
+        model, start = self._cost.model, request.num_planned
+        beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
+        taken = self._besides_tokens(decodes, batch)
+        bound = decodes.goal / self._cost.margin - taken
+        in_time = model.tokens_within(bound, num_tokens, start, beside)
+        if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
+            least = model.tokens(beside) + LEAST_SHARE * decodes.goal
+            in_time = max(
+                in_time, model.tokens_within(least, num_tokens, start, beside), LEAST_PIECE
+            )
+        return min(num_tokens, in_time) if in_time >= min(LEAST_PIECE, num_tokens) else 0
+
+    def may_start(self, request: "Request") -> bool:
+        """Whether the goals would be met with this request as one more decode."""
+        if request.spec.is_background:
+            return True
+        started = self._all_started()
+        goal = min(started.goal, self.goal_of(request))
+        if not started.num_rows or goal == inf:
+            return True
+        least = LEAST_BATCH * self._cost.model.compute(1, request.num_tokens)
+        count, slots = started.num_rows + 1, started.slots + request.num_tokens
+        return self._seconds(count, slots) <= max(goal / self._cost.margin, least)
+
+    def started(self, request: "Request") -> None:
+        """The request has started in this plan."""
+        if self._started is not None and not request.spec.is_background:
+            count, slots, goal = self._started
+            goal = min(goal, self.goal_of(request))
+            self._started = _Decodes(count + 1, slots + request.num_tokens, goal)
+
+    def _decodes(self, batch: "BatchBuilder") -> _Decodes:
+        """The decodes in the batch, and those that are not considered yet but have a seat."""
+        planned = [request for request, _ in batch.decodes]
+        left = [r for r in self._pool.started if r.state is READY and r.unplanned == 1]
+        left += [r for r in batch.ahead if r.unplanned == 1]
+        return self._sum([*planned, *left[: batch.seats - 1]])
+
+    def _all_started(self) -> _Decodes:
+        if self._started is None:
+            self._started = self._sum(self._pool.started)
+        return self._started
+
+    def _sum(self, requests: "Iterable[Request]") -> _Decodes:
+        """These requests, without background requests, which get what time is left."""
+        count, slots, goal = 0, 0, inf
+        for request in requests:
+            if not request.spec.is_background:
+                count, slots = count + 1, slots + request.num_tokens
+                goal = min(goal, self.goal_of(request))
+        return _Decodes(count, slots, goal)
+
+    def _seconds(self, count: int, slots: int) -> float:
+        """Seconds of an iteration of `count` decodes that read `slots` slots, and of the loop."""
+        model = self._cost.model
+        rows = model.per_draw * count + model.per_slot * slots + model.idle(count)
+        return model.tokens(count) + rows
+
+    def _besides_tokens(self, decodes: _Decodes, batch: "BatchBuilder") -> float:
+        """Seconds of the decodes and of the pieces in the batch that do not depend on the number
+        of tokens beside them: attention, sampling and the loop; with the next piece's sampling."""
+        model = self._cost.model
+        pieces = sum(model.attention(len(e.tokens), e.start) for _, e in batch.prefills)
+        count = decodes.num_rows + len(batch.prefills) + 1
+        return self._seconds(count, decodes.slots) - model.tokens(count) + pieces

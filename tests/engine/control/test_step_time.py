@@ -1,0 +1,162 @@
+"""Steps bounded by an ITL goal: prompts get the time that decodes leave, and never none of it."""
+
+from math import inf
+from random import Random
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler
+from engine.control.step_time import LEAST_PIECE, LEAST_SHARE
+from engine.iteration import Iteration
+from engine.policy import build
+from engine.policy.fcfs import FirstComeFirstServed
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play
+
+SEATS = 64
+
+
+def make(itl_goal: float, **bounds: object) -> IterationScheduler:
+    """Under `HAND_COST` an iteration of n tokens takes (n + 1) / 2 seconds."""
+    values: dict[str, object] = {"max_batch_size": SEATS, "max_batch_tokens": 512}
+    values |= {"itl_goal": itl_goal, **bounds}
+    return a_scheduler(FirstComeFirstServed(), 10_000, 0, **values)
+
+
+def decoding(scheduler: IterationScheduler, count: int, **fields: object) -> float:
+    """Start `count` requests of one prompt token; returns the time when all of them decode."""
+    now = 0.0
+    for _ in range(count):
+        scheduler.add(a_spec(1, 60, **fields), now)
+    while scheduler.pool.num_admitted < count:
+        now = commit_iteration(scheduler, planned(scheduler, now), now)
+    return now
+
+
+def planned(scheduler: IterationScheduler, now: float) -> Iteration:
+    iteration = scheduler.plan(now)
+    assert iteration is not None
+    return iteration
+
+
+def sizes(iteration: Iteration) -> list[int]:
+    return [len(entry.tokens) for entry in iteration.step.entries]
+
+
+@pytest.mark.parametrize(("num_decodes", "piece"), [(1, 198), (20, 179), (100, 99), (160, 39)])
+def test_a_prompt_gets_the_tokens_that_the_decodes_leave_until_the_goal(
+    num_decodes: int, piece: int
+) -> None:
+    scheduler = make(100.0, max_batch_size=200)
+    now = decoding(scheduler, num_decodes)
+    scheduler.add(a_spec(400, 2), now)
+    iteration = planned(scheduler, now)
+    assert sizes(iteration) == [1] * num_decodes + [piece]
+    assert iteration.itl_goal == 100.0
+    assert HAND_COST.step(iteration.step) == 100.0
+
+
+def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -> None:
+    scheduler = make(inf, max_batch_size=300)
+    now = decoding(scheduler, 250, itl_goal=1000.0)
+    scheduler.add(a_spec(200, 2, itl_goal=200.0), now)  # its own goal counts once it decodes
+    assert sizes(planned(scheduler, now))[-1] == 200, "1000 s leave time for all of it"
+
+    scheduler = make(100.0, max_batch_size=300)
+    now = decoding(scheduler, 190)
+    scheduler.add(a_spec(400, 2), now)
+    iteration = planned(scheduler, now)
+    least = int(LEAST_SHARE * 100.0 / 0.5)
+    assert sizes(iteration)[-1] == max(LEAST_PIECE, least) == 20
+
+
+def test_a_second_prompt_gets_only_the_time_that_is_left() -> None:
+    scheduler = make(100.0)
+    now = decoding(scheduler, 20)
+    for prompt_len in (100, 400, 400):
+        scheduler.add(a_spec(prompt_len, 2), now)
+    assert sizes(planned(scheduler, now)) == [1] * 20 + [100, 79]
+
+
+def test_without_decodes_prompts_use_whole_iterations() -> None:
+    scheduler = make(10.0)
+    scheduler.add(a_spec(400, 2), 0.0)
+    iteration = planned(scheduler, 0.0)
+    assert sizes(iteration) == [400]
+    assert iteration.itl_goal == inf
+
+
+def test_a_request_waits_if_one_more_decode_would_exceed_the_goal() -> None:
+    scheduler = make(5.0)
+    requests = [scheduler.add(a_spec(1, 30), 0.0) for _ in range(12)]
+    now, most = 0.0, 0
+    while scheduler.pool:
+        iteration = planned(scheduler, now)
+        now = commit_iteration(scheduler, iteration, now)
+        most = max(most, len(iteration.requests))
+    assert most == 9, "ten tokens would take 5.5 s"
+    assert all(request.produced == 30 for request in requests)
+
+
+def test_a_goal_below_a_lone_decode_still_serves_all_requests() -> None:
+    scheduler = make(0.001)
+    requests = play(scheduler, [(0.0, a_spec(40, 5))] * 5)
+    assert all(request.produced == 5 for request in requests)
+
+
+def test_a_goal_of_a_request_bounds_only_the_steps_in_which_it_is_decoded() -> None:
+    scheduler = make(inf)
+    now = decoding(scheduler, 1)
+    strict = scheduler.add(a_spec(1, 3, itl_goal=20.0), now)
+    scheduler.add(a_spec(490, 2), now)
+    iteration = planned(scheduler, now)
+    assert (sizes(iteration), iteration.itl_goal) == ([1, 1, 490], inf)
+    now = commit_iteration(scheduler, iteration, now)
+    scheduler.add(a_spec(490, 2), now)
+    iteration = planned(scheduler, now)
+    assert (sizes(iteration)[-1], iteration.itl_goal) == (36, 20.0)
+    while not strict.state.is_terminal:
+        now = commit_iteration(scheduler, iteration, now)
+        iteration = planned(scheduler, now)
+    assert iteration.itl_goal == inf
+
+
+def test_background_requests_get_the_time_that_is_left_until_the_goal() -> None:
+    scheduler = a_scheduler(
+        build("fcfs", HAND_COST), num_slots=10_000, max_batch_size=64, max_batch_tokens=512,
+        itl_goal=30.0,
+    )  # fmt: skip
+    now = decoding(scheduler, 19)
+    scheduler.add(a_spec(400, 2, is_background=True), now)
+    iteration = planned(scheduler, now)
+    assert HAND_COST.step(iteration.step) == 30.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_prompt_starves_and_predictions_keep_the_goal(seed: int) -> None:
+    random = Random(seed)
+    goal = random.choice([5.0, 12.0, 40.0])
+    scheduler = make(goal, max_batch_size=32, max_batch_tokens=256)
+    now, waited = 0.0, 0
+    least = max(LEAST_PIECE, int(2 * LEAST_SHARE * goal))
+    for _ in range(300):
+        if random.random() < 0.3 and len(scheduler.pool) < 40:
+            scheduler.add(a_spec(random.choice([1, 30, 200]), random.randint(1, 40)), now)
+        iteration = scheduler.plan(now)
+        if iteration is None:
+            continue
+        pieces = [each for each in sizes(iteration) if each > 1]
+        prefills = any(request.remaining > 1 for request in iteration.requests)
+        decodes = len(iteration.requests) - len(pieces)
+        if iteration.itl_goal < inf and not (pieces and pieces[0] <= least):
+            single = sum(not request.output for request in iteration.requests) - len(pieces)
+            seconds = HAND_COST.step(iteration.step) - 0.5 * single  # prompts of one token
+            assert seconds <= max(goal, 0.5 * (decodes + 1))
+        is_waiting = any(
+            request.remaining > 1 and not request.num_in_flight
+            for request in scheduler.pool.started
+        )
+        waited = waited + 1 if is_waiting and not prefills else 0
+        assert waited == 0, "a started prompt got no piece"
+        now = commit_iteration(scheduler, iteration, now)
+    while scheduler.pool:
+        now = commit_iteration(scheduler, planned(scheduler, now), now)
