@@ -1,5 +1,6 @@
 """Every benchmark runs, on a load of seconds, and writes its table and figures."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,13 +101,22 @@ def test_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
 
 
 def test_the_simulator_is_compared_with_the_real_engine(tmp_path: Path) -> None:
-    size = ("--tiny", "--requests", "12", "--repeats", "1", "--loads", "1")
+    size = ("--tiny", "--requests", "20", "--loads", "0.5", "0.9", "--equivalent")
     flags = ("--clock", "cpu", "--out", tmp_path)
     run_here("benchmarks.real_engine.simulator_accuracy", *size, *flags)
     page = (tmp_path / "README.md").read_text()
-    assert page.count("| measured |") == 2
-    assert page.count("| cost from a recording |") == 2
-    assert "2 of 2 rows came out\nthe same" in page
+    assert page.count("| throughput |") == 2
+    assert "90% load:" in page
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["requests"] for row in found["rows"]] == [20, 20]
+
+
+def test_an_itl_goal_is_compared_with_fixed_budgets(tmp_path: Path) -> None:
+    run_here("benchmarks.itl_goal", "--requests", "12", "--out", tmp_path)
+    run_here("benchmarks.itl_goal", "--real", "--tiny", "--requests", "8", "--out", tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("| ITL p99 at most |") == 2
+    assert (tmp_path / "itl_goal.png").exists()
 
 
 def test_a_pipeline_is_measured_and_simulated(tmp_path: Path) -> None:
