@@ -17,6 +17,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from tests.checkpoints import make_model
+from tests.gguf_k_blocks import quantize_k
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -28,6 +29,7 @@ class Gguf:
 
     variant: str
     kind: Kind = Kind.F32
+    kinds: dict[str, Kind] = field(default_factory=dict)  # of tensors whose names have this part
     tokenizer: tokenizers.Tokenizer | None = None
     pre: str = "llama-bpe"
     more: dict[str, Any] = field(default_factory=dict)
@@ -79,11 +81,13 @@ class Gguf:
 
     def _store(self, writer: gguf.GGUFWriter, own: str, values: Tensor) -> Tensor:
         """Put a tensor into the file; returns what it stands for there, as floats."""
-        kind = self.kind if values.dim() > 1 else Kind.F32
+        kind = next((kind for part, kind in self.kinds.items() if part in own), self.kind)
+        kind = kind if values.dim() > 1 else Kind.F32
         if kind is Kind.F32:
             writer.add_tensor(own, values.numpy())
             return values
-        data = gguf.quants.quantize(values.numpy(), kind)
+        quantize = quantize_k if kind in (Kind.Q4_K, Kind.Q6_K) else gguf.quants.quantize
+        data = quantize(values.numpy(), kind)
         writer.add_tensor(own, data, raw_dtype=kind)
         return torch.from_numpy(gguf.quants.dequantize(data, kind))
 

@@ -1,32 +1,29 @@
-"""The tensors of a GGUF file in Hugging Face's layout, dequantized to floats.
+"""The tensors of a GGUF file in Hugging Face's layout.
 
-F32, F16 and BF16 are views of the file; quantized tensors are dequantized to float32 exactly as
-their format defines, a few rows at a time.
+F32, F16 and BF16 are views of the file, and so are the quantized formats that the engine computes
+in. Other quantized tensors are dequantized to float32 exactly as their format defines, a few rows
+at a time.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
-import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
 from adapters.gguf.names import NAMES, ROPE_FACTORS, Names
 from engine.errors import StartupError
-from engine.worker.ports import PreferredFormat
+from engine.worker.ports import PreferredFormat, Weight
+from engine.worker.weights.formats.grouped import GroupedWeight
 from engine.worker.weights.mappings import drop_pages
 
 Kind = GGMLQuantizationType
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-FLOAT_LIKE = {*FLOATS, Kind.Q8_0}  # worth computing in float32
-QUANTISED = {
-    *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1),
-    *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
-    *(Kind.IQ4_NL, Kind.IQ4_XS),
-}
+OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
 ELEMENTS_AT_ONCE = 1 << 20
 
 
@@ -37,6 +34,7 @@ class GgufTensors:
         self._file = file = GgufFile(path)
         self._architecture = file.text("general.architecture") or ""
         self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
+        self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
         self._stored = {self._names.of(name): name for name in file.tensors if name != ROPE_FACTORS}
 
     @property
@@ -48,35 +46,80 @@ class GgufTensors:
         return (self._file.path,)
 
     @property
+    def _matrix_kinds(self) -> Set[Kind]:
+        return {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
+
+    @property
     def preferred_format(self) -> PreferredFormat:
-        """int8 if any matrix has fewer bits than Q8_0, whose values only floats hold exactly."""
-        kinds = {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
-        return PreferredFormat() if kinds <= FLOAT_LIKE else PreferredFormat("int8")
+        """The formats of the file if the engine computes in all of them, else int8.
+
+        Models whose file has transposed matrices (GPT-2) are converted to int8 too.
+        """
+        kinds = self._matrix_kinds
+        floats = "bfloat16" if Kind.BF16 in kinds and not kinds & {Kind.F32, Kind.F16} else None
+        if kinds <= FLOATS.keys():
+            return PreferredFormat(floats=floats)
+        stored = sorted(FORMATS[kind][0].name for kind in kinds & FORMATS.keys())
+        return PreferredFormat(
+            None if kinds <= {*FLOATS, Kind.Q8_0} else "int8",
+            stored=tuple(stored) if self._computes_stored else (),
+            floats=floats,
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]
         entry = self._file.tensors[own]
-        if entry.kind not in FLOATS and entry.kind not in QUANTISED:
+        if entry.kind not in {*FLOATS, *FORMATS, *OTHERS}:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
         return shape[::-1] if self._names.is_transposed(own) else shape
 
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         own = self._stored[name]
         entry = self._file.tensors[own]
+        if entry.kind in FORMATS and self._computes_stored and len(index) == 2:
+            columns = range(*index[1].indices(entry.shape[1]))
+            if _has_whole_blocks(entry, columns):
+                return self._stored_weight(own, entry, index[0], columns)
+        return self._read_floats(own, entry, index)
+
+    def _stored_weight(
+        self, own: str, entry: TensorEntry, rows: slice, columns: range
+    ) -> GroupedWeight:
+        per_block, block_bytes = GGML_QUANT_SIZES[entry.kind]
+
+        def of_file(rows: slice) -> Tensor:
+            first, last, _ = rows.indices(entry.shape[0])
+            stored = self._bytes(entry, range(first, last))
+            first_byte, last_byte = (
+                column // per_block * block_bytes for column in (columns.start, columns.stop)
+            )
+            return stored[:, first_byte:last_byte]
+
+        found = self._in_order(own, entry, rows, of_file)
+        return stored_weight(found, entry.kind, len(columns))
+
+    def _read_floats(self, own: str, entry: TensorEntry, index: tuple[slice, ...]) -> Tensor:
         if self._names.is_transposed(own):
             columns, rows = index
             return self._rows(entry, rows)[:, columns].t()
         rows, *rest = index
+        found = self._in_order(own, entry, rows, lambda rows: self._rows(entry, rows))
+        return found[(slice(None), *rest)]
+
+    def _in_order(
+        self, own: str, entry: TensorEntry, rows: slice, read: Callable[[slice], Tensor]
+    ) -> Tensor:
+        """Some rows in Hugging Face's order, of what `read` gives for rows of the file."""
         if not self._names.is_interleaved(own):
-            return self._rows(entry, rows)[(slice(None), *rest)]
+            return read(rows)
         first, last, _ = rows.indices(entry.shape[0])
         width = entry.shape[0] // self._num_heads(own)
         start, stop = first // width * width, -(-last // width) * width
-        found = self._rows(entry, slice(start, stop))
+        found = read(slice(start, stop))
         pairs = found.reshape(-1, width // 2, 2, *found.shape[1:])
         halves = pairs.transpose(1, 2).reshape(found.shape)
-        return halves[(slice(first - start, last - start), *rest)]
+        return halves[first - start : last - start]
 
     def drop_pages(self) -> None:
         drop_pages([self._file.path])
@@ -95,19 +138,26 @@ class GgufTensors:
         return self._matrix(entry, range(first, last))
 
     def _matrix(self, entry: TensorEntry, rows: range) -> Tensor:
-        columns, row_bytes = entry.shape[-1], entry.row_bytes
-        start, num_bytes = entry.start + rows.start * row_bytes, len(rows) * row_bytes
+        columns = entry.shape[-1]
         if entry.kind in FLOATS:
-            dtype = FLOATS[entry.kind]
-            found = torch.frombuffer(
-                self._file.data, dtype=dtype, count=len(rows) * columns, offset=start
-            )
-            return found.view(len(rows), columns)
-        stored = np.frombuffer(self._file.data, np.uint8, num_bytes, start)
-        stored = stored.reshape(len(rows), row_bytes)
+            return self._bytes(entry, rows).view(FLOATS[entry.kind])
+        stored = self._bytes(entry, rows).numpy()
         whole = torch.empty(len(rows), columns)
         step = max(1, ELEMENTS_AT_ONCE // columns)
         for at in range(0, len(rows), step):
             piece = dequantize(stored[at : at + step], entry.kind)
             whole[at : at + step] = torch.from_numpy(piece)
         return whole
+
+    def _bytes(self, entry: TensorEntry, rows: range) -> Tensor:
+        """Some rows as the file has them, uint8 `[rows, row bytes]`."""
+        start, num_bytes = entry.start + rows.start * entry.row_bytes, len(rows) * entry.row_bytes
+        if not num_bytes:
+            return torch.empty((len(rows), 0), dtype=torch.uint8)
+        found = torch.frombuffer(self._file.data, dtype=torch.uint8, count=num_bytes, offset=start)
+        return found.view(len(rows), entry.row_bytes)
+
+
+def _has_whole_blocks(entry: TensorEntry, columns: range) -> bool:
+    per_block, _ = GGML_QUANT_SIZES[entry.kind]
+    return columns.start % per_block == 0 and columns.stop % per_block == 0

@@ -1,8 +1,8 @@
-"""Checks `quantization_config` of config.json, which describes checkpoints of int8 weights.
+"""Checks `quantization_config` of config.json, which describes checkpoints of integer weights.
 
-The supported scheme is the one that `compressed-tensors` writes and vLLM calls W8A8: int8 weights
-with one scale per output channel, activations quantized at run time. Every other scheme is
-rejected with an error that names the field.
+Supported are W8A8 as `compressed-tensors` writes it (int8 weights, one scale per output channel,
+activations quantized at run time), and int4 weights with scales of groups: `compressed-tensors`'
+`pack-quantized`, GPTQ and AWQ. Every other scheme is rejected with an error that names the field.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,45 @@ from collections.abc import Mapping
 from adapters.models.fields import Fields
 from engine.errors import StartupError
 
-FORMATS = ("int-quantized",)
+INT8, INT4 = "int-quantized", "pack-quantized"  # formats of compressed-tensors
 
 
-def has_int8_weights(config: Mapping[str, object]) -> bool:
-    """Whether linears are stored in 8 bits; raises `StartupError` for any other scheme."""
+def stored_scheme(config: Mapping[str, object]) -> str:
+    """How linears are stored: "int8", a key of `int4_files.SCHEMES`, or "" for floats.
+
+    Raises `StartupError` for any other scheme.
+    """
     scheme = Fields(config).child("quantization_config")
     if scheme is None:
-        return False
-    _require(scheme, "quant_method", "compressed-tensors")
-    _require(scheme, "format", *FORMATS)
+        return ""
+    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq")
+    method = scheme.get("quant_method")
+    if method == "gptq":
+        return _check_gptq(scheme)
+    if method == "awq":
+        return _check_awq(scheme)
+    return _check_compressed_tensors(scheme)
+
+
+def _check_gptq(scheme: Fields) -> str:
+    _require(scheme, "bits", 4)
+    _require(scheme, "desc_act", False, None)
+    _require(scheme, "checkpoint_format", "gptq", "gptq_v2", None)
+    _require(scheme, "pack_dtype", "int32", None)
+    if scheme.get("dynamic") not in (None, {}):
+        raise StartupError(f"{scheme.where}: dynamic is not supported")
+    return "gptq_v2" if scheme.get("checkpoint_format") == "gptq_v2" else "gptq"
+
+
+def _check_awq(scheme: Fields) -> str:
+    _require(scheme, "bits", 4)
+    _require(scheme, "version", "gemm", None)
+    return "awq"
+
+
+def _check_compressed_tensors(scheme: Fields) -> str:
+    _require(scheme, "format", INT8, INT4)
+    is_int8 = scheme.get("format") == INT8
     _require(scheme, "quantization_status", "compressed", None)
     scheme.reject_unless("kv_cache_scheme")
     for name in ("sparsity_config", "transform_config"):
@@ -31,18 +60,35 @@ def has_int8_weights(config: Mapping[str, object]) -> bool:
     for name in groups.values:
         group = groups.child(name)
         if group is not None:
-            _check_group(group)
-    return True
+            _check_targets(group, INT8 if is_int8 else INT4)
+            (_check_int8 if is_int8 else _check_int4)(group)
+    return "int8" if is_int8 else INT4
 
 
-def _check_group(group: Fields) -> None:
+def _check_targets(group: Fields, stored: str) -> None:
     targets = group.get("targets")
     if targets != ["Linear"]:
         raise StartupError(
             f"{group.where}: targets={targets!r} is not supported; only ['Linear'] is"
         )
-    _require(group, "format", *FORMATS, None)
+    _require(group, "format", stored, None)
     group.reject_unless("output_activations")
+
+
+def _check_int4(group: Fields) -> None:
+    """Sizes of groups and zero points are read from the tensors."""
+    group.reject_unless("input_activations")
+    weights = group.child("weights")
+    if weights is None:
+        raise StartupError(f"{group.where}: weights is missing, expected 4-bit integers")
+    _require(weights, "num_bits", 4)
+    _require(weights, "type", "int")
+    _require(weights, "strategy", "group", "channel")
+    _require(weights, "dynamic", False, None)
+    _require(weights, "actorder", None, "static", "weight", False)
+
+
+def _check_int8(group: Fields) -> None:
     weights, inputs = group.child("weights"), group.child("input_activations")
     if weights is None or inputs is None:
         missing = "weights" if weights is None else "input_activations"

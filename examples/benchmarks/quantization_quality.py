@@ -73,10 +73,10 @@ def load(model: str, weights: str, kv_dtype: str, num_slots: int, bits: str = "a
 
 def prompts(options: argparse.Namespace, vocab_size: int) -> list[tuple[int, ...]]:
     """Questions that the built-in model knows, or random ids for any other model."""
-    if (options.model).endswith("builtin"):
+    if (options.original or options.model).endswith("builtin"):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.original or options.model)
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         return [
             tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])

@@ -15,7 +15,8 @@ from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
 from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
-from engine.worker.cpu.linears import linears_of
+from engine.worker.cpu.linears import describe, linears_of
+from engine.worker.cpu.linears.packed import CpuLinears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -76,11 +77,14 @@ class CpuDevice:
         if self.kv_dtype is torch.float16 and not has_half():
             raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
-        preferred = self._preferred(settings, preferred or PreferredFormat())
-        name = preferred.format or "float32"
-        self.linear_format: LinearFormat | None = FORMATS[name] if preferred.converts else None
-        linears = linears_of(name, settings.activation_bits)
-        self.weights = linears[name].description
+        preferred = preferred or PreferredFormat()
+        stored = self._stored(settings, preferred)
+        name = "" if stored else self._format(settings, preferred)
+        self.linear_format: LinearFormat | None = FORMATS[name] if name else None
+        linears = linears_of(*stored or (name,), activation_bits=settings.activation_bits)
+        self.weights = describe([linears[each] for each in stored or (name,)])
+        if stored:  # also for the weights that are floats
+            linears["float32"] = self._linears_of_floats(settings, preferred)
         self._layout = layout_of(linears)
         self._store = PackedStore(linears)
         neighbours = settings.placement.num_local_workers
@@ -102,23 +106,32 @@ class CpuDevice:
     def _is_plain(self) -> bool:
         return self.attentions == (PLAIN_ATTENTION,)
 
-    def _preferred(
-        self, settings: WorkerSettings, of_checkpoint: PreferredFormat
-    ) -> PreferredFormat:
-        """The format of the linears; raises `StartupError` if the settings name an unknown one."""
+    def _stored(self, settings: WorkerSettings, preferred: PreferredFormat) -> tuple[str, ...]:
+        """The quantized formats of the checkpoint, if its weights are computed in as stored."""
+        return preferred.stored if settings.weights == "auto" and not self._is_plain else ()
+
+    def _linears_of_floats(
+        self, settings: WorkerSettings, preferred: PreferredFormat
+    ) -> CpuLinears:
+        name = self._float_format(settings.dtype, preferred)
+        return linears_of(name)[name]
+
+    def _format(self, settings: WorkerSettings, preferred: PreferredFormat) -> str:
+        """What all linears are converted to; raises `StartupError` if the settings name an unknown
+        format."""
         weights = settings.weights
         if weights not in ("auto", *CPU_FORMATS):
             known = ", ".join(("auto", *CPU_FORMATS))
             raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
-        if weights == "auto" and of_checkpoint.format is not None and not self._is_plain:
-            return of_checkpoint
+        if weights == "auto" and preferred.format is not None and not self._is_plain:
+            return preferred.format
         if weights == "auto":
-            weights = self._float_format(settings.dtype, of_checkpoint)
+            weights = self._float_format(settings.dtype, preferred)
         if self._is_plain and weights != "float32":
             raise StartupError(
                 f"weights in {weights} need another attention than {PLAIN_ATTENTION!r}"
             )
-        return PreferredFormat(weights)
+        return weights
 
     def _float_format(self, dtype: str, of_checkpoint: PreferredFormat) -> str:
         """The format of linears whose weights are floats.

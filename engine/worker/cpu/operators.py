@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import elementwise, sampling
-from engine.worker.cpu.linears.packed import PackedLinear
+from engine.worker.cpu.linears.packed import MixedLinear, PackedLinear
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -108,8 +108,13 @@ class NativeOperators:
         return model
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
-        linears, packed = self._store.packed(weights)
-        return PackedLinear(self._pool, linears, packed, bias)
+        """One linear; neighbours of one format are packed together."""
+        parts, first = [], 0
+        for linears, packed in self._store.packed(weights):
+            own_bias = None if bias is None else bias[first : first + packed.outputs]
+            parts.append(PackedLinear(self._pool, linears, packed, own_bias))
+            first += packed.outputs
+        return parts[0] if len(parts) == 1 else MixedLinear(self._pool, parts)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

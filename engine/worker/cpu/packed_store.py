@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from engine.worker.ports import (
     TensorSlice,
     Weight,
     WeightSource,
-    common_format,
+    format_of,
     loaded,
 )
 from engine.worker.weights.packed_cache import source_digest
@@ -83,28 +84,57 @@ class PackedStore:
         """Bytes of packed weights that are pages of a file."""
         return self._file.num_bytes
 
-    def packed(self, weights: Sequence[LinearWeight]) -> tuple[CpuLinears, PackedWeights]:
-        """The weights stacked along out, and the linears that compute with them."""
+    def packed(self, weights: Sequence[LinearWeight]) -> list[tuple[CpuLinears, PackedWeights]]:
+        """The weights stacked along out, and the linears that compute with them.
+
+        Weights of several formats make several linears, each of neighbours of one format.
+        """
         deferred = [weight for weight in weights if isinstance(weight, DeferredWeight)]
-        if len(deferred) < len(weights):
-            return self._pack(weights)[1:]
-        key = " ".join(weight.key for weight in deferred)
-        if (found := self._file.find(key)) is not None:
+        if len(deferred) == len(weights) and (found := self._find(deferred)) is not None:
             for weight in deferred:
                 weight.skip(weight.part.name)
-            return self._linears_of(found.format), _weights_of(found)
-        name, linears, packed = self._pack(weights)
-        self._file.add(key, _entry_of(name, packed))
-        return linears, packed
+            return [(self._linears_of(entry.format), _weights_of(entry)) for entry in found]
+        return [self._pack(run) for run in runs_of_one_format(weights)]
 
-    def _pack(self, weights: Sequence[LinearWeight]) -> tuple[str, CpuLinears, PackedWeights]:
-        parts = [loaded(weight) for weight in weights]
-        name = common_format(parts) or ""
+    def _find(self, weights: Sequence[DeferredWeight]) -> list[PackedEntry] | None:
+        """The entries of the file for these weights, None if it lacks some of them."""
+        found, first = [], 0
+        while first < len(weights):
+            for last in range(len(weights), first, -1):
+                entry = self._file.find(_key(weights[first:last]))
+                if entry is not None:
+                    found.append(entry)
+                    first = last
+                    break
+            else:
+                return None
+        return found
+
+    def _pack(self, run: Sequence[tuple[LinearWeight, Weight]]) -> tuple[CpuLinears, PackedWeights]:
+        """Pack neighbours of one format, and add them to the file unless they cannot be named."""
+        weights = [weight for _, weight in run]
+        name = format_of(weights[0])
         linears = self._linears_of(name)
-        return name, linears, linears.pack(parts, self._pages)
+        packed = linears.pack(weights, self._pages)
+        deferred = [each for each, _ in run if isinstance(each, DeferredWeight)]
+        if len(deferred) == len(run):
+            self._file.add(_key(deferred), _entry_of(name, packed))
+        return linears, packed
 
     def _linears_of(self, name: str) -> CpuLinears:
         return self._linears.get(name, FLOAT32)
+
+
+def runs_of_one_format(
+    weights: Sequence[LinearWeight],
+) -> list[list[tuple[LinearWeight, Weight]]]:
+    """Neighbours whose formats are equal, each weight with itself as it was loaded."""
+    pairs = [(weight, loaded(weight)) for weight in weights]
+    return [list(run) for _, run in groupby(pairs, lambda pair: format_of(pair[1]))]
+
+
+def _key(weights: Sequence[DeferredWeight]) -> str:
+    return " ".join(weight.key for weight in weights)
 
 
 def _entry_of(name: str, packed: PackedWeights) -> PackedEntry:

@@ -272,7 +272,7 @@ def weight_format(
     """The weight format of linear layers; raises `StartupError` if this GPU cannot compute it."""
     own = name_of(dtype)
     if asked == "auto" and preferred is not None and preferred.format is not None:
-        return preferred.format if preferred.converts else STORED
+        return STORED if preferred.stored == (preferred.format,) else preferred.format
     if asked in ("auto", own):
         return own
     if asked not in LINEARS:

@@ -30,6 +30,7 @@ from engine.worker.ports.weights import (
     WeightSource,
     common_format,
     dequantize,
+    format_of,
     loaded,
     name_of,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "as_bytes",
     "common_format",
     "dequantize",
+    "format_of",
     "loaded",
     "name_of",
 ]

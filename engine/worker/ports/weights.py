@@ -83,14 +83,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def common_format(weights: Sequence[Weight]) -> str | None:
-    """The format that all of these weights are in, None if they differ.
+def format_of(weight: Weight) -> str:
+    """The name of a weight's format; for a float tensor, of its dtype."""
+    return name_of(weight.dtype) if isinstance(weight, Tensor) else weight.format
 
-    A float tensor's format is the name of its dtype.
-    """
-    formats = {
-        name_of(weight.dtype) if isinstance(weight, Tensor) else weight.format for weight in weights
-    }
+
+def common_format(weights: Sequence[Weight]) -> str | None:
+    """The format that all of these weights are in, None if they differ."""
+    formats = {format_of(weight) for weight in weights}
     return formats.pop() if len(formats) == 1 else None
 
 
@@ -124,13 +124,14 @@ class LinearFormat(Protocol):
 class PreferredFormat(NamedTuple):
     """What a checkpoint's linears are computed in when the setting `weights` is "auto".
 
-    `format` is a quantized format, None for floats. With `converts` all weights are converted to
-    it; without, each weight stays as it is stored, quantized in this format or float. `floats` is
-    the dtype in which the checkpoint stores its floats, None if it is not one dtype.
+    `stored` are the formats of its quantized weights: a device that computes in all of them leaves
+    each weight as it is stored. Another device converts all weights to `format`, a quantized format
+    or None for floats. `floats` is the dtype in which the checkpoint stores its floats, None if it
+    is not one dtype.
     """
 
     format: str | None = None
-    converts: bool = True
+    stored: tuple[str, ...] = ()
     floats: str | None = None
 
 

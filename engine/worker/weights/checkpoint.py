@@ -29,6 +29,8 @@ from engine.worker.weights.checkpoint_files import (
     QuantizedFiles,
     SafetensorsFiles,
 )
+from engine.worker.weights.formats.int8 import INT8
+from engine.worker.weights.int4_files import Int4Files
 from engine.worker.weights.packed_cache import PackedCache, source_digest
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
@@ -62,11 +64,14 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
             Callable[[Path], CheckpointFiles], load_by_name("adapters.gguf.tensors:GgufTensors")
         )
         return open_gguf(checkpoint)
-    has_quantized = cast(
-        Callable[[Mapping[str, object]], bool],
-        load_by_name("adapters.models.quantization:has_int8_weights"),
+    stored_scheme = cast(
+        Callable[[Mapping[str, object]], str],
+        load_by_name("adapters.models.quantization:stored_scheme"),
     )
-    return QuantizedFiles(checkpoint) if has_quantized(config) else SafetensorsFiles(checkpoint)
+    scheme = stored_scheme(config)
+    if not scheme:
+        return SafetensorsFiles(checkpoint)
+    return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
 
 
 @dataclass(frozen=True, slots=True)

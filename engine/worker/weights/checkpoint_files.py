@@ -146,7 +146,7 @@ class QuantizedFiles(SafetensorsFiles):
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        return PreferredFormat(INT8.name, converts=False)
+        return PreferredFormat(INT8.name, stored=(INT8.name,))
 
     @property
     def names(self) -> Set[str]:

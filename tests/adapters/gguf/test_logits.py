@@ -9,13 +9,14 @@ from torch import Tensor
 
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
-from engine.worker.ports import PreferredFormat
+from engine.worker.ports import PreferredFormat, dequantize
 from tests.checkpoints import LLAMA3_ROPE
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.gguf_files import Gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+WIDER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # blocks of 256
 VARIANTS = [
     *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads"),
     *("mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
@@ -39,25 +40,61 @@ def test_every_family_gives_the_original_logits(tmp_path: Path, variant: str) ->
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+@pytest.mark.parametrize(
+    "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K]
+)
 def test_every_tensor_type_is_dequantized_exactly(tmp_path: Path, kind: Kind) -> None:
     path = tmp_path / "model.gguf"
-    model = Gguf("llama", kind, changes=WIDE).write(path)
+    sizes = WIDER if kind in (Kind.Q4_K, Kind.Q6_K) else WIDE
+    model = Gguf("llama", kind, changes=sizes).write(path)
     assert (found(path, weights="float32") - expected(model)).abs().max() < 1e-4
 
 
-def test_weights_of_few_bits_become_int8_by_default(tmp_path: Path) -> None:
-    few, many = tmp_path / "few.gguf", tmp_path / "many.gguf"
-    model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(few)
-    Gguf("llama", Kind.Q8_0, changes=WIDE).write(many)
-    assert GgufTensors(few).preferred_format == PreferredFormat("int8")
-    assert GgufTensors(many).preferred_format == PreferredFormat()
-    worker = load_worker(few, attention="cpu")
-    assert worker.report.weights.startswith("int8")
-    off = (Driver(worker).logits((0, TOKENS))[0] - expected(model)).abs().max()
-    assert 1e-4 < off < 0.1 * expected(model).abs().max()
-    assert load_worker(few, attention="cpu", weights="float32").report.weights == "float32"
-    assert load_worker(many, attention="cpu").report.weights == "float32"
+def test_the_linears_of_a_mixed_file_are_computed_in_their_own_formats(tmp_path: Path) -> None:
+    """As in files that llama-quantize calls Q4_K_M: some matrices are Q6_K."""
+    path = tmp_path / "model.gguf"
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "attn_output": Kind.Q4_0}
+    model = Gguf("llama", Kind.Q4_K, kinds=kinds, changes=WIDER).write(path)
+    worker = load_worker(path, attention="cpu", activation_bits="14")
+    assert worker.report.weights == "int4+q4_k+q6_k (14-bit activations)"
+    logits = expected(model)
+    assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
+
+
+def test_q8_0_is_computed_as_stored(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("llama", Kind.Q8_0, changes=WIDE).write(path)
+    worker = load_worker(path, attention="cpu")
+    assert worker.report.weights.startswith("q8_0 (")
+    logits = expected(model)
+    assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 0.1 * logits.std()
+    assert load_worker(path, attention="cpu", weights="float32").report.weights == "float32"
+
+
+def test_the_format_that_auto_chooses_for_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def preferred(variant: str, kind: Kind, **sizes: int) -> PreferredFormat:
+        Gguf(variant, kind, changes=sizes).write(path)
+        return GgufTensors(path).preferred_format
+
+    assert preferred("llama", Kind.Q4_0, **WIDE) == PreferredFormat("int8", ("int4",))
+    assert preferred("llama", Kind.Q8_0, **WIDE) == PreferredFormat(None, ("q8_0",))
+    assert preferred("gpt2", Kind.Q4_0, n_embd=64) == PreferredFormat("int8")
+    assert preferred("llama", Kind.F16) == PreferredFormat()
+    assert preferred("llama", Kind.BF16) == PreferredFormat(floats="bfloat16")
+
+
+def test_a_slice_of_columns_is_stored_only_if_it_has_whole_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("llama", Kind.Q4_0, changes=WIDE).write(path)
+    name, rows = "model.layers.1.mlp.down_proj.weight", slice(3, 9)
+    whole = dict(model.named_parameters())[name]
+    tensors = GgufTensors(path)
+    for columns, is_stored in ((slice(32, 96), True), (slice(0, 48), False)):
+        part = tensors.read(name, (rows, columns))
+        assert isinstance(part, Tensor) != is_stored
+        assert torch.equal(dequantize(part), whole[rows, columns])
 
 
 def test_a_llama_file_with_a_sliding_window_is_a_mistral_model(tmp_path: Path) -> None:
@@ -93,7 +130,7 @@ def test_slices_of_interleaved_rows_equal_those_of_the_whole_tensor(
     projection = model.model.layers[1].self_attn.q_proj
     tensors, part = GgufTensors(path), slice(rows.start, rows.stop)
     for kind, whole in (("weight", projection.weight), ("bias", projection.bias)):
-        read = tensors.read(f"model.layers.1.self_attn.q_proj.{kind}", (part,))
+        read = dequantize(tensors.read(f"model.layers.1.self_attn.q_proj.{kind}", (part,)))
         assert torch.equal(read, whole[part])
 
 

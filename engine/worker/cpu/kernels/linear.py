@@ -146,6 +146,8 @@ class InputOperands(ctypes.Structure):
     y: int
     padded: int
     scale: int  # float32 [rows], or 0
+    group: int  # inputs whose sum stands before them in y; 1: none
+    middle: int  # sums are int32 times -middle; 0: sums are float32
     rows: int
     rows_per_chunk: int
 

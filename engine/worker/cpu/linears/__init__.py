@@ -1,16 +1,20 @@
 """Linear layers of the CPU, by the format of their weights as in the setting `weights`."""
 
+from collections.abc import Sequence
+
 from engine.errors import StartupError
 from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
-from engine.worker.cpu.linears import int4, int8
+from engine.worker.cpu.linears import int8
 from engine.worker.cpu.linears.floats import BFLOAT16, FLOAT32
+from engine.worker.cpu.linears.grouped import grouped_linears
 from engine.worker.cpu.linears.packed import CpuLinears
+from engine.worker.weights.formats import LAYOUTS
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")
+FORMATS = ("float32", "bfloat16", "int8", "int4")  # that any weights may be converted to
 
 
-def linears_of(name: str, activation_bits: str = "auto") -> dict[str, CpuLinears]:
-    """Float32 linears and those of the format `name`, which may be any of `FORMATS`.
+def linears_of(*formats: str, activation_bits: str = "auto") -> dict[str, CpuLinears]:
+    """Float32 linears and those of `formats`, which are names in `FORMATS` or `LAYOUTS`.
 
     `activation_bits` is the width of the inputs of quantized weights: "auto", "8" or "14". Raises
     `StartupError` if it is unknown or the CPU lacks VNNI.
@@ -21,11 +25,22 @@ def linears_of(name: str, activation_bits: str = "auto") -> dict[str, CpuLinears
         )
     if activation_bits == "8" and not HAS_VNNI:
         raise StartupError("--activation-bits '8' needs a CPU with VNNI; use auto or 14")
-    has_8_bits = HAS_VNNI and activation_bits != "14"
+    bits = 8 if HAS_VNNI and activation_bits != "14" else 14
+    return {name: _linears(name, bits) for name in dict.fromkeys(("float32", *formats))}
+
+
+def _linears(name: str, activation_bits: int) -> CpuLinears:
+    if name in LAYOUTS:
+        return grouped_linears(LAYOUTS[name], activation_bits)
     known: dict[str, CpuLinears] = {
         "float32": FLOAT32,
         "bfloat16": BFLOAT16,
-        "int8": int8.WITH_8_BITS if has_8_bits else int8.WITH_14_BITS,
-        "int4": int4.WITH_8_BITS if has_8_bits else int4.WITH_14_BITS,
+        "int8": int8.WITH_8_BITS if activation_bits == 8 else int8.WITH_14_BITS,
     }
-    return {each: known[each] for each in FORMATS if each in ("float32", name)}
+    return known[name]
+
+
+def describe(linears: Sequence[CpuLinears]) -> str:
+    """As reports show them: "int4+q6_k (8-bit activations, VNNI)"."""
+    parts = [each.description.partition(" ") for each in linears]
+    return "+".join(name for name, _, _ in parts) + (f" {parts[0][2]}" if parts[0][2] else "")

@@ -54,6 +54,7 @@ class InputFormat:
     is_quantized: bool = True  # with a scale per row
     group: int = 1  # inputs that are converted together
     group_items: int = 1  # items of `dtype` that a group becomes
+    middle: int = 0  # what the sum of each group is multiplied by, as in `InputOperands`
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,11 @@ class PackedLinear:
         self._bias = torch.zeros(weights.outputs) if bias is None else bias
         self._inputs = inputs = linears.inputs
         self._convert = (
-            None if inputs is None else KernelCall(pool, inputs.convert, InputOperands())
+            None
+            if inputs is None
+            else KernelCall(
+                pool, inputs.convert, InputOperands(group=inputs.group, middle=inputs.middle)
+            )
         )
         operands = LinearOperands(
             weight=weights.packed.data_ptr(),
@@ -114,20 +119,28 @@ class PackedLinear:
         self._linear = KernelCall(pool, linears.kernel, operands)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)
 
+    @property
+    def outputs(self) -> int:
+        return self._weights.outputs
+
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = self._pool.empty("linear", (len(x), self.outputs)) if add_to is None else add_to
+        self.write(x, y, adds=add_to is not None)
+        return y
+
+    def write(self, x: Tensor, y: Tensor, *, adds: bool) -> None:
+        """Write the result to y, or add it to y; y may be some columns of a wider tensor."""
         rows, outputs, call = len(x), self._weights.outputs, self._linear.operands
         converted: list[Tensor] = []
         if self._inputs is None or self._convert is None:
             call.x, call.x_stride = x.data_ptr(), x.stride(0) * x.itemsize
         else:
             converted = self._convert_inputs(x, self._inputs, self._convert)
-        y = self._pool.empty("linear", (rows, outputs)) if add_to is None else add_to
         call.columns = self._columns(rows)
         call.y, call.y_stride = y.data_ptr(), y.stride(0)
-        call.rows, call.adds = rows, add_to is not None
+        call.rows, call.adds = rows, adds
         self._linear(-(-outputs // call.columns))
         del converted  # not before the kernel has read it
-        return y
 
     def _convert_inputs(
         self, x: Tensor, inputs: InputFormat, convert: KernelCall[InputOperands]
@@ -147,3 +160,20 @@ class PackedLinear:
             converted.append(scale)
         convert.over_rows(rows)
         return converted
+
+
+class MixedLinear:
+    """A linear whose outputs are those of several linears over the same inputs, side by side."""
+
+    def __init__(self, pool: ThreadPool, parts: Sequence[PackedLinear]) -> None:
+        self._pool = pool
+        self._parts = parts
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        outputs = sum(part.outputs for part in self._parts)
+        y = self._pool.empty("linear", (len(x), outputs)) if add_to is None else add_to
+        first = 0
+        for part in self._parts:
+            part.write(x, y[:, first : first + part.outputs], adds=add_to is not None)
+            first += part.outputs
+        return y

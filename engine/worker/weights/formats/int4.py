@@ -1,65 +1,57 @@
-"""int4 weights: 16 steps, with one float16 scale for each 32 inputs of an output channel.
+"""int4 weights: 16 steps, with float16 scales for each 32, 64 or 128 inputs of an output channel.
 
-The numbers are those of llama.cpp's Q4_0: `scale * (nibble - 8)`, nibbles from 0 to 15.
+The numbers of `--weights int4` are those of llama.cpp's Q4_0: `scale * (nibble - 8)`, nibbles from
+0 to 15, in groups of 32. GPTQ and AWQ checkpoints may have zero points and larger groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from engine.worker.ports import Weight, dequantize
+from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups
 
 GROUP = 32  # inputs with one scale
 MIDDLE = 8  # the nibble that stands for 0
 ELEMENTS_AT_ONCE = 1 << 16  # that are quantized together, in cache
-SCALES = "_scales"  # suffix of the scales in a quantized cache
+SCALES, ZEROS = "_scales", "_zeros"  # suffixes in a quantized cache
 # Of these fractions of a group's largest weight, the one with the least squared error is its range.
 FRACTIONS = (1.1, 1.05, 1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.8)
 
-
-class Int4Weight(NamedTuple):
-    """A `QuantizedWeight` `[out, in]`; both tensors are padded to whole groups of inputs."""
-
-    nibbles: Tensor  # uint8 [out, in / 2]: inputs 2i in the low bits, 2i + 1 in the high bits
-    scales: Tensor  # float16 [out, in / 32]
-    inputs: int
-
-    @property
-    def format(self) -> str:
-        return INT4.name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.nibbles), self.inputs))
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return MappingProxyType({"": self.nibbles, SCALES: self.scales})
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.nibbles), function(self.scales), self.inputs)
-
-    def rows(self, rows: slice) -> Self:
-        return type(self)(self.nibbles[rows], self.scales[rows], self.inputs)
-
-    @property
-    def steps(self) -> Tensor:
-        """The nibbles as int8 `[out, padded in]`, 0 to 15."""
-        pairs = torch.stack((self.nibbles & 15, self.nibbles >> 4), dim=2)
-        return pairs.flatten(1).to(torch.int8)
-
-    def dequantize(self) -> Tensor:
-        values = (self.steps - MIDDLE).view(*self.scales.shape, GROUP).to(torch.float32)
-        values *= self.scales.to(torch.float32)[:, :, None]
-        return values.flatten(1)[:, : self.inputs]
+SYMMETRIC = {
+    32: GroupLayout("int4", 32, 4, MIDDLE),
+    64: GroupLayout("int4_64", 64, 4, MIDDLE),
+    128: GroupLayout("int4_128", 128, 4, MIDDLE),
+}
+WITH_ZEROS = {
+    group: GroupLayout(f"uint4_{group}", group, 4, 0, has_zeros=True) for group in SYMMETRIC
+}
 
 
-def quantize(weight: Weight) -> Int4Weight:
+def int4_weight(
+    nibbles: Tensor, scales: Tensor, inputs: int, group: int = GROUP, zeros: Tensor | None = None
+) -> GroupedWeight:
+    """A weight of these tensors, all of them padded to whole groups of inputs.
+
+    `nibbles` is uint8 `[out, in / 2]` with input 2i in the low bits and 2i + 1 in the high bits,
+    `scales` is float16 `[out, groups]`, `zeros` is int8 `[out, groups]`.
+    """
+    layout = SYMMETRIC[group] if zeros is None else WITH_ZEROS[group]
+    tensors = {"": nibbles, SCALES: scales} | ({} if zeros is None else {ZEROS: zeros})
+    return GroupedWeight(layout, MappingProxyType(tensors), inputs, _unpack)
+
+
+def _unpack(tensors: Mapping[str, Tensor]) -> Groups:
+    nibbles = tensors[""]
+    steps = torch.stack((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
+    return Groups(steps, tensors[SCALES], zeros=tensors.get(ZEROS))
+
+
+def quantize(weight: Weight) -> GroupedWeight:
     """The weight in int4, each element rounded to the nearest step of its group."""
-    if isinstance(weight, Int4Weight):
+    if isinstance(weight, GroupedWeight) and weight.layout == SYMMETRIC[GROUP]:
         return weight
     floats = dequantize(weight)
     outputs, inputs = floats.shape
@@ -74,7 +66,7 @@ def quantize(weight: Weight) -> Int4Weight:
         steps, scales[here] = _quantize_groups(rows.view(-1, groups, GROUP))
         steps = steps.flatten(1)
         nibbles[here] = steps[:, ::2] | (steps[:, 1::2] << 4)
-    return Int4Weight(nibbles, scales, inputs)
+    return int4_weight(nibbles, scales, inputs)
 
 
 def _quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,10 +98,10 @@ class Int4Format:
     bits = 4 + 16 / GROUP
     is_cached = True
 
-    def convert(self, weight: Weight) -> Int4Weight:
+    def convert(self, weight: Weight) -> GroupedWeight:
         return quantize(weight)
 
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Int4Weight | None:
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> GroupedWeight | None:
         nibbles, scales = tensors.get(""), tensors.get(SCALES)
         if nibbles is None or scales is None:
             return None
@@ -118,7 +110,7 @@ class Int4Format:
         is_right = nibbles.shape == (outputs, groups * GROUP // 2)
         if not is_int4 or not is_right or scales.shape != (outputs, groups):
             return None
-        return Int4Weight(nibbles, scales, shape[1])
+        return int4_weight(nibbles, scales, shape[1])
 
 
 INT4 = Int4Format()

@@ -26,7 +26,7 @@ CPUS = {  # Numba's CPU name and features
     "avx512_vnni": ("cascadelake", f"{AVX512},+avx512vnni"),
     "avx512_bf16": ("cooperlake", f"{AVX512},+avx512vnni,+avx512bf16"),
 }
-KERNEL_TESTS = ("operators", "bfloat16", "int8", "int4", "attention", "kernel_graph")
+KERNEL_TESTS = ("operators", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph")
 INSTRUCTIONS = """
 from numba import cfunc
 from engine.worker.cpu.build import KERNEL

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from engine.worker.cpu.kernels.int8_linear import MAX_8_BITS, MAX_14_BITS
 from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
-from engine.worker.cpu.linears.int4 import WITH_8_BITS, WITH_14_BITS, Int4Linears
+from engine.worker.cpu.linears.grouped import GroupedLinears, grouped_linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import dequantize
-from engine.worker.weights.formats.int4 import GROUP, INT4, quantize
+from engine.worker.weights.formats.int4 import GROUP, INT4, SCALES, SYMMETRIC, quantize
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 
@@ -24,15 +24,14 @@ VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU wit
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 
 
-@pytest.fixture(scope="module", params=[WITH_14_BITS, WITH_8_BITS], ids=["14_bits", "8_bits"])
-def linears(request: pytest.FixtureRequest) -> Int4Linears:
+@pytest.fixture(scope="module", params=[14, 8], ids=["14_bits", "8_bits"])
+def linears(request: pytest.FixtureRequest) -> GroupedLinears:
     """Both run on every CPU; the widths without an instruction run in plain vectors."""
-    found: Int4Linears = request.param
-    return found
+    return grouped_linears(SYMMETRIC[GROUP], request.param)
 
 
 @pytest.fixture(scope="module")
-def operators(linears: Int4Linears) -> NativeOperators:
+def operators(linears: GroupedLinears) -> NativeOperators:
     return NativeOperators(NativeThreadPool(2), PackedStore({"float32": linears, "int4": linears}))
 
 
@@ -51,7 +50,7 @@ def quantized_rows(x: Tensor, steps: int) -> Tensor:
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 64, 65])
 def test_a_linear_multiplies_quantized_inputs_by_quantized_weights(
-    operators: NativeOperators, linears: Int4Linears, rows: int, inputs: int, outputs: int
+    operators: NativeOperators, linears: GroupedLinears, rows: int, inputs: int, outputs: int
 ) -> None:
     x, weight, bias = noise(rows, inputs), noise(outputs, inputs, seed=1), noise(outputs, seed=2)
     start = noise(rows, outputs, seed=3)
@@ -95,7 +94,7 @@ def test_the_quantization_error_is_at_most_one_step() -> None:
     """Half a step, but for weights near the end of the range that has 7 steps only."""
     weight = noise(70, 100) * torch.logspace(-2, 2, 70)[:, None]
     found = quantize(weight)
-    steps = found.scales.float().abs().repeat_interleave(GROUP, dim=1)[:, :100]
+    steps = found.tensors[SCALES].float().abs().repeat_interleave(GROUP, dim=1)[:, :100]
     error = (dequantize(found) - weight).abs()
     largest = weight.abs().amax(dim=1, keepdim=True)
     assert (error <= steps * 1.001 + 0.25 * largest).all()
@@ -122,7 +121,7 @@ def test_the_tensors_of_a_weight_load_as_the_same_weight() -> None:
     assert found is not None
     assert torch.equal(dequantize(found), dequantize(weight))
     assert INT4.load(weight.tensors, (12, 80)) is None
-    assert INT4.load({"": weight.nibbles}, (12, 40)) is None
+    assert INT4.load({"": weight.tensors[""]}, (12, 40)) is None
 
 
 @pytest.mark.parametrize(("bits", "bound"), [("14", 0.01), pytest.param("8", 0.4, marks=VNNI)])

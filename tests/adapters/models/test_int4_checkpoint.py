@@ -1,0 +1,245 @@
+"""Checkpoints of packed int4 weights: compressed-tensors' `pack-quantized`, GPTQ and AWQ."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import StartupError
+from engine.worker.ports import dequantize
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.int4_files import Int4Files
+from tests.checkpoints import make_checkpoint, make_model
+from tests.engine.worker.process.driving import Driver, load_worker
+
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word, from the lowest bits on
+PACK_QUANTIZED: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "dynamic": False,
+                "group_size": 64,
+                "num_bits": 4,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 64,
+    "version": "gemm",
+    "zero_point": True,
+}
+
+
+class Steps(NamedTuple):
+    """A matrix rounded to 16 steps in each group."""
+
+    steps: Tensor  # [out, in], 0 to 15
+    scales: Tensor  # [out, groups]
+    zeros: Tensor  # [out, groups]
+
+    @property
+    def weight(self) -> Tensor:
+        groups = self.steps.unflatten(1, (self.scales.shape[1], -1))
+        return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+
+
+def rounded(weight: Tensor, group: int, *, is_symmetric: bool) -> Steps:
+    groups = weight.float().unflatten(1, (-1, group))
+    if is_symmetric:
+        scales = groups.abs().amax(dim=2) / 7
+        zeros = torch.full_like(scales, 8)
+    else:
+        low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+        scales = (high - low) / 15
+        zeros = (-low / scales).round()
+    scales = scales.half().float()
+    steps = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return Steps(steps.flatten(1), scales, zeros)
+
+
+def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight neighbours in an int32, in this order from the lowest bits on."""
+    fields = numbers.long().unflatten(1, (-1, 8))[:, :, list(order)]
+    whole = (fields << (4 * torch.arange(8))).sum(dim=2)
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32).contiguous()
+
+
+def compressed(found: Steps, stem: str, *, is_symmetric: bool) -> dict[str, Tensor]:
+    tensors = {
+        f"{stem}.weight_packed": words(found.steps),
+        f"{stem}.weight_scale": found.scales.to(torch.float16).contiguous(),
+        f"{stem}.weight_shape": torch.tensor(found.steps.shape),
+    }
+    if not is_symmetric:
+        tensors[f"{stem}.weight_zero_point"] = words(found.zeros.t()).t().contiguous()
+    return tensors
+
+
+def gptq(found: Steps, stem: str, offset: int = 1) -> dict[str, Tensor]:
+    groups = found.steps.shape[1] // found.scales.shape[1]
+    return {
+        f"{stem}.qweight": words(found.steps).t().contiguous(),
+        f"{stem}.qzeros": words((found.zeros.t() - offset) % 16),
+        f"{stem}.scales": found.scales.t().half().contiguous(),
+        f"{stem}.g_idx": torch.arange(found.steps.shape[1], dtype=torch.int32) // groups,
+    }
+
+
+def awq(found: Steps, stem: str) -> dict[str, Tensor]:
+    return {
+        f"{stem}.qweight": words(found.steps.t(), AWQ_OUTPUTS),
+        f"{stem}.qzeros": words(found.zeros.t(), AWQ_OUTPUTS),
+        f"{stem}.scales": found.scales.t().half().contiguous(),
+    }
+
+
+def write(
+    directory: Path, kind: str = "pack-quantized", group: int = 64, scheme: Any = None
+) -> Any:
+    """Write a checkpoint with int4 linears; returns the dequantized model.
+
+    `kind` is "pack-quantized" (symmetric), "asymmetric", "gptq", "gptq_v2" or "awq".
+    """
+    path = make_checkpoint(directory, "llama", **SIZES) / "model.safetensors"
+    model = make_model("llama", **SIZES)
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        is_symmetric = kind == "pack-quantized"
+        width = tensor.shape[1] if group == -1 else group
+        found = rounded(tensor, width, is_symmetric=is_symmetric)
+        parameters[name].data.copy_(found.weight)
+        stem = name.removesuffix(".weight")
+        if kind in ("gptq", "gptq_v2"):
+            tensors |= gptq(found, stem, offset=int(kind == "gptq"))
+        elif kind == "awq":
+            tensors |= awq(found, stem)
+        else:
+            tensors |= compressed(found, stem, is_symmetric=is_symmetric)
+    save_file(tensors, path)
+    schemes = {"gptq": GPTQ, "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"}, "awq": AWQ}
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = scheme or schemes.get(kind, PACK_QUANTIZED)
+    (directory / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "layout"),
+    [
+        ("pack-quantized", 128, "int4_128"),
+        ("pack-quantized", 32, "int4"),
+        ("pack-quantized", -1, "int4_128"),
+        ("asymmetric", 64, "uint4_64"),
+        ("gptq", 128, "uint4_128"),
+        ("gptq_v2", 64, "uint4_64"),
+        ("awq", 64, "uint4_64"),
+    ],
+)
+def test_logits_are_those_of_the_dequantized_model(
+    tmp_path: Path, kind: str, group: int, layout: str
+) -> None:
+    """Its weights are computed in as stored; what is left is the error of the inputs."""
+    model = write(tmp_path, kind, group)
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS])).logits[0, -1]
+    worker = load_worker(tmp_path, attention="cpu", activation_bits="14")
+    assert worker.report.weights == f"{layout} (14-bit activations)"
+    found = Driver(worker).logits((0, TOKENS))[0]
+    assert (found - expected).abs().max() < 5e-3 * expected.std()
+    plain = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
+    assert (plain.logits((0, TOKENS))[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["pack-quantized", "gptq", "awq"])
+def test_slices_of_a_matrix_are_those_of_the_whole(tmp_path: Path, kind: str) -> None:
+    model = write(tmp_path, kind)
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = dict(model.named_parameters())[name].detach()
+    files = Int4Files(tmp_path, kind)
+    assert files.shape(name) == tuple(whole.shape)
+    for columns, is_stored in ((slice(64, 256), True), (slice(96, 256), False)):
+        part = files.read(name, (slice(8, 40), columns))
+        assert isinstance(part, Tensor) != is_stored
+        torch.testing.assert_close(dequantize(part), whole[8:40, columns])
+
+
+CHANGES: list[tuple[dict[str, Any], str, object]] = [
+    (GPTQ, "bits", 8),
+    (GPTQ, "desc_act", True),
+    (GPTQ, "checkpoint_format", "marlin"),
+    (GPTQ, "dynamic", {"-:.*down.*": {}}),
+    (AWQ, "bits", 3),
+    (AWQ, "version", "gemv"),
+]
+WEIGHTS: list[tuple[str, object]] = [
+    ("num_bits", 8),
+    ("type", "float"),
+    ("strategy", "tensor"),
+    ("dynamic", True),
+    ("actorder", "group"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "field", "value"), CHANGES)
+def test_the_error_for_another_scheme_names_the_field(
+    tmp_path: Path, scheme: dict[str, Any], field: str, value: object
+) -> None:
+    write(tmp_path, scheme={**scheme, field: value})
+    with pytest.raises(StartupError, match=rf"quantization_config.*{field}"):
+        Checkpoint.open(str(tmp_path))
+
+
+@pytest.mark.parametrize(("field", "value"), WEIGHTS)
+def test_the_error_for_other_int4_weights_names_the_field(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    scheme = json.loads(json.dumps(PACK_QUANTIZED))
+    scheme["config_groups"]["group_0"]["weights"][field] = value
+    write(tmp_path, scheme=scheme)
+    with pytest.raises(StartupError, match=rf"quantization_config.*weights.*{field}"):
+        Checkpoint.open(str(tmp_path))
+
+
+def test_inputs_ordered_by_activation_are_rejected(tmp_path: Path) -> None:
+    write(tmp_path, "gptq")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.g_idx"
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, path)
+    with pytest.raises(StartupError, match=r"up_proj\.weight: \.g_idx orders inputs"):
+        Int4Files(tmp_path, "gptq").shape("model.layers.0.mlp.up_proj.weight")
+
+
+def test_packed_steps_without_scales_are_rejected(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(tensors, path)
+    with pytest.raises(StartupError, match=r"k_proj\.weight_scale is missing"):
+        load_worker(tmp_path)
