@@ -107,17 +107,8 @@ class LinearFormat(Protocol):
         """Per matrix element, its share of the scales included."""
         ...
 
-    @property
-    def is_cached(self) -> bool:
-        """Whether converted weights are written to the cache directory for the next start."""
-        ...
-
     def convert(self, weight: Weight) -> Weight:
         """The weight in this format; a weight that already has it is returned unchanged."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight | None:
-        """The weight that `QuantizedWeight.tensors` gave; None if it is not one of this shape."""
         ...
 
 

@@ -1,6 +1,5 @@
 """Float weights: tensors in one dtype."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ class FloatFormat:
     """The `LinearFormat` of one float dtype; quantized weights are dequantized."""
 
     dtype: torch.dtype
-    is_cached: bool = False
 
     @property
     def name(self) -> str:
@@ -26,7 +24,3 @@ class FloatFormat:
 
     def convert(self, weight: Weight) -> Tensor:
         return dequantize(weight).to(self.dtype)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor | None:
-        found = tensors.get("")
-        return found if found is not None and found.shape == shape else None

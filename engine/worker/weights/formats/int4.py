@@ -16,7 +16,7 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Gr
 GROUP = 32  # inputs with one scale
 MIDDLE = 8  # the nibble that stands for 0
 ELEMENTS_AT_ONCE = 1 << 16  # that are quantized together, in cache
-SCALES, ZEROS = "_scales", "_zeros"  # suffixes in a quantized cache
+SCALES, ZEROS = "_scales", "_zeros"  # names in `GroupedWeight.tensors`
 # Of these fractions of a group's largest weight, the one with the least squared error is its range.
 FRACTIONS = (1.1, 1.05, 1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.8)
 
@@ -96,21 +96,9 @@ class Int4Format:
 
     name = "int4"
     bits = 4 + 16 / GROUP
-    is_cached = True
 
     def convert(self, weight: Weight) -> GroupedWeight:
         return quantize(weight)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> GroupedWeight | None:
-        nibbles, scales = tensors.get(""), tensors.get(SCALES)
-        if nibbles is None or scales is None:
-            return None
-        outputs, groups = shape[0], -(-shape[1] // GROUP)
-        is_int4 = nibbles.dtype == torch.uint8 and scales.dtype == torch.float16
-        is_right = nibbles.shape == (outputs, groups * GROUP // 2)
-        if not is_int4 or not is_right or scales.shape != (outputs, groups):
-            return None
-        return int4_weight(nibbles, scales, shape[1])
 
 
 INT4 = Int4Format()

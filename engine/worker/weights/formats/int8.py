@@ -11,7 +11,7 @@ from engine.worker.ports import Weight
 
 MAX_INT8 = 127  # quantized values lie in [-127, 127]
 ROWS_AT_ONCE = 4096  # output channels that are quantized together
-SCALES = "_scales"  # suffix of the scales in a quantized cache
+SCALES = "_scales"  # name in `Int8Weight.tensors`
 
 
 class Int8Weight(NamedTuple):
@@ -63,18 +63,9 @@ class Int8Format:
 
     name = "int8"
     bits = 8.0
-    is_cached = True
 
     def convert(self, weight: Weight) -> Int8Weight:
         return quantize(weight)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Int8Weight | None:
-        values, scales = tensors.get(""), tensors.get(SCALES)
-        if values is None or scales is None:
-            return None
-        is_int8 = values.dtype == torch.int8 and scales.dtype == torch.float32
-        is_right = is_int8 and values.shape == shape and scales.shape == shape[:1]
-        return Int8Weight(values, scales) if is_right else None
 
 
 INT8 = Int8Format()

@@ -14,7 +14,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import dequantize
-from engine.worker.weights.formats.int4 import GROUP, INT4, SCALES, SYMMETRIC, quantize
+from engine.worker.weights.formats.int4 import GROUP, SCALES, SYMMETRIC, quantize
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 
@@ -113,15 +113,6 @@ def test_some_rows_are_those_rows_of_the_whole() -> None:
     part = whole.rows(slice(3, 9))
     assert part.shape == (6, 40)
     assert torch.equal(dequantize(part), dequantize(whole)[3:9])
-
-
-def test_the_tensors_of_a_weight_load_as_the_same_weight() -> None:
-    weight = quantize(noise(12, 40))
-    found = INT4.load(weight.tensors, (12, 40))
-    assert found is not None
-    assert torch.equal(dequantize(found), dequantize(weight))
-    assert INT4.load(weight.tensors, (12, 80)) is None
-    assert INT4.load({"": weight.tensors[""]}, (12, 40)) is None
 
 
 @pytest.mark.parametrize(("bits", "bound"), [("14", 0.01), pytest.param("8", 0.4, marks=VNNI)])

@@ -9,7 +9,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import dequantize
-from engine.worker.weights.formats.int8 import INT8, MAX_INT8, ROWS_AT_ONCE, Int8Weight, quantize
+from engine.worker.weights.formats.int8 import MAX_INT8, ROWS_AT_ONCE, Int8Weight, quantize
 from tests.engine.worker.cpu.int8_operators import int8_operators
 
 
@@ -41,16 +41,6 @@ def test_some_rows_are_those_rows_of_the_whole() -> None:
     part = whole.rows(slice(3, 9))
     assert part.shape == (6, 20)
     assert torch.equal(dequantize(part), dequantize(whole)[3:9])
-
-
-def test_the_tensors_of_a_weight_load_as_the_same_weight() -> None:
-    weight = quantize(noise(12, 20))
-    found = INT8.load(weight.tensors, (12, 20))
-    assert found is not None
-    assert torch.equal(dequantize(found), dequantize(weight))
-    assert INT8.load(weight.tensors, (20, 12)) is None
-    assert INT8.load({"": weight.values}, (12, 20)) is None
-    assert INT8.load(dict(weight.tensors) | {"": noise(12, 20)}, (12, 20)) is None
 
 
 # Largest error of a sum of 40 products where the weights are exact: only the activations are
