@@ -21,7 +21,7 @@ CASES = [
     pytest.param(
         name,
         bits,
-        marks=[] if name in SOME and bits == FASTEST else pytest.mark.process,
+        marks=[] if (name in SOME and bits == FASTEST) or name == "int4" else pytest.mark.process,
         id=f"{name}-{bits}_bits",
     )
     for name in LAYOUTS

@@ -27,6 +27,8 @@ CPUS = {  # Numba's CPU name and features
     "avx512_bf16": ("cooperlake", f"{AVX512},+avx512vnni,+avx512bf16"),
 }
 KERNEL_TESTS = ("operators", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph")
+# Without the layouts of weights whose parts other ones have too.
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not process")
 INSTRUCTIONS = """
 from numba import cfunc
 from engine.worker.cpu.build import KERNEL
@@ -96,7 +98,7 @@ def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
     tests = [str(here / f"test_{name}.py") for name in KERNEL_TESTS]
     emulated = [] if "vnni" in cpu else ["-k", "not 8_bits"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *emulated, *tests],
+        [*PYTEST, *emulated, *tests],
         env=environment_of(cpu),
         cwd=Path(__file__).parents[4],
         capture_output=True,
