@@ -4,6 +4,7 @@ A row of a tensor is a run of blocks. Layouts of their bytes are those of `ggml-
 llama.cpp.
 """
 
+# mypy: disable-error-code="no-untyped-call"
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType

@@ -4,6 +4,7 @@ Each matrix is three tensors: packed steps of 0 to 15, scales of groups of input
 packed too; a symmetric matrix may have none.
 """
 
+# mypy: disable-error-code="no-untyped-call"
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,8 @@ def _unpack(words: Tensor) -> Tensor:
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    return _unpack(words).unflatten(1, (-1, PER_WORD))[:, :, AWQ_ORDER].flatten(1).t()
+    by_word: Tensor = _unpack(words).unflatten(1, (-1, PER_WORD))
+    return by_word[:, :, AWQ_ORDER].flatten(1).t()
 
 
 class PackedScheme(NamedTuple):

@@ -261,7 +261,7 @@ class _Tile:
 
     def _add_inputs(self, steps_at, lines, inputs):
         """Multiply `inputs` inputs into the sums of a group."""
-        builder, words = self.builder, {}
+        builder, words = self.builder, dict[tuple[Plane, int, int], ir.Value]()
         for number in range(inputs // self.steps.inputs):
             vectors = [self._steps(steps_at, words, number, v) for v in range(VECTORS)]
             for line, row in zip(lines, self.sums, strict=True):

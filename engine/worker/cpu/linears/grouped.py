@@ -1,5 +1,6 @@
 """Linears with weights in groups of inputs that share a scale, and quantized inputs."""
 
+# mypy: disable-error-code="no-untyped-call"
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -10,6 +10,7 @@ from engine.worker.cpu.linears.grouped import grouped_linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.ports import Weight
 from engine.worker.weights.formats import LAYOUTS
 from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups
 
@@ -95,7 +96,7 @@ def test_a_row_with_nan_or_infinity_gives_no_finite_number(value: float) -> None
 def test_weights_of_several_formats_make_one_linear() -> None:
     formats = {name: grouped_linears(LAYOUTS[name], FASTEST) for name in ("q4_k", "q6_k")}
     operators = NativeOperators(NativeThreadPool(2), PackedStore(dict(formats)))
-    parts = [
+    parts: list[Weight] = [
         random_weight(LAYOUTS["q4_k"], 40, 512),
         random_weight(LAYOUTS["q4_k"], 3, 512),
         random_weight(LAYOUTS["q6_k"], 50, 512),
