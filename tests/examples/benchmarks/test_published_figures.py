@@ -258,6 +258,20 @@ def quality_of_int8_weights() -> list[str]:
     return rows
 
 
+def quality_of_gguf_files() -> list[str]:
+    """The table of files computed as stored in adapters/models/README.md."""
+    found = read("accuracy/gguf.json")
+    rows = []
+    for name, built_in in found["built-in"].items():
+        alone, stored = built_in["weights alone"], built_in["as stored"]
+        others = found["M110"][name]
+        assert others["14-bit activations"] < 1e-6
+        cells = [name, f"{alone['mean']:.1e} nats", f"{stored['mean']:.1e}"]
+        cells += [f"{100 * stored['same']:.1f} %", f"{others['8-bit activations']:.1e}"]
+        rows.append("| " + " | ".join([*cells, f"{others['llama-server']:.1e}"]) + " |")
+    return rows
+
+
 def linear_formats() -> list[str]:
     """The second table of engine/README.md."""
     found = read("linear_formats/amd_zen5_1_core.json")["milliseconds_by_rows"]
@@ -295,6 +309,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (PAGE, quality),
     (ROOT / "engine" / "README.md", quality_of_int8_weights),
     (ROOT / "engine" / "README.md", linear_formats),
+    (ROOT / "adapters" / "models" / "README.md", quality_of_gguf_files),
 ]
 
 
