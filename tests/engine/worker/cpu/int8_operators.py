@@ -7,5 +7,5 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 
 
 def int8_operators(pool: NativeThreadPool, linears: Int8Linears = FASTEST) -> NativeOperators:
-    """All linears in int8, unless some of their weights are floats and some are not."""
+    """All linears in int8: float weights are quantized."""
     return NativeOperators(pool, PackedStore({"float32": linears, "int8": linears}))

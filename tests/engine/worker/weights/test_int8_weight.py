@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.worker.cpu.linears.int8 import WITH_8_BITS, WITH_14_BITS
 from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import dequantize
@@ -54,7 +55,8 @@ def operators_of(activations: str) -> TorchOperators | NativeOperators:
     pool = NativeThreadPool(1)
     if activations == "float32":
         return NativeOperators(pool)
-    return int8_operators(pool, WITH_8_BITS if activations == "8" else WITH_14_BITS)
+    linears = WITH_8_BITS if activations == "8" else WITH_14_BITS
+    return NativeOperators(pool, PackedStore({"int8": linears}))
 
 
 @pytest.mark.parametrize("with_floats", [False, True])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from engine.worker.weights.packed_file import SYNC_THREAD, PackedEntry, PackedFi
 from engine.worker.weights.source import Weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, settings_for
+from tests.gguf_files import Gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 LARGE = 1 << 30
@@ -73,6 +75,19 @@ def build(checkpoint: Path, cache: Path, weights: str = "float32") -> int:
 
 def cached_files(cache: Path) -> list[Path]:
     return sorted(cache.iterdir())
+
+
+def test_a_gguf_file_of_several_formats_is_found_in_the_cache(tmp_path: Path, cache: Path) -> None:
+    """A fused linear of weights in two formats is several entries of the file."""
+    path = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    Gguf("llama", Kind.Q4_K, kinds={"attn_v": Kind.Q6_K}, changes=sizes).write(path)
+    plain = logits(path, "", "auto")
+    assert torch.equal(logits(path, cache, "auto"), plain)
+    (file,) = cached_files(cache)
+    written = file.stat().st_ino
+    assert torch.equal(logits(path, cache, "auto"), plain)
+    assert [one.stat().st_ino for one in cached_files(cache)] == [written]
 
 
 @contextmanager
