@@ -224,7 +224,8 @@ class IterationScheduler:
         """Give decodes drafts from the tokens and the KV blocks that the iteration leaves over: one
         free block is left for each started request to grow into."""
         spare = self.kv.num_free - len(self.pool.started)
-        for index, drafts in drafter.choose(batch.decodes, batch.tokens_left).items():
+        bound = self.settings.max_step_seconds
+        for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, bound).items():
             request, _ = batch.decodes[index]
             slots = request.num_planned + len(drafts)
             missing = self.kv.num_missing(request, slots) + self.kv.num_free
@@ -381,7 +382,10 @@ class IterationScheduler:
 
 
 def _may_go_ahead(request: Request) -> bool:
-    """Whether a request in flight can be planned again: it has a next token, as far as is known."""
+    """Whether a request in flight can be planned again: it has a next token, as far as is known,
+    at a known position (behind drafts it is not)."""
+    if request.unplanned < 1:
+        return False
     is_once = request.state is State.RUNNING and request.num_in_flight == 1
     if request.num_pending and request.may_be_late(request.produced + request.num_pending - 1):
         return False

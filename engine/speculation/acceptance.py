@@ -31,6 +31,7 @@ NUM_BUCKETS = 8
 UNKNOWN = 0.5  # the rate before any guess was compared
 WEIGHT = 4.0  # of the prior rate, in guesses
 MEMORY = 0.995  # per guess, of all requests
+LEAST = 0.01  # guesses with a smaller probability are not computed
 OWN_MEMORY = 0.9  # per guess, of one request
 
 
@@ -56,10 +57,13 @@ class AcceptanceRates:
         return (self._hits[bucket] + WEIGHT * prior) / (self._trials[bucket] + WEIGHT)
 
     def cumulative(self, length: int, count: int) -> list[float]:
-        """For `count` guesses behind a match of `length`: that it and all before it are right."""
+        """For each of `count` guesses behind a match of `length`: the probability that it and all
+        before it are right, up to the first that is below `LEAST`."""
         rates, probability = [], 1.0
         for behind in range(count):
             probability *= self.rate(bucket_of(length + behind))
+            if probability < LEAST:
+                break
             rates.append(probability)
         return rates
 

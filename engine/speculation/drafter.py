@@ -10,6 +10,7 @@ rotation, as often as a small share of the workers' time allows.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import NullObserver
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from engine.step import RequestId, StepEntry
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
-ASK_SECONDS = 1e-5  # of the event loop, to make a guess and compare it with the tokens
+MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
+ASK_SECONDS = 2.5e-5  # of the event loop, to make a guess and compare it with the tokens
+DRAFT_SECONDS = 5e-5  # of the event loop and of the worker's Python, besides the cost model's
 ASK_SHARE = 0.005  # of the workers' time, that may be used to ask requests without drafts
 MAX_CREDIT = 64.0  # asks
+FIRST_CREDIT = 8.0
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
 
 PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = {
@@ -83,7 +87,7 @@ class Drafter(NullObserver):
         self._proposers = proposers
         self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
         self._draftings: dict[RequestId, _Drafting] = {}
-        self._credit = MAX_CREDIT  # how many requests without drafts may be asked now
+        self._credit = FIRST_CREDIT  # how many requests without drafts may be asked now
         self._first = 0  # the decode at which the next iteration begins to ask
 
     @classmethod
@@ -93,21 +97,28 @@ class Drafter(NullObserver):
         return cls([PredictionProposer(), *proposers], settings.num_drafts, cost)
 
     def choose(
-        self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int
+        self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int, max_seconds: float = inf
     ) -> dict[int, tuple[int, ...]]:
         """The drafts of an iteration that consists of these decodes, at most `most` in all, by the
-        place of the decode."""
+        place of the decode. With them, the iteration takes at most `max_seconds`.
+
+        Where not every decode has a guess, drafts do not delay the others' tokens much. Background
+        requests have drafts only if there are no others.
+        """
         found = []
+        only_background = all(request.spec.is_background for request, _ in decodes)
         self._first = first = (self._first + 1) % max(1, len(decodes))
         for place in (*range(first, len(decodes)), *range(first)):
             request, entry = decodes[place]
+            if request.spec.is_background and not only_background:
+                continue
             if entry.sample is not None and entry.tokens[0] != LAST_TOKEN:
                 candidate = self._candidate(place, request)
                 if candidate is not None:
                     found.append(candidate)
         if not found:
             return {}
-        counts = self._worth_it(found, decodes, most)
+        counts = self._worth_it(found, decodes, most, max_seconds)
         chosen: dict[int, tuple[int, ...]] = {}
         for candidate in found:
             count = counts.get(candidate.place, 0)
@@ -173,7 +184,7 @@ class Drafter(NullObserver):
                 continue
             rates = drafting.rates[proposer.name]
             probabilities = rates.cumulative(proposal.length, len(proposal.tokens))
-            if best is None or sum(probabilities) > sum(best.probabilities):
+            if probabilities and (best is None or sum(probabilities) > sum(best.probabilities)):
                 best = _Candidate(index, drafting, proposer.name, proposal.tokens, probabilities)
         return best
 
@@ -189,6 +200,7 @@ class Drafter(NullObserver):
         found: "list[_Candidate]",
         decodes: "Sequence[tuple[Request, StepEntry]]",
         most: int,
+        max_seconds: float,
     ) -> dict[int, int]:
         """How many drafts each candidate gets, by its index."""
         model = self._cost.model
@@ -201,12 +213,18 @@ class Drafter(NullObserver):
         seconds = sum([model.attention(1, entry.start) for _, entry in decodes])
         seconds += model.per_draw * num_decodes + model.idle(num_decodes)
         expected = float(num_decodes)
-        best_rate = MIN_GAIN * expected / max(seconds + model.tokens(num_decodes), 1e-9)
+        without = max(seconds + model.tokens(num_decodes), 1e-9)
+        if len(found) < num_decodes:
+            max_seconds = min(max_seconds, MAX_SLOWDOWN * without)
+        best_rate = MIN_GAIN * expected / without
         best = 0
         for count, (negative, _, index) in enumerate(ranked[:most], 1):
             expected -= negative
-            seconds += model.attention(1, decodes[index][1].start) + model.per_draw
-            rate = expected / max(seconds + model.tokens(num_decodes + count), 1e-9)
+            seconds += model.attention(1, decodes[index][1].start) + model.per_draw + DRAFT_SECONDS
+            total = max(seconds + model.tokens(num_decodes + count), 1e-9)
+            if total > max_seconds:
+                break
+            rate = expected / total
             if rate > best_rate:
                 best, best_rate = count, rate
         return {index: count for _, count, index in ranked[:best]}

@@ -5,7 +5,6 @@
 
 import os
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,52 +13,20 @@ from hypothesis import strategies as st
 
 import adapters
 from adapters.tokenizers import load_token_table
-from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
 from engine.grammar import TokenTable
-from engine.request import Request, RequestSpec
-from engine.speculation.drafter import Drafter
-from engine.speculation.proposers import Proposal
+from engine.request import RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
+from tests.drafts import a_drafter
 from tests.inline import RequestOutcome, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
-FREE_DRAFTS = CostModel.linear(per_step=1.0, per_token=1e-9, per_slot=0.0)
 GRAMMARS = (
     Grammar(GrammarKind.REGEX, "[a-z ]{30,40}"),
     Grammar(GrammarKind.JSON_OBJECT),
     Grammar(GrammarKind.CHOICE, '["once upon a time", "once there was a cat", "no"]'),
 )
 PROMPTS = ("Write a story.", "One day, Tom and Tom and Tom and", "a")
-
-
-class ScriptedProposer:
-    """Proposes what a request's output will be, with a wrong token here and there."""
-
-    name = "scripted"
-
-    def __init__(self, outcomes: list[RequestOutcome], error_rate: float, seed: int) -> None:
-        self._outcomes = outcomes
-        self._error_rate = error_rate
-        self._random = Random(seed)
-
-    def propose(self, request: Request, count: int) -> Proposal:
-        known = self._outcomes[request.request_id].tokens[request.produced :][:count]
-        guesses = [
-            token + 1 if self._random.random() < self._error_rate else token for token in known
-        ]
-        return Proposal(tuple(guesses), 16)
-
-    def forget(self, request: Request) -> None:
-        """Keeps nothing of a request."""
-
-
-def a_drafter(
-    outcomes: list[RequestOutcome], error_rate: float = 0.2, seed: int = 0, num_drafts: int = 4
-) -> Drafter:
-    proposer = ScriptedProposer(outcomes, error_rate, seed)
-    return Drafter([proposer], num_drafts, LiveCost(FREE_DRAFTS))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +99,7 @@ def test_any_drafts_leave_every_output_as_it_is(
     specs = data.draw(spec_lists(table))
     plain = play(worker, specs)
     drafter = a_drafter(
-        plain,
+        [one.tokens for one in plain],
         data.draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))),
         data.draw(st.integers(0, 5)),
         data.draw(st.integers(1, 7)),
@@ -153,7 +120,7 @@ def test_any_drafts_leave_every_output_as_it_is(
 def test_right_drafts_save_steps(worker: Worker, table: TokenTable) -> None:
     spec = RequestSpec(tuple(table.encode("Write a story.")), 40, SamplingParams(seed=1))
     plain = play(worker, [spec])
-    drafter = a_drafter(plain, error_rate=0.0)
+    drafter = a_drafter([one.tokens for one in plain], error_rate=0.0)
     assert results(play(worker, [spec], drafter=drafter)) == results(plain)
     assert drafter.counts.num_accepted == drafter.counts.num_drafts
     assert drafter.counts.num_accepted >= 30

@@ -17,6 +17,7 @@ from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import LAST_TOKEN, SamplingParams, StepResult
+from tests.drafts import a_drafter
 from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec
 
 END = 9
@@ -52,6 +53,20 @@ def two_in_flight(
     request = scheduler.add(spec, 0.0)
     oldest = first(scheduler)
     return scheduler, request, oldest, ahead(scheduler, oldest)
+
+
+def test_nothing_is_planned_ahead_of_drafts() -> None:
+    scheduler = IterationScheduler(
+        SchedulerSettings(max_model_len=500, max_batch_size=2),
+        KVLedger(100, 1),
+        FirstComeFirstServed(),
+        drafter=a_drafter([[5] * 20], error_rate=0.0),
+    )
+    scheduler.add(a_spec(3, 20), 0.0)
+    commit(scheduler, first(scheduler))
+    oldest = first(scheduler)
+    assert oldest.step.has_drafts
+    assert scheduler.plan(0.0, oldest) is None
 
 
 def test_the_next_iteration_continues_from_the_last_token_on_the_worker() -> None:

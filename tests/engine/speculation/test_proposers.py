@@ -7,7 +7,7 @@ from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.request import Request, RequestSpec
 from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
-from engine.speculation.drafter import MAX_CREDIT, Drafter
+from engine.speculation.drafter import FIRST_CREDIT, MAX_SLOWDOWN, Drafter
 from engine.speculation.ngram import TOKENS_PER_CALL, NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
@@ -25,7 +25,7 @@ DEAR_ROWS = CostModel.linear(per_step=0.001, per_token=1.0, per_slot=0.0)
 def a_request(
     prompt: tuple[int, ...], output: tuple[int, ...] = (), number: int = 0, **fields: object
 ) -> Request:
-    spec = RequestSpec(prompt, 100, SamplingParams(), **fields)  # type: ignore[arg-type]
+    spec = RequestSpec(prompt, 1000, SamplingParams(), **fields)  # type: ignore[arg-type]
     return Request(RequestId(number), spec, 0.0, output=list(output))
 
 
@@ -132,21 +132,48 @@ def decodes(*requests: Request) -> list[tuple[Request, StepEntry]]:
     ]
 
 
+def trained(drafter: Drafter, request: Request) -> None:
+    """Let the request see that its guesses are right."""
+    for _ in range(45):
+        drafter.choose(decodes(request), 100)
+        request.output += [7] * 10
+
+
+def test_decodes_without_a_guess_are_delayed_little() -> None:
+    model = CostModel.linear(per_step=1.0, per_token=0.03, per_slot=0.0)
+    drafter = Drafter([Always()], 40, LiveCost(model))
+    sure, unsure = a_request((1,), (7,)), a_request((1,), (3,), number=1)
+    trained(drafter, sure)
+    (alone,) = drafter.choose(decodes(sure), 100).values()
+    (beside,) = drafter.choose(decodes(sure, unsure), 100).values()
+    assert len(alone) > len(beside) > 4
+    assert 1.06 + 0.03 * len(beside) <= MAX_SLOWDOWN * 1.06
+    (bounded,) = drafter.choose(decodes(sure), 100, 1.2).values()
+    assert 1.03 + 0.03 * len(bounded) <= 1.2
+
+
+def test_background_requests_have_drafts_only_if_there_are_no_others() -> None:
+    drafter = a_drafter(CHEAP_ROWS)
+    behind, before = a_request((1,), (7,), is_background=True), a_request((1,), (7,), number=1)
+    assert drafter.choose(decodes(behind, before), 100).keys() == {1}
+    assert drafter.choose(decodes(behind), 100).keys() == {0}
+
+
 def test_requests_without_drafts_are_asked_in_rotation_within_the_credit() -> None:
     proposer = Always()
     drafter = Drafter([proposer], 4, LiveCost(DEAR_ROWS))
     many = decodes(*[a_request((1,), (7,), number=number) for number in range(100)])
     for _ in range(2):
         assert drafter.choose(many, 500) == {}
-    assert len(proposer.asked) == MAX_CREDIT
-    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.01, 0.0)
+    assert len(proposer.asked) == FIRST_CREDIT
+    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.025, 0.0)
     drafter.choose(many, 500)
-    assert len(proposer.asked) == MAX_CREDIT + 5
+    assert len(proposer.asked) == FIRST_CREDIT + 5
     assert len(set(proposer.asked)) > 1
 
 
 class Always:
-    """Proposes 7 for ever."""
+    """Proposes 7 after 7, for ever."""
 
     name = "always"
 
@@ -155,6 +182,8 @@ class Always:
 
     def propose(self, request: Request, count: int) -> Proposal:
         self.asked.append(request.request_id)
+        if request.output[-1] != 7:
+            return NO_PROPOSAL
         return Proposal((7,) * count, 5)
 
     def forget(self, request: Request) -> None:
@@ -186,7 +215,7 @@ def test_wrong_guesses_end_the_drafts_and_right_ones_bring_them_back() -> None:
     for _ in range(45):
         found = drafter.choose(decodes(request), 100)
         drafter.committed(iteration, 1.0, 0.0)
-        request.output.append(3)
+        request.output += (3, 7)
     assert found == {}
     for _ in range(45):
         found = drafter.choose(decodes(request), 100)

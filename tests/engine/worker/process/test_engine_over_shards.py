@@ -18,8 +18,10 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
+from engine.speculation.drafter import Drafter
 from engine.step import BlockMove, SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.drafts import a_drafter
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
 
@@ -65,12 +67,14 @@ async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
     return tokens
 
 
-async def serve(workers: Fleet, lookahead: int, told: Told) -> list[list[int]]:
+async def serve(
+    workers: Fleet, lookahead: int, told: Told, drafter: Drafter | None = None
+) -> list[list[int]]:
     """All requests one after the other in time, more urgent ones later; every third leaves."""
     report = workers.report
     ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
-    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told)
+    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told, drafter=drafter)
     executor = FleetExecutor(workers, lookahead)
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
     running = asyncio.create_task(engine.run())
@@ -107,3 +111,22 @@ async def test_answers_are_those_of_each_request_alone(
         assert len(answer) == len(whole) or number % 3 == 0
     assert told.num_mixed
     assert told.num_swaps if host_kv_bytes else told.num_recomputed
+
+
+@pytest.mark.parametrize(("stages", "ranks", "lookahead"), [(2, 1, 0), (2, 1, 1), (2, 2, 1)])
+async def test_drafts_change_no_answer(
+    tmp_path: Path, stages: int, ranks: int, lookahead: int
+) -> None:
+    alone = Driver(load_worker(make_checkpoint(tmp_path)))
+    expected = [
+        alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
+        for number in range(COUNT)
+    ]
+    drafter = a_drafter(expected)
+    with fleet(
+        tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_bytes=1 << 16
+    ) as workers:
+        answers = await serve(workers, lookahead, Told(), drafter)
+    for answer, whole in zip(answers, expected, strict=True):
+        assert answer == whole[: len(answer)]
+    assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0

@@ -1,0 +1,47 @@
+"""Drafts that are as often right as a test wants."""
+
+from collections.abc import Sequence
+from random import Random
+
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
+from engine.request import Request
+from engine.speculation.drafter import Drafter
+from engine.speculation.proposers import Proposal
+
+FREE_DRAFTS = CostModel.linear(per_step=1.0, per_token=1e-9, per_slot=0.0)
+
+
+class ScriptedProposer:
+    """Proposes what a request's output will be, with a wrong token here and there, and
+    now and then nothing.
+
+    `outputs` are the whole outputs by request id.
+    """
+
+    name = "scripted"
+
+    def __init__(self, outputs: Sequence[Sequence[int]], error_rate: float, seed: int) -> None:
+        self._outputs = outputs
+        self._error_rate = error_rate
+        self._random = Random(seed)
+
+    def propose(self, request: Request, count: int) -> Proposal:
+        count = self._random.choice((0, count, count)) if self._error_rate else count
+        known = self._outputs[request.request_id][request.produced :][:count]
+        guesses = [
+            max(token - 1, 0) if self._random.random() < self._error_rate else token
+            for token in known
+        ]
+        return Proposal(tuple(guesses), 16)
+
+    def forget(self, request: Request) -> None:
+        """Keeps nothing of a request."""
+
+
+def a_drafter(
+    outputs: Sequence[Sequence[int]], error_rate: float = 0.2, seed: int = 0, num_drafts: int = 4
+) -> Drafter:
+    """A drafter for which drafts cost nothing."""
+    proposer = ScriptedProposer(outputs, error_rate, seed)
+    return Drafter([proposer], num_drafts, LiveCost(FREE_DRAFTS))
