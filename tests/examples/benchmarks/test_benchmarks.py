@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.benchmarks import speculation
 from tests.examples.running import ROOT, run_here, run_module
 
 
@@ -48,6 +49,23 @@ def test_a_quantized_model_reads_the_texts_of_float32(
     figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
     assert least <= float(figures["divergence, mean   "].split()[0]) < most
     assert shown.splitlines()[-2].endswith("%")
+
+
+def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--threads", "1")
+    run_here("benchmarks.speculation", *flags, "--clock", "cpu", "--out", file)
+    rows = json.loads(file.read_text())
+    assert [row["method"] for row in rows] == ["ngram", "suffix"]
+    assert all(row["same_tokens"] and row["off"] > 0 for row in rows)
+    assert any(row["accepted"] for row in rows)
+
+
+def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
+    folder = ROOT / "examples" / "benchmarks" / "results" / "speculation"
+    rows = json.loads((folder / "figures.json").read_text())
+    assert speculation.table(rows) in (folder / "README.md").read_text()
+    assert all(row["same_tokens"] for row in rows)
 
 
 def test_attention_is_timed_with_every_kv_dtype() -> None:
