@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import uvloop
+from platformdirs import user_cache_path
 from rich.console import Console
 
 from engine.errors import EngineError, StartupError
@@ -237,4 +238,5 @@ def worker_settings(
         max_batch_size=max([*load.batch_sizes, *(each.num_requests for each in load.prompts)]),
         threads=args.threads,
         lookahead=1,
+        gemm_cache=str(user_cache_path("podway", appauthor=False) / "gemm"),
     )
