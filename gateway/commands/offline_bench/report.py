@@ -68,7 +68,7 @@ class OfflineReport:
         limits = {name: limit._asdict() for name, limit in self.limits.items()}
         figures = {
             "shape": self.shape,
-            "worker": asdict(self.worker),
+            "worker": _facts(self.worker),
             "in_flight": self.in_flight,
             "limits": limits,
             "rows": [row.figures() for row in self.rows],
@@ -130,3 +130,8 @@ def show(report: OfflineReport, console: Console) -> None:
     for row in report.rows:
         table.add_row(*cells(row))
     console.print(table)
+
+
+def _facts(worker: WorkerReport) -> dict[str, object]:
+    """The fields of the report that JSON can hold: all but the contents of the disk tier."""
+    return {name: value for name, value in asdict(worker).items() if name != "disk_hashes"}
