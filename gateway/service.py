@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.loop import Engine
 from engine.policy import PolicySettings
+from engine.policy.lengths import LearnedLengths
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
@@ -93,6 +94,7 @@ class Service:
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False
     policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
+    lengths: LearnedLengths = field(default_factory=LearnedLengths)  # of outputs
     live: LiveView = field(default_factory=LiveView)
     timelines: Timelines = field(default_factory=Timelines)
     traces: Traces | None = None

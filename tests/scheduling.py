@@ -9,12 +9,25 @@ from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import Policy
+from engine.policy.lengths import LearnedLengths, bin_of
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, SamplingParams, Step, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
 HAND_COST = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def learned_lengths(
+    lengths: Sequence[int] = (1, 2, 2, 12) * 25, stratum: int = 0
+) -> LearnedLengths:
+    """What a policy has learned from outputs of these lengths that ended by themselves."""
+    learned = LearnedLengths()
+    for length in lengths:
+        for number in range(bin_of(length)):
+            learned.passed(stratum, number)
+        learned.ended(stratum, bin_of(length))
+    return learned
 
 
 class CountingCost:

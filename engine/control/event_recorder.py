@@ -38,6 +38,7 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
+    from engine.policy.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.request import Request
     from engine.speculation.drafter import Drafter
@@ -88,10 +89,14 @@ class RecordingHeader:
     num_disk_blocks: int = 0
 
     def build(
-        self, cost: LiveCost, observer: Observer, drafter: "Drafter | None" = None
+        self,
+        cost: LiveCost,
+        observer: Observer,
+        drafter: "Drafter | None" = None,
+        lengths: "LearnedLengths | None" = None,
     ) -> IterationScheduler:
-        """An empty scheduler with these settings."""
-        policy = build(self.policy, cost, self.policies, serves=False)
+        """An empty scheduler with these settings, which knows what was learned about lengths."""
+        policy = build(self.policy, cost, self.policies, serves=False, lengths=lengths)
         ledger = KVLedger(
             self.num_blocks,
             self.block_size,

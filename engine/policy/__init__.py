@@ -2,7 +2,15 @@
 
 from engine.policy.port import Policy
 from engine.policy.settings import PolicySettings
-from engine.policy.table import ORACLES, POLICIES, build, levels_of, name_of, settings_of
+from engine.policy.table import (
+    ORACLES,
+    POLICIES,
+    build,
+    lengths_of,
+    levels_of,
+    name_of,
+    settings_of,
+)
 
 __all__ = [
     "ORACLES",
@@ -10,6 +18,7 @@ __all__ = [
     "Policy",
     "PolicySettings",
     "build",
+    "lengths_of",
     "levels_of",
     "name_of",
     "settings_of",

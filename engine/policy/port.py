@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.policy.lengths import LearnedLengths
     from engine.request import Request, RequestSpec
 
 
@@ -60,6 +61,13 @@ class Policy(Protocol):
         """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
         is the policy's own; values are only compared with each other."""
         ...
+
+
+@runtime_checkable
+class LearnsLengths(Protocol):
+    """A policy that learns how long outputs are."""
+
+    lengths: "LearnedLengths"
 
 
 @runtime_checkable

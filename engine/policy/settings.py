@@ -12,6 +12,9 @@ class PolicySettings:
     mlfq: `base_quantum` is the quantum of the highest queue in seconds (None: the time of the
     shortest iteration); each lower queue's is `ratio` times longer. Without `skips` every request
     joins the highest queue.
+    gittins: the order is first come, first served until `min_outputs` outputs have ended by
+    themselves. Without `starvation_seconds` a request goes first if its JCT is about to exceed the
+    p99 that first come, first served would have.
     fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
@@ -21,6 +24,7 @@ class PolicySettings:
     ratio: float = 2.0
     num_levels: int = 16
     skips: bool = True
+    min_outputs: int = 50
     input_weight: float = 1.0
     output_weight: float = 2.0
 
@@ -29,5 +33,6 @@ class PolicySettings:
         assert limit is None or limit > 0.0, "starvation_seconds is positive"
         assert self.ratio > 1.0, "ratio is above 1"
         assert self.num_levels > 0, "num_levels is positive"
+        assert self.min_outputs > 0, "min_outputs is positive"
         assert self.input_weight > 0.0, "input_weight is positive"
         assert self.output_weight > 0.0, "output_weight is positive"

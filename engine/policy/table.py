@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from engine.policy.background import BackgroundLast
-from engine.policy.port import MultiLevel
+from engine.policy.port import LearnsLengths, MultiLevel
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
+    from engine.policy.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.ports import Cost
 
@@ -17,6 +18,7 @@ POLICIES: dict[str, str] = {
     "priority": "engine.policy.priority:LowestPriorityFirst",
     "fair": "engine.policy.fair:VirtualTokenCounter",
     "deadline": "engine.policy.deadline:EarliestFeasibleFirst",
+    "gittins": "engine.policy.gittins:GittinsIndex",
 }
 ORACLES: dict[str, str] = {
     "srpt": "engine.policy.srpt:ShortestRemainingFirst",
@@ -24,9 +26,15 @@ ORACLES: dict[str, str] = {
 
 
 def build(
-    name: str, cost: "Cost", settings: PolicySettings | None = None, *, serves: bool = True
+    name: str,
+    cost: "Cost",
+    settings: PolicySettings | None = None,
+    *,
+    serves: bool = True,
+    lengths: "LearnedLengths | None" = None,
 ) -> "Policy":
-    """An empty policy of that name, behind which background requests are ordered.
+    """An empty policy of that name, behind which background requests are ordered. A policy that
+    learns output lengths continues with `lengths`.
 
     ValueError if there is no such policy, or if it is an oracle and `serves` is True.
     """
@@ -37,6 +45,8 @@ def build(
     module, _, kind = known[name].partition(":")
     settings = settings or PolicySettings()
     policy = getattr(import_module(module), kind)(cost, settings)
+    if lengths is not None and isinstance(policy, LearnsLengths):
+        policy.lengths = lengths
     return BackgroundLast(cast("Policy", policy), settings)
 
 
@@ -51,6 +61,12 @@ def name_of(policy: "Policy") -> str:
 def settings_of(policy: "Policy") -> PolicySettings:
     """The settings with which `build` made the policy; the defaults if it did not."""
     return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()
+
+
+def lengths_of(policy: "Policy") -> "LearnedLengths | None":
+    """What a policy has learned about output lengths; None if it learns nothing."""
+    inner = policy.inner if isinstance(policy, BackgroundLast) else policy
+    return inner.lengths if isinstance(inner, LearnsLengths) else None
 
 
 def levels_of(policy: "Policy") -> MultiLevel | None:

@@ -7,11 +7,16 @@ from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
+from engine.policy import lengths_of
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
-from engine.simulated.replay import RecordedOutputs, RecordedRequest
+from engine.simulated.replay import (
+    RecordedOutputs,
+    RecordedRequest,
+    with_unknown_lengths,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,6 +73,8 @@ def simulate(
     ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
     recorder.watch(scheduler)
+    if lengths_of(scheduler.policy) is not None:
+        arrivals = with_unknown_lengths(arrivals, setup.settings.max_model_len)
     if setup.is_oracle:
         arrivals = [
             one.with_known_length() if isinstance(one, RecordedRequest) else one for one in arrivals

@@ -29,6 +29,7 @@ from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
+from engine.policy.lengths import LearnedLengths
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
@@ -51,6 +52,7 @@ from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import LoadedModel, OnProgress, load_model, served_name
+from gateway.serve.saved import SavedFile
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.checks import check_settings
@@ -80,6 +82,7 @@ class ControlPlane(NamedTuple):
     timelines: Timelines
     request_log: RequestLog
     traces: Traces | None
+    lengths: LearnedLengths
 
 
 def serve(
@@ -172,6 +175,7 @@ def build_service(
         ),
         rejects_unknown_fields=settings.unknown_fields == "reject",
         policies=_policy_settings(settings),
+        lengths=plane.lengths,
         store=store,
         request_log=plane.request_log,
         live=plane.live,
@@ -206,7 +210,8 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
 def build_control_plane(
     settings: Settings, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack
 ) -> ControlPlane:
-    """The scheduler and its observers. `stack` closes the recording, if there is one."""
+    """The scheduler and its observers. `stack` closes the recording, if there is one, and saves
+    what was learned about output lengths."""
     header = _recording_header(settings, loaded)
     metrics, quotas, live = Metrics(), Quotas(), LiveView()
     request_log = RequestLog(time.perf_counter)
@@ -225,13 +230,21 @@ def build_control_plane(
         observers.append(kv_events)
     speculation = speculation_settings(settings.speculative_config)
     drafter = None if speculation is None else Drafter.build(speculation, cost)
-    scheduler = header.build(cost, ObserverGroup(*observers), drafter)
+    lengths = loaded.lengths_file.load(LearnedLengths.parse) or LearnedLengths()
+    stack.callback(_save_if_learned, loaded.lengths_file, lengths, lengths.num_observed)
+    scheduler = header.build(cost, ObserverGroup(*observers), drafter, lengths)
     if kv_events is not None:
         scheduler.ledger.prefixes.listener = kv_events
         scheduler.ledger.lower.listen(kv_events)
     scheduler.ledger.lower.restore_disk(loaded.report.disk_hashes)
     timelines.attach(scheduler)
-    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces)
+    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces, lengths)
+
+
+def _save_if_learned(file: SavedFile, lengths: LearnedLengths, num_before: int) -> None:
+    """Save the lengths if more outputs have been observed than when they were loaded."""
+    if lengths.num_observed > num_before:
+        file.save(lengths.as_json())
 
 
 def _kv_events(
@@ -284,6 +297,7 @@ def _policy_settings(settings: Settings) -> PolicySettings:
         ratio=settings.quantum_ratio,
         num_levels=settings.num_levels,
         skips=settings.skip_join,
+        min_outputs=settings.min_outputs,
         input_weight=settings.input_weight,
         output_weight=settings.output_weight,
     )

@@ -1,15 +1,11 @@
 """Calibration: the cost model of iterations on this machine, saved or measured at the start.
 
-A cost file belongs to one model, machine and configuration. Its name is a digest of those facts,
-and it contains them. A file that is corrupt or has other facts is ignored with a warning.
+A cost file belongs to one model, machine and configuration (`gateway.serve.saved`).
 """
 
-import hashlib
-import json
 import logging
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from platformdirs import user_cache_path
-
 from engine.control.scheduler import UNMEASURED
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
+from gateway.serve.saved import SavedFile, model_facts
 from gateway.version import podway_version
 
 if TYPE_CHECKING:
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURING_SECONDS = 2.0  # maximum, but at least two steps are measured
-_NAME_DIGITS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,53 +55,23 @@ class CostFile:
     @classmethod
     def of(cls, facts: Mapping[str, object], directory: Path | None = None) -> "CostFile":
         """The file for these facts, in the user's cache or in `directory`."""
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        folder = directory or user_cache_path("podway", appauthor=False)
-        return cls(folder / "costs" / f"{digest[:_NAME_DIGITS]}.json", facts)
+        return cls(SavedFile.of(facts, "cost", directory).path, facts)
 
     def load(self) -> CostModel | None:
         """The saved model. None if there is no usable file; one that cannot be used is logged."""
-        try:
-            saved = json.loads(self.path.read_bytes())
-            if not isinstance(saved, dict) or saved.get("facts") != self.facts:
-                raise ValueError("it is for another model or machine")
-            return CostModel.parse(saved["cost"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            logger.warning("ignoring the cost model in %s: %s", self.path, error)
-            return None
+        return SavedFile(self.path, self.facts, "cost").load(CostModel.parse)
 
     def save(self, model: CostModel) -> None:
         """Replace the file atomically. A failure is logged, not raised."""
-        text = json.dumps({"facts": self.facts, "cost": asdict(model)}, indent=1)
-        temporary: str | None = None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".new")
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, self.path)
-        except OSError as error:
-            logger.warning("cannot save the cost model in %s: %s", self.path, error)
-            if temporary is not None:
-                with suppress(OSError):
-                    os.unlink(temporary)
+        SavedFile(self.path, self.facts, "cost").save(asdict(model))
 
 
 def cost_facts(
     directory: Path, report: "WorkerReport", stages: int, ranks: int
 ) -> dict[str, object]:
-    """Everything that the duration of a step depends on. A checkpoint is identified by its config
-    and the sizes of its weight files, so that no large file is read."""
-    config = directory / "config.json"
-    files = [directory] if directory.is_file() else directory.glob("*.safetensors")
-    weights = sorted((path.name, path.stat().st_size) for path in files)
-    return {
+    """Everything that the duration of a step depends on."""
+    return model_facts(directory) | {
         "podway": podway_version(),
-        "model": str(directory.resolve()),
-        "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else "",
-        "weights": [list(pair) for pair in weights],
         "processor": _processor(),
         "cores": os.cpu_count(),
         "device": report.device,

@@ -27,6 +27,7 @@ from engine.transport.trace import TraceFile
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
+from gateway.serve.saved import SavedFile, model_facts
 from gateway.settings.engine import BUILTIN_MODEL
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
@@ -70,6 +71,7 @@ class LoadedModel:
     texts: TextAdapters
     sampling_defaults: SamplingDefaults
     calibration: Calibration
+    lengths_file: SavedFile  # of the lengths of its outputs (`engine.policy.lengths`)
     lookahead: int
 
 
@@ -115,6 +117,7 @@ async def load_model(
             texts=texts,
             sampling_defaults=defaults,
             calibration=calibration,
+            lengths_file=SavedFile.of(model_facts(directory), "length", settings.cache_dir),
             lookahead=choose_lookahead(settings, report, calibration.model),
         )
     except ExceptionGroup as failed:

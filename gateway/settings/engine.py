@@ -227,6 +227,13 @@ class EngineSettings(BaseSettings):
     skip_join: bool = _option(
         True, "scheduling", "mlfq: the queue that a request joins follows from its prompt's length"
     )
+    min_outputs: int = _option(
+        50,
+        "scheduling",
+        "gittins: outputs that must have ended before lengths are used; FCFS until then",
+        "N",
+        ge=1,
+    )
     input_weight: float = _option(1.0, "scheduling", "fair: cost of a prompt token", "W", gt=0)
     output_weight: float = _option(2.0, "scheduling", "fair: cost of an output token", "W", gt=0)
     admission: Literal["grow", "reserve", "request"] = _option(

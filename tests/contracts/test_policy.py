@@ -19,6 +19,7 @@ from tests.scheduling import (
     a_scheduler,
     a_spec,
     commit_iteration,
+    learned_lengths,
     play,
     run_iteration,
 )
@@ -28,7 +29,8 @@ STARVATION_SECONDS = 20.0
 
 
 def make(name: str) -> Policy:
-    return build(name, HAND_COST, PolicySettings(STARVATION_SECONDS), serves=False)
+    settings = PolicySettings(STARVATION_SECONDS)
+    return build(name, HAND_COST, settings, serves=False, lengths=learned_lengths())
 
 
 @pytest.fixture(params=NAMES)

@@ -25,7 +25,7 @@ NUM_REQUESTS = 14
 BLOCK_SIZE = 4
 NUM_BLOCKS = 18
 COST = CostModel.linear(per_step=0.5, per_token=0.125, per_slot=0.0)  # exact in binary
-POLICY = PolicySettings(starvation_seconds=9.0, seats=4, base_quantum=0.75)
+POLICY = PolicySettings(starvation_seconds=9.0, seats=4, base_quantum=0.75, min_outputs=2)
 
 
 def header(policy: str, admission: Admission) -> RecordingHeader:
@@ -124,6 +124,7 @@ def headers() -> dict[str, RecordingHeader]:
     grow = header("mlfq", Admission.GROW)
     fcfs = header("fcfs", Admission.GROW)
     found["fcfs_goal"] = replace(fcfs, scheduler=replace(fcfs.scheduler, itl_goal=0.75))
+    found["gittins_host"] = replace(header("gittins", Admission.GROW), num_host_blocks=12)
     found["mlfq_host"] = replace(grow, num_host_blocks=12)
     found["mlfq_ahead"] = replace(grow, lookahead=1)
     found["mlfq_stages"] = replace(grow, depth=2, lookahead=1, num_host_blocks=12)

@@ -25,6 +25,7 @@ T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62
 _BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS = 64, 2048, 3
 _RATIO, _LEVELS = PolicySettings().ratio, PolicySettings().num_levels
+_OUTPUTS = PolicySettings().min_outputs
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +86,8 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
     add("--num-levels", type=positive, metavar="N", help=levels)
     skips = "mlfq: every request joins the highest queue"
     add("--no-skip-join", action="store_false", dest="skips", default=None, help=skips)
+    outputs = f"gittins: outputs that must have ended before lengths are used (default {_OUTPUTS})"
+    add("--min-outputs", type=positive, metavar="N", help=outputs)
     weights = (
         "fair: cost of a prompt token (default 1)",
         "fair: cost of an output token (default 2)",
@@ -187,6 +190,7 @@ def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySetti
         "ratio": args.quantum_ratio,
         "num_levels": args.num_levels,
         "skips": args.skips,
+        "min_outputs": args.min_outputs,
         "input_weight": args.input_weight,
         "output_weight": args.output_weight,
     }

@@ -27,7 +27,7 @@ from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.scheduling import HAND_COST, check_preemption
+from tests.scheduling import HAND_COST, check_preemption, learned_lengths
 
 NUM_SLOTS = 24
 END = 3
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_policy(self) -> Policy:
         settings = PolicySettings(starvation_seconds=STARVATION_SECONDS, seats=2)
-        return build(self.name, self.cost, settings, serves=False)
+        return build(self.name, self.cost, settings, serves=False, lengths=learned_lengths())
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),

@@ -20,7 +20,7 @@ from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.scheduling import HAND_COST, check_preemption
+from tests.scheduling import HAND_COST, check_preemption, learned_lengths
 
 NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
 NUM_SLOTS = 24
@@ -87,7 +87,8 @@ class Case:
 
     def policy(self) -> Policy:
         settings = PolicySettings(self.random.choice([4.0, 20.0]), seats=2)
-        return build(self.random.choice(NAMES), self.cost, settings, serves=False)
+        name = self.random.choice(NAMES)
+        return build(name, self.cost, settings, serves=False, lengths=learned_lengths())
 
     def play(self) -> None:
         """Serve every request to its end, in a bounded number of iterations."""

@@ -17,6 +17,7 @@ SETTINGS = {
     "quantum_ratio": 2.0,
     "num_levels": 16,
     "skip_join": True,
+    "min_outputs": 50,
     "input_weight": 1.0,
     "output_weight": 2.0,
 }
@@ -49,6 +50,7 @@ def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
             "policies": list(POLICIES),
             "itl_goal": None,
             "settings": SETTINGS,
+            "learned_lengths": {"num_observed": 0, "p50": 0, "p90": 0, "p99": 0},
         }
         assert await ask(rig) == (200, result)
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
@@ -94,6 +96,7 @@ def test_switching_to_the_current_policy_changes_nothing() -> None:
         ({"policy": "mlfq", "quantum_ratio": 1}, "quantum_ratio"),
         ({"policy": "mlfq", "starvation_seconds": 0}, "starvation_seconds"),
         ({"policy": "mlfq", "num_levels": 65}, "num_levels"),
+        ({"policy": "gittins", "min_outputs": 0}, "min_outputs"),
         ({"policy": "fair", "output_weight": -1}, "output_weight"),
         ({"policy": "mlfq", "skip_join": 1}, "skip_join"),
         (b"mlfq", None),

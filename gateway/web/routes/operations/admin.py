@@ -10,6 +10,7 @@ import msgspec
 import orjson
 
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
+from engine.policy.lengths import LearnedLengths
 from gateway.access.callers import read_body
 from gateway.generation.reply import json_response
 from gateway.schema.decoding import check_allowed, check_range, decode
@@ -27,6 +28,7 @@ _FIELDS = {  # of a POST, named as in the settings file: the field of `PolicySet
     "quantum_ratio": "ratio",
     "num_levels": "num_levels",
     "skip_join": "skips",
+    "min_outputs": "min_outputs",
     "input_weight": "input_weight",
     "output_weight": "output_weight",
 }
@@ -44,6 +46,7 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
     quantum_ratio: float | None = None
     num_levels: int | None = None
     skip_join: bool | None = None
+    min_outputs: int | None = None
     input_weight: float | None = None
     output_weight: float | None = None
 
@@ -54,6 +57,7 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
         check_range(self.base_quantum, "base_quantum", 1e-6, 1e6)
         check_range(self.quantum_ratio, "quantum_ratio", 1.001, 1000.0)
         check_range(self.num_levels, "num_levels", 1, 64)
+        check_range(self.min_outputs, "min_outputs", 1, 1_000_000)
         check_range(self.input_weight, "input_weight", 0.001, 1e6)
         check_range(self.output_weight, "output_weight", 0.001, 1e6)
 
@@ -81,12 +85,20 @@ async def policy(http: "HttpRequest") -> "Response":
         "policies": list(POLICIES),
         "itl_goal": _finite(scheduler.settings.itl_goal),
         "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
+        "learned_lengths": _learned(service.lengths),
     }
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 def _finite(seconds: float) -> float | None:
     return None if seconds == inf else seconds
+
+
+def _learned(lengths: LearnedLengths) -> dict[str, int]:
+    """How many outputs have ended by themselves, and percentiles of the lengths of outputs in
+    tokens, which also count those that still run or were cut; 0 if none has ended."""
+    points = {f"p{round(100 * share)}": lengths.quantile(share) for share in (0.5, 0.9, 0.99)}
+    return {"num_observed": lengths.num_observed} | points
 
 
 def _switch(service: Service, choice: PolicyChoice) -> None:
@@ -96,7 +108,8 @@ def _switch(service: Service, choice: PolicyChoice) -> None:
     settings = choice.applied_to(settings_of(scheduler.policy))
     if choice.policy == before and settings == settings_of(scheduler.policy):
         return
-    service.engine.switch(build(choice.policy, scheduler.cost, settings))
+    policy = build(choice.policy, scheduler.cost, settings, lengths=service.lengths)
+    service.engine.switch(policy)
     logger.info("policy=%s before=%s live=%d", choice.policy, before, len(scheduler.pool))
 
 

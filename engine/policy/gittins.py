@@ -1,0 +1,340 @@
+"""The Gittins index over learned output lengths, with the tail of first come, first served.
+
+In an M/G/1 queue with unknown sizes the Gittins policy has the least mean response time (Gittins
+1979; Scully, Grosof and Harchol-Balter 2020). It serves the request of lowest *rank*: the least,
+over horizons D, of the work expected within the next D tokens for each request that ends in them,
+
+    rank = min over D of (prefill + E[min(S - a, D)]) / P(S - a <= D),
+
+with output length S and a tokens produced, in units of a decode step without other requests. If
+output lengths are alike, ranks fall with age and the order is first come, first served. If they
+are skewed, ranks rise with age and short outputs overtake long ones. The distribution of S is
+learned (`LearnedLengths`). Until `min_outputs` outputs have ended the order is FCFS.
+
+Against needless preemption, the rank of a started request is halved, ranks are grouped into levels
+a factor of `LEVEL_RATIO` apart, and within a level started requests precede waiting ones.
+
+A low mean is not to be paid with a long tail. So a request whose JCT is about to exceed the p99
+that FCFS would have (`FcfsEstimate`) goes first until it ends. With `starvation_seconds` instead, a
+request that waits so long for an iteration does.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from math import floor, inf, log, log1p
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.policy.fcfs_estimate import FcfsEstimate
+from engine.policy.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.policy.port import Preemption
+from engine.policy.positions import positions
+from engine.policy.settings import PolicySettings
+from engine.request import Abort, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from engine.policy.port import SortKey
+    from engine.ports import Cost
+    from engine.request import Request, RequestSpec
+
+LEVEL_RATIO = 1.5
+NUM_LEVELS = 26  # level 0 is for requests that go first until they end
+STARTED = 0.5  # factor on the rank of a started request
+ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many
+SECONDS_PER_UPDATE = 1.0  # at most
+MARGIN = 0.8  # of FCFS's tail; a request whose expected JCT is above it goes first
+MOST_SAMPLED = 64  # started requests of a level whose work is predicted one by one
+MOST_AT_ONCE = 64  # requests of a kind that go first from one update on
+LEAST_WAIT = 0.3  # of FCFS's tail; no request goes first before
+LEAST_RANK = 1e-3
+
+
+class Outlook(NamedTuple):
+    """Rank of a request in units, and the decodes expected until it ends."""
+
+    rank: float
+    decodes: float
+
+
+class _Kind(NamedTuple):
+    """Waiting requests of one kind have the same rank."""
+
+    stratum: int  # of prompt lengths, in `LearnedLengths`
+    prefill: int  # `_prefill_class` of the units of their prompts
+    cap: int  # bin of `max_tokens`
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    number: int  # counts up with each arrival
+    kind: _Kind
+    fcfs_wait: float  # seconds that it would wait under FCFS
+    prefill: float  # units of prefill that are left
+    age_bin: int = 0  # of the next output token
+    next_edge: int = EDGES[1]  # the least output length beyond that bin
+    level: int = 1
+    version: int = -1  # of the ranks by which `level` was chosen
+    is_started: bool = False
+    is_first: bool = False  # goes first until it ends
+    seconds: float = 0.0  # spent in iterations
+    waits_since: float = 0.0
+
+
+def outlook(hazards: "Sequence[float]", age_bin: int, prefill: float, cap: int) -> Outlook:
+    """Rank and decodes left of a request that has produced the tokens before bin `age_bin`, with
+    `prefill` units of prefill to do; it ends before bin `cap` + 1 in any case."""
+    alive, decodes, rank = 1.0, 0.0, inf
+    for number in range(age_bin, max(cap, age_bin + 1)):
+        width = EDGES[number + 1] - EDGES[number]
+        ends = alive * hazards[number]
+        decodes += (alive - ends / 2) * width
+        alive -= ends
+        if alive < 1.0:
+            rank = min(rank, (prefill + decodes) / (1.0 - alive))
+    return Outlook(max(LEAST_RANK, min(rank, prefill + decodes)), decodes)
+
+
+class GittinsIndex:
+    """Requests by level. Started ones are sorted by arrival in each level; waiting ones are in
+    queues by kind, so that new ranks cost as much as there are kinds, not requests."""
+
+    preemption = Preemption.ALWAYS
+
+    def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
+        self._cost = cost
+        self._settings = settings or PolicySettings()
+        self._unit = cost.compute(1, 0)
+        self.lengths = LearnedLengths()
+        self._fcfs = FcfsEstimate()
+        self._jobs: dict[Request, _Job] = {}
+        self._num_arrived = 0
+        self._waiting: dict[_Kind, dict[Request, None]] = {}
+        self._levels: dict[_Kind, int] = {}  # of waiting requests
+        self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
+        self._outlooks: dict[tuple[int, _Kind], Outlook] = {}  # of the present version
+        self._hazards: dict[int, list[float]] = {}  # by stratum, of the present version
+        self._version = 0
+        self._num_ends = 0  # of outputs since the last update
+        self._update_at = 0.0
+
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+        return None
+
+    def arrive(self, request: "Request", now: float) -> None:
+        prefill = self._prefill(request)
+        stratum = stratum_of(request.prompt_len)
+        kind = _Kind(stratum, _prefill_class(prefill), bin_of(request.spec.max_tokens))
+        job = _Job(self._num_arrived, kind, self._fcfs.wait, prefill, waits_since=now)
+        self._jobs[request] = job
+        self._num_arrived += 1
+        job.age_bin = bin_of(request.produced + 1)
+        job.next_edge = EDGES[job.age_bin + 1]
+        job.is_started = bool(request.num_computed or request.output)
+        self._insert(request, job)
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        job = self._jobs[request]
+        before, moves = job.prefill, not job.is_started or job.version != self._version
+        if before or num_tokens > 1:
+            job.prefill = self._prefill(request)
+            moves = True
+        self._fcfs.ran(self._added(before) - self._added(job.prefill), seconds, now)
+        job.seconds += seconds
+        job.waits_since = now
+        if request.produced + 1 >= job.next_edge:
+            self._age(job, bin_of(request.produced + 1))
+            moves = True
+        if moves:
+            self._remove(request, job)
+            job.is_started = True
+            self._insert(request, job)
+
+    def leave(self, request: "Request", now: float) -> None:
+        job = self._jobs.pop(request)
+        self._remove(request, job)
+        if request.output:
+            self._age(job, bin_of(request.produced))
+        if request.finish is FinishReason.STOP or request.abort is Abort.STOP_STRING:
+            self.lengths.ended(job.kind.stratum, bin_of(max(1, request.produced)))
+            self._num_ends += 1
+        if request.finish is not None:
+            self._fcfs.ended(job.fcfs_wait, job.seconds)
+
+    def order(self, now: float) -> "Iterator[Request]":
+        if self._is_learned and (self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at):
+            self._update(now)
+        return self._walk()
+
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        jobs = [self._jobs[request] for request in requests]
+        return [(self._level(job), not job.is_started, job.number) for job in jobs]
+
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        return positions(self.sort_keys(requests, now))
+
+    @property
+    def level_sizes(self) -> list[int]:
+        """The number of live requests in each level; level 0 has those that go first until they
+        end."""
+        sizes = [len(started) for started in self._started]
+        for kind, queue in self._waiting.items():
+            sizes[self._levels[kind]] += len(queue)
+        return sizes
+
+    def level(self, request: "Request") -> int:
+        """The level that the request is in."""
+        return self._level(self._jobs[request])
+
+    # Queues
+
+    @property
+    def _is_learned(self) -> bool:
+        return self.lengths.num_observed >= self._settings.min_outputs
+
+    def _level(self, job: _Job) -> int:
+        is_queued = not job.is_started and not job.is_first
+        return self._levels[job.kind] if is_queued else job.level
+
+    def _insert(self, request: "Request", job: _Job) -> None:
+        if job.is_started or job.is_first:
+            job.version = self._version
+            job.level = 0 if job.is_first else self._level_of(STARTED * self._outlook(job).rank)
+            insort(self._started[job.level], (job.number, request))
+            return
+        queue = self._waiting.get(job.kind)
+        if queue is None:
+            queue = self._waiting[job.kind] = {}
+            self._levels[job.kind] = self._level_of(self._outlook(job).rank)
+        queue[request] = None
+
+    def _remove(self, request: "Request", job: _Job) -> None:
+        if job.is_started or job.is_first:
+            started = self._started[job.level]
+            del started[bisect_left(started, (job.number,))]
+            return
+        queue = self._waiting[job.kind]
+        del queue[request]
+        if not queue:
+            del self._waiting[job.kind], self._levels[job.kind]
+
+    def _walk(self) -> "Iterator[Request]":
+        kinds: dict[int, list[_Kind]] = {}
+        for kind, level in self._levels.items():
+            kinds.setdefault(level, []).append(kind)
+        for level, started in enumerate(self._started):
+            for _, request in started:
+                yield request
+            if level in kinds:
+                yield from self._by_arrival([self._waiting[kind] for kind in kinds[level]])
+
+    def _by_arrival(self, queues: "Sequence[Iterable[Request]]") -> "Iterator[Request]":
+        if len(queues) == 1:
+            return iter(queues[0])
+        return merge(*queues, key=lambda request: self._jobs[request].number)
+
+    # Ranks
+
+    def _prefill(self, request: "Request") -> float:
+        """Units of the prompt tokens that are left; 0 if only one token is."""
+        remaining = request.remaining
+        if remaining <= 1:
+            return 0.0
+        return self._cost.compute(remaining, request.num_computed) / self._unit
+
+    def _outlook(self, job: _Job) -> Outlook:
+        kind = job.kind._replace(prefill=_prefill_class(job.prefill))
+        known = self._outlooks.get((job.age_bin, kind))
+        if known is None:
+            hazards = self._hazards.get(kind.stratum)
+            if hazards is None:
+                hazards = self._hazards[kind.stratum] = self.lengths.hazards(kind.stratum)
+            known = outlook(hazards, job.age_bin, _units_of(kind.prefill), kind.cap)
+            self._outlooks[job.age_bin, kind] = known
+        return known
+
+    def _level_of(self, rank: float) -> int:
+        if not self._is_learned:
+            return 1
+        level = 1 + floor(log(rank) / log(LEVEL_RATIO))
+        return min(max(1, level), NUM_LEVELS - 1)
+
+    def _age(self, job: _Job, age_bin: int) -> None:
+        """The request's output reaches this bin, so it is longer than all bins before."""
+        for number in range(job.age_bin, age_bin):
+            self.lengths.passed(job.kind.stratum, number)
+        job.age_bin = max(job.age_bin, age_bin)
+        job.next_edge = EDGES[job.age_bin + 1] if job.age_bin + 1 < NUM_BINS else 1 << 62
+
+    def _update(self, now: float) -> None:
+        """Compute ranks and FCFS's tail from what was learned; find requests that go first."""
+        self._num_ends = 0
+        limit = self._settings.starvation_seconds
+        self._update_at = now + min(SECONDS_PER_UPDATE, limit / 8 if limit else inf)
+        self._version += 1
+        self._outlooks.clear()
+        self._hazards.clear()
+        prefill = decodes = 0.0  # that wait: seconds, and number
+        for kind, queue in self._waiting.items():
+            job = self._jobs[next(iter(queue))]
+            forecast = self._outlook(job)
+            self._levels[kind] = self._level_of(forecast.rank)
+            prefill += len(queue) * self._added(job.prefill)
+            decodes += len(queue) * forecast.decodes
+        for started in self._started:
+            sample = [self._jobs[request] for _, request in islice(started, MOST_SAMPLED)]
+            idle = [job for job in sample if self._is_idle(job)]
+            factor = len(started) / (len(sample) or 1)
+            prefill += factor * sum(self._added(job.prefill) for job in idle)
+            decodes += factor * sum(self._outlook(job).decodes for job in idle)
+        mean = outlook(self.lengths.hazards(), 0, 0.0, NUM_BINS - 1).decodes
+        self._fcfs.update(prefill, decodes, mean)
+        self._find_late(now)
+
+    def _added(self, prefill: float) -> float:
+        """Seconds that so many units of prefill add to iterations with other requests."""
+        return max(0.0, prefill - 1.0) * self._unit
+
+    def _is_idle(self, job: _Job) -> bool:
+        """Whether it was not in the latest iteration."""
+        return job.waits_since != self._fcfs.returned_at
+
+    def _find_late(self, now: float) -> None:
+        """Requests that are late go first from now on. Of a kind, the first to arrive is the first
+        to be late; among started requests of a level, nearly so."""
+        late: list[Request] = []
+        for queue in self._waiting.values():
+            for request in islice(queue, MOST_AT_ONCE):
+                if not self._is_late(request, now):
+                    break
+                late.append(request)
+        for started in self._started[1:]:
+            first = islice(started, MOST_SAMPLED)
+            late += [request for _, request in first if self._is_late(request, now)]
+        for request in late:
+            job = self._jobs[request]
+            self._remove(request, job)
+            job.is_first = True
+            self._insert(request, job)
+
+    def _is_late(self, request: "Request", now: float) -> bool:
+        job = self._jobs[request]
+        limit = self._settings.starvation_seconds
+        if limit is not None:
+            return now - job.waits_since >= limit
+        left = self._added(job.prefill) + self._outlook(job).decodes * self._fcfs.pace
+        tail = self._fcfs.tail
+        allowed = max(MARGIN * tail - left, LEAST_WAIT * tail)
+        return self._is_idle(job) and now - request.arrived_at > allowed
+
+
+def _prefill_class(units: float) -> int:
+    """Classes of prefills a factor of 1.22 apart, from 0 for none."""
+    return floor(5.0 * log1p(units) + 0.5)
+
+
+def _units_of(prefill_class: int) -> float:
+    """The units that stand for a class."""
+    return float(2.718281828459045 ** (prefill_class / 5.0) - 1.0)

@@ -1,0 +1,82 @@
+"""SavedFile: a JSON file of what a server has measured or learned, valid for certain facts.
+
+A file's name is a digest of the facts (the model, and for costs the machine and configuration), and
+it contains them. A file that is corrupt or has other facts is ignored with a warning.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from platformdirs import user_cache_path
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_NAME_DIGITS = 24
+
+
+def model_facts(directory: Path) -> dict[str, object]:
+    """The facts that identify a checkpoint: its config and the sizes of its weight files, so that
+    no large file is read."""
+    config = directory / "config.json"
+    files = [directory] if directory.is_file() else directory.glob("*.safetensors")
+    weights = sorted((path.name, path.stat().st_size) for path in files)
+    return {
+        "model": str(directory.resolve()),
+        "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else "",
+        "weights": [list(pair) for pair in weights],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """One value under the field `name`, beside the facts for which it is valid."""
+
+    path: Path
+    facts: Mapping[str, object]
+    name: str
+
+    @classmethod
+    def of(cls, facts: Mapping[str, object], name: str, directory: Path | None) -> "SavedFile":
+        """The file for these facts, in the user's cache or in `directory`."""
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        folder = directory or user_cache_path("podway", appauthor=False)
+        return cls(folder / f"{name}s" / f"{digest[:_NAME_DIGITS]}.json", facts, name)
+
+    def load(self, parse: Callable[[Any], T]) -> T | None:
+        """The saved value. None if there is no usable file; one that cannot be used is logged.
+        `parse` raises ValueError for a wrong value."""
+        try:
+            saved = json.loads(self.path.read_bytes())
+            if not isinstance(saved, dict) or saved.get("facts") != self.facts:
+                raise ValueError("it is for another model or machine")
+            return parse(saved[self.name])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning("ignoring the saved %s in %s: %s", self.name, self.path, error)
+            return None
+
+    def save(self, value: object) -> None:
+        """Replace the file atomically. A failure is logged, not raised."""
+        text = json.dumps({"facts": self.facts, self.name: value}, indent=1)
+        temporary: str | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".new")
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, self.path)
+        except OSError as error:
+            logger.warning("cannot save the %s in %s: %s", self.name, self.path, error)
+            if temporary is not None:
+                with suppress(OSError):
+                    os.unlink(temporary)

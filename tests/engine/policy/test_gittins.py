@@ -1,0 +1,228 @@
+"""The Gittins policy: ranks against brute force, levels, FCFS's tail, and what it learns."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isclose
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.policy import PolicySettings, build, lengths_of
+from engine.policy.fcfs_estimate import FcfsEstimate
+from engine.policy.gittins import LEAST_RANK, GittinsIndex, Outlook, outlook
+from engine.policy.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
+from engine.request import Abort, FinishReason, Request, State
+from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
+
+SKEWED = [1] * 40 + [2] * 30 + [4] * 20 + [1000] * 10
+ALIKE = [100] * 100
+
+
+def a_policy(lengths: Sequence[int], **settings: object) -> GittinsIndex:
+    policy = GittinsIndex(HAND_COST, PolicySettings(**settings))  # type: ignore[arg-type]
+    policy.lengths = learned_lengths(lengths)
+    return policy
+
+
+def arrived(policy: GittinsIndex, number: int, prompt_len: int = 1) -> Request:
+    request = a_request(number, prompt_len, 2000)
+    policy.arrive(request, 0.0)
+    return request
+
+
+def produce(policy: GittinsIndex, request: Request, num_tokens: int, now: float = 1.0) -> None:
+    """The request runs alone until it has produced so many more tokens."""
+    for _ in range(num_tokens):
+        done = request.remaining
+        request.num_computed += done
+        policy.ran(request, done, 1.0, now)
+        request.output.append(5)
+
+
+def brute_force(hazards: Sequence[float], age_bin: int, prefill: float, cap: int) -> float:
+    """The least ratio over all horizons, from the probability of each length: an output that ends
+    in a bin ends in its middle on average."""
+    alive = list(accumulate((1.0 - h for h in hazards), lambda a, b: a * b, initial=1.0))
+    start = EDGES[age_bin]
+    ends = {k: (alive[k] - alive[k + 1]) / alive[age_bin] for k in range(age_bin, cap)}
+    ratios = []
+    for last in range(age_bin, cap):
+        horizon = EDGES[last + 1] - start
+        within = sum(ends[k] for k in range(age_bin, last + 1))
+        middles = ((EDGES[k] + EDGES[k + 1]) / 2 - start for k in range(age_bin, last + 1))
+        shorter = sum(ends[k] * m for k, m in zip(range(age_bin, last + 1), middles, strict=True))
+        if within > 0.0:
+            ratios.append((prefill + shorter + (1.0 - within) * horizon) / within)
+            if last == cap - 1:  # `max_tokens`: it ends for certain
+                ratios.append(prefill + shorter + (1.0 - within) * horizon)
+    return max(LEAST_RANK, min(ratios))
+
+
+@given(
+    hazards=st.lists(st.floats(0.001, 0.9), min_size=NUM_BINS, max_size=NUM_BINS),
+    age_bin=st.integers(0, 40),
+    prefill=st.floats(0.0, 100.0),
+    more=st.integers(1, 30),
+)
+def test_ranks_are_those_of_brute_force(
+    hazards: list[float], age_bin: int, prefill: float, more: int
+) -> None:
+    cap = age_bin + more
+    rank, decodes = outlook(hazards, age_bin, prefill, cap)
+    assert isclose(rank, brute_force(hazards, age_bin, prefill, cap), rel_tol=1e-6)
+    assert 0.0 < decodes <= EDGES[cap] - EDGES[age_bin]
+
+
+def test_ranks_fall_with_age_if_outputs_are_alike_and_rise_if_they_are_skewed() -> None:
+    def ranks(lengths: Sequence[int]) -> list[float]:
+        hazards = learned_lengths(lengths).hazards()
+        return [outlook(hazards, bin_of(age), 0.0, NUM_BINS - 1).rank for age in (1, 5, 50)]
+
+    alike, skewed = ranks(ALIKE), ranks(SKEWED)
+    assert alike == sorted(alike, reverse=True)
+    assert skewed == sorted(skewed)
+
+
+def test_until_enough_outputs_have_ended_the_order_is_that_of_arrival() -> None:
+    policy = GittinsIndex(HAND_COST, PolicySettings(min_outputs=2))
+    long, short = arrived(policy, 0, 100), arrived(policy, 1, 1)
+    for number in (7, 8):
+        assert list(policy.order(1.0)) == [long, short]
+        other = arrived(policy, number)
+        produce(policy, other, 1)
+        other.finish = FinishReason.STOP
+        policy.leave(other, 1.0)
+    assert list(policy.order(1.0)) == [short, long]
+
+
+def test_a_new_request_overtakes_a_started_one_if_outputs_are_skewed() -> None:
+    policy = a_policy(SKEWED)
+    old = arrived(policy, 0)
+    produce(policy, old, 20)
+    new = arrived(policy, 1)
+    assert list(policy.order(1.0)) == [new, old]
+    assert policy.sort_keys([new], 1.0) < policy.sort_keys([old], 1.0)
+
+
+def test_no_request_overtakes_a_started_one_if_outputs_are_alike() -> None:
+    policy = a_policy(ALIKE)
+    requests = [arrived(policy, number, prompt_len=1 + number % 3) for number in range(6)]
+    produce(policy, requests[0], 20)
+    assert list(policy.order(1.0)) == requests
+
+
+def test_a_started_request_precedes_a_waiting_one_of_the_same_level() -> None:
+    policy = a_policy(ALIKE)
+    first, second = arrived(policy, 0), arrived(policy, 1)
+    produce(policy, second, 1)
+    assert list(policy.order(1.0)) == [second, first]
+
+
+def test_short_prompts_go_first_in_queues_by_kind_and_arrival_decides_within_one() -> None:
+    policy = a_policy(SKEWED)
+    requests = [arrived(policy, number, length) for number, length in enumerate((90, 1, 90, 1))]
+    assert list(policy.order(0.0)) == [requests[i] for i in (1, 3, 0, 2)]
+    assert sum(policy.level_sizes) == 4
+    assert policy.level(requests[0]) > policy.level(requests[1])
+
+
+def test_with_a_starvation_limit_a_request_that_waits_longer_goes_first_until_it_ends() -> None:
+    policy = a_policy(SKEWED, starvation_seconds=10.0)
+    old = arrived(policy, 0)
+    produce(policy, old, 20, now=1.0)
+    new = arrived(policy, 1)
+    assert next(policy.order(10.5)) is new
+    assert next(policy.order(12.0)) is old
+    produce(policy, old, 20, now=13.0)
+    assert next(policy.order(14.0)) is old
+    assert policy.level(old) == 0
+    policy.leave(old, 15.0)
+    assert next(policy.order(15.0)) is new
+
+
+def test_a_request_goes_first_before_its_completion_time_exceeds_that_of_fcfs() -> None:
+    """Ten requests of 20 tokens have taken 20 s each, which is FCFS's tail as well."""
+    policy = a_policy([20] * 100 + [1] * 100, min_outputs=1)
+    for number in range(10):
+        request = arrived(policy, number)
+        produce(policy, request, 20)
+        request.finish = FinishReason.STOP
+        policy.leave(request, 1.0)
+    late = a_request(20, 30, 2000)
+    policy.arrive(late, 5.0)
+    new = arrived(policy, 21)
+    assert next(policy.order(6.0)) is new
+    assert next(policy.order(5.0 + 20.0)) is late
+
+
+def test_ends_are_learned_and_cuts_are_censored() -> None:
+    def learned(finish: FinishReason | None, abort: Abort | None = None) -> LearnedLengths:
+        policy = GittinsIndex(HAND_COST)
+        request = arrived(policy, 0)
+        produce(policy, request, 5)
+        request.finish, request.abort = finish, abort
+        policy.leave(request, 1.0)
+        return policy.lengths
+
+    for ended in (learned(FinishReason.STOP), learned(None, Abort.STOP_STRING)):
+        assert ended.num_observed == 1
+        assert ended.hazards()[bin_of(5)] > 0.5
+    for cut in (learned(FinishReason.LENGTH), learned(None, Abort.CLIENT_GONE)):
+        assert cut.num_observed == 0
+        assert cut.hazards()[bin_of(4)] < 0.1
+
+
+def test_what_was_learned_is_kept_when_the_policy_is_built_again() -> None:
+    known = learned_lengths(SKEWED)
+    policy = build("gittins", HAND_COST, lengths=known)
+    assert lengths_of(policy) is known
+    assert lengths_of(build("fcfs", HAND_COST, lengths=known)) is None
+
+
+def test_many_waiting_requests_of_one_kind_cost_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = a_policy(SKEWED)
+    for number in range(3000):
+        arrived(policy, number, prompt_len=9)
+    calls: list[int] = []
+
+    def counted(hazards: Sequence[float], age_bin: int, prefill: float, cap: int) -> Outlook:
+        calls.append(age_bin)
+        return outlook(hazards, age_bin, prefill, cap)
+
+    monkeypatch.setattr("engine.policy.gittins.outlook", counted)
+    next(policy.order(0.0))
+    assert len(calls) == 2  # the kind's, and that of an average request
+
+
+def test_a_skewed_load_is_served_in_full_with_a_lower_mean_than_fcfs() -> None:
+    """One seat; every tenth request is long. All are served to their end under both."""
+    arrivals = [(float(n), a_spec(1, 40 if n % 10 == 0 else 1)) for n in range(60)]
+
+    def mean_jct(name: str) -> float:
+        known = learned_lengths([1] * 90 + [40] * 10)
+        scheduler = a_scheduler(build(name, HAND_COST, lengths=known))
+        requests = play(scheduler, arrivals)
+        assert all(request.state is State.FINISHED for request in requests)
+        return sum((r.last_token_at or 0.0) - r.arrived_at for r in requests) / len(requests)
+
+    assert mean_jct("gittins") < mean_jct("fcfs")
+
+
+def test_the_estimate_of_fcfs_adds_the_work_before_a_request_to_its_own_time() -> None:
+    """Iterations of half a second with four requests each, one of which computes a prompt in 0.1
+    s. So a decode takes 0.1 s of the machine, and a request gets one each half second."""
+    fcfs = FcfsEstimate()
+    for step in range(600):
+        fcfs.ran(0.1, 0.5, float(step))
+        for _ in range(3):
+            fcfs.ran(0.0, 0.5, float(step))
+    assert fcfs.decode_seconds == pytest.approx(0.1)
+    assert fcfs.pace == pytest.approx(0.5)
+    fcfs.update(prefill=4.0, decodes=60.0, mean=20.0)
+    assert fcfs.wait == pytest.approx(10.0)
+    assert fcfs.tail == pytest.approx(20.0)
+    for jct in range(200):
+        fcfs.ended(float(jct), 1.0)
+    fcfs.update(prefill=0.0, decodes=0.0, mean=20.0)
+    assert fcfs.tail == 199.0
