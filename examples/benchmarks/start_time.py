@@ -129,9 +129,10 @@ def page(rounds: list[Figures]) -> str:
     lines = [
         "# From the start to the first token",
         "",
-        "Written by `python -m examples.benchmarks.start_time`: medians of "
+        "Written by `python -m examples.benchmarks.start_time`: medians of at most "
         f"{max(one['round'] for one in rounds) + 1} rounds. Cold: without the files in the page "
-        "cache.",
+        f"cache. {cpu_name()}, {os.cpu_count()} cores; the load before each start is in "
+        "[figures.json](figures.json).",
         "",
         "| server | " + " | ".join(COLUMNS.values()) + " |",
         "|---|" + "---|" * len(COLUMNS),
