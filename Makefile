@@ -36,7 +36,7 @@ fmt: $(DEVELOPMENT)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# LiteLLM and LlamaIndex pin packages that ours do not fit: an environment of their own.
+# LiteLLM, LlamaIndex and gradio pin packages that ours do not fit: an environment of their own.
 CLIENTS ?= .venv-clients
 clients: $(CLIENTS)/.installed
 

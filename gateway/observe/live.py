@@ -27,6 +27,7 @@ MAX_REQUESTS = 200  # of a snapshot
 MAX_STARTED = 120  # of them, requests that hold KV on the device
 MAX_SWAPPED = 40
 RUNNING = (State.READY, State.RUNNING)
+SWAPPED = (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)
 
 
 class LiveView(NullObserver):
@@ -92,7 +93,7 @@ class LiveView(NullObserver):
             "counts": {
                 "running": sum(pool.count(state) for state in RUNNING),
                 "waiting": pool.count(State.WAITING),
-                "swapped": pool.num_admitted - sum(pool.count(state) for state in RUNNING),
+                "swapped": sum(pool.count(state) for state in SWAPPED),
             },
             "kv": {
                 "device": {

@@ -106,6 +106,21 @@ def test_a_queued_request_shows_what_it_waits_for() -> None:
     play(scene, Setting(max_batch_size=1))
 
 
+def test_requests_whose_kv_is_on_the_host_count_as_swapped() -> None:
+    async def scene(rig: Rig) -> None:
+        body = text(prompt="a" * 20, max_tokens=30, ignore_eos=True)
+        tasks = [asyncio.create_task(rig.client.post(TEXT, body).__aenter__()) for _ in range(2)]
+        await asyncio.sleep(25 * STEP)
+        (snapshot,) = await snapshots(rig, 1)
+        states = sorted(each["state"] for each in snapshot["requests"])
+        assert states == ["decode", "swapped"]
+        assert snapshot["counts"] == {"running": 1, "waiting": 0, "swapped": 1}
+        for task in tasks:
+            await (await task).json()
+
+    play(scene, Setting(num_blocks=70, num_host_blocks=200, prefix_cache=False))
+
+
 def test_requests_show_their_level_of_a_policy_with_several_queues() -> None:
     async def scene(rig: Rig) -> None:
         body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
