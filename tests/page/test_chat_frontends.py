@@ -49,7 +49,7 @@ def gradio_url(page_url: str) -> Iterator[str]:
     """A gradio app whose model is behind the server."""
     if not PYTHON.with_name("gradio").exists():
         pytest.skip("gradio is not installed: make clients")
-    command = [PYTHON, Path(__file__).with_name("gradio_frontend.py"), page_url]
+    command: list[Path | str] = [PYTHON, Path(__file__).with_name("gradio_frontend.py"), page_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         try:
