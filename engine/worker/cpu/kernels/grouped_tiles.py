@@ -17,13 +17,11 @@ unsigned numbers. With minimums the sum is a float32, which is multiplied by the
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
 from engine.worker.cpu.kernels.dtypes import FLOAT16, INT8, load
-from engine.worker.cpu.kernels.packed_tiles import VECTORS, WIDTH, TileOperands, pinned
+from engine.worker.cpu.kernels.packed_tiles import VECTORS, WIDTH, make_tile, pinned
 from engine.worker.cpu.kernels.tile_formats import (
     HAS_VNNI,
     INT16S,
@@ -132,32 +130,13 @@ FASTEST = INT8_STEPS if HAS_VNNI else INT16_STEPS
 def make_grouped_tile(layout, steps):
     """`sums[m, n] = sum over k of x[m, k] * w[k, n]` in float32, with integer sums in each group.
 
-    Called with the fields of `TileOperands`, where `groups` are blocks of the layout.
+    The `groups` of its operands are blocks of the layout.
     """
 
-    def build(context, builder, signature, args):
-        for rows in range(1, MAX_ROWS + 1):
-            is_it = builder.icmp_signed("==", TileOperands(*args).rows, int64(rows))
-            with builder.if_then(is_it):
-                builder.call(_function(builder.module, layout, steps, rows), args)
-        return context.get_dummy_value()
+    def build_rows(builder, tile, rows):
+        _Tile(builder, layout, steps, tile, rows).build()
 
-    def grouped_tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
-        return types.void(*[types.int64] * len(TileOperands._fields)), build
-
-    return intrinsic(grouped_tile)
-
-
-def _function(module, layout, steps, rows):
-    """The tile for a number of rows. It is not inlined, because it needs all registers."""
-    kind = ir.FunctionType(ir.VoidType(), [int64(0).type] * len(TileOperands._fields))
-    function = ir.Function(module, kind, f"tile_{layout.name}_{steps.inputs}_{rows}")
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    builder = ir.IRBuilder(function.append_basic_block())
-    _Tile(builder, layout, steps, TileOperands(*function.args), rows).build()
-    builder.ret_void()
-    return function
+    return make_tile(f"tile_{layout.name}_{steps.inputs}", MAX_ROWS, build_rows)
 
 
 class _Tile:

@@ -43,34 +43,45 @@ class TileOperands(NamedTuple):
     ahead_step: ir.Value
 
 
-def make_packed_tile(tile_format):
-    """`sums[m, n] = sum over k of x[m, k] * w[k, n]`, called with the fields of `TileOperands`."""
+def make_tile(name, max_rows, build_rows):
+    """An intrinsic that is called with the fields of `TileOperands`.
+
+    `build_rows(builder, tile, rows)` builds the code for one number of rows.
+    """
 
     def build(context, builder, signature, args):
-        for rows in range(1, MAX_ROWS + 1):
+        for rows in range(1, max_rows + 1):
             is_it = builder.icmp_signed("==", TileOperands(*args).rows, int64(rows))
             with builder.if_then(is_it):
-                builder.call(_function(builder.module, tile_format, rows), args)
+                function = _function(builder.module, f"{name}_{rows}", rows, build_rows)
+                builder.call(function, args)
         return context.get_dummy_value()
 
-    def packed_tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
+    def tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
         return types.void(*[types.int64] * len(TileOperands._fields)), build
 
-    return intrinsic(packed_tile)
+    return intrinsic(tile)
 
 
-def _function(module, tile_format, rows):
-    """The tile for a number of rows. It is not inlined, because it needs all registers."""
+def _function(module, name, rows, build_rows):
+    """A tile for a number of rows. It is not inlined, because it needs all registers."""
     kind = ir.FunctionType(ir.VoidType(), [int64(0).type] * len(TileOperands._fields))
-    function = ir.Function(
-        module, kind, f"tile_{tile_format.group}_{tile_format.lane_bytes}_{rows}"
-    )
+    function = ir.Function(module, kind, name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     builder = ir.IRBuilder(function.append_basic_block())
-    _build_rows(builder, tile_format, TileOperands(*function.args), rows)
+    build_rows(builder, TileOperands(*function.args), rows)
     builder.ret_void()
     return function
+
+
+def make_packed_tile(tile_format):
+    """`sums[m, n] = sum over k of x[m, k] * w[k, n]`."""
+
+    def build_rows(builder, tile, rows):
+        _build_rows(builder, tile_format, tile, rows)
+
+    return make_tile(f"tile_{tile_format.group}_{tile_format.lane_bytes}", MAX_ROWS, build_rows)
 
 
 def _build_rows(builder, tile_format, tile, rows):
