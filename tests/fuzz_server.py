@@ -1,33 +1,39 @@
-"""Fuzz a served model over real sockets, then run schemathesis against it; says what was left.
+"""Fuzz a served model over real sockets, every operation but the endless one.
 
     python -m tests.fuzz_server [--bodies 20000] [--examples 100] [--model builtin] [--seed 0]
+                                [--out FILE]
 
-Ends with 1 if any request hung, got a 5xx that is no honest one, or left blocks or files behind.
+After that schemathesis runs `--examples` against it. Exits with 1 if a request hung or got a 5xx
+(but 503, or 504 for its own deadline), or if blocks or descriptors were left. `--out` keeps counts
+by operation and status as JSON; counts that the file has already are added to, so that a long run
+can be done in slices with different seeds.
 """
 
 import argparse
 import asyncio
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import aiohttp
 import psutil
+from yarl import URL
 
 from tests.conftest import read_url, start_server
 from tests.fuzzing import Fuzzer, Sent, is_honest
 from tests.serving.client import until_idle
 
 AT_ONCE = 16
+IDENTIFIER = re.compile(rb'"id": ?"([\w-]{4,80})"')
 PATIENCE = 120.0  # seconds; past them a request counts as hung
 CONTEXT = "96"  # tokens: answers to what says no length end soon
 
@@ -51,22 +57,46 @@ class Tally:
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
+        self.operations: dict[str, Counter[str]] = defaultdict(Counter)
         self.wrong: list[tuple[str, Sent]] = []
         self.slowest = 0.0
 
-    async def send(self, session: aiohttp.ClientSession, url: str, sent: Sent) -> None:
+    async def send(
+        self, session: aiohttp.ClientSession, url: str, fuzzer: Fuzzer, sent: Sent
+    ) -> None:
         began = time.perf_counter()
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": sent.content_type} if sent.content_type else {}
+        target = URL(url + sent.path, encoded=True)
         try:
-            async with session.post(url + sent.path, data=sent.body, headers=headers) as response:
-                await response.read()
+            async with session.request(
+                sent.method, target, data=sent.body, headers=headers
+            ) as response:
+                content = await response.read()
             status, is_right = str(response.status), is_honest(response.status, sent)
+            for identifier in IDENTIFIER.findall(content[:2000]):
+                fuzzer.learn(identifier.decode())
         except (aiohttp.ClientError, TimeoutError) as error:
             status, is_right = type(error).__name__, False
         self.statuses[status] += 1
+        self.operations[sent.operation][status] += 1
         self.slowest = max(self.slowest, time.perf_counter() - began)
         if not is_right:
             self.wrong.append((status, sent))
+
+    def write(self, path: Path) -> None:
+        """Add the counts to those of the file."""
+        known = json.loads(path.read_text()) if path.exists() else {}
+        operations = {name: Counter(counts) for name, counts in known.get("operations", {}).items()}
+        for operation, statuses in self.operations.items():
+            operations[operation] = operations.get(operation, Counter()) + statuses
+        result = {
+            "requests": known.get("requests", 0) + sum(self.statuses.values()),
+            "wrong": known.get("wrong", 0) + len(self.wrong),
+            "operations": {
+                name: dict(sorted(operations[name].items())) for name in sorted(operations)
+            },
+        }
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 async def fuzz(url: str, pid: int, arguments: argparse.Namespace) -> bool:
@@ -77,11 +107,12 @@ async def fuzz(url: str, pid: int, arguments: argparse.Namespace) -> bool:
         async with session.get(f"{url}/openapi.json") as response:
             document = await response.json()
         fuzzer = Fuzzer(document, arguments.model, Random(arguments.seed))
-        await _all(session, url, (fuzzer.request() for _ in range(500)), Tally())
+        await _start_compiler(session, url, arguments.model)
+        await _all(session, url, fuzzer, 500, Tally())
         await until_idle(session, url)
         before = Size.of(pid)
         began = time.perf_counter()
-        await _all(session, url, (fuzzer.request() for _ in range(arguments.bodies)), tally)
+        await _all(session, url, fuzzer, arguments.bodies, tally)
         seconds = time.perf_counter() - began
         counts = await until_idle(session, url)
         after = Size.of(pid)
@@ -96,16 +127,27 @@ async def fuzz(url: str, pid: int, arguments: argparse.Namespace) -> bool:
     say("%d bodies in %.0f s: %s", arguments.bodies, seconds, dict(sorted(tally.statuses.items())))
     say("slowest %.2f s; left: %s; before %s, after %s", tally.slowest, left, before, after)
     for status, sent in tally.wrong[:20]:
-        say("WRONG %s %s %r", status, sent.path, sent.body[:2000])
+        say("WRONG %s %s %s %r", status, sent.method, sent.path, sent.body[:2000])
+    if arguments.out is not None:
+        tally.write(arguments.out)
     return not tally.wrong and not any(left.values()) and after.files <= before.files
 
 
+async def _start_compiler(session: aiohttp.ClientSession, url: str, model: str) -> None:
+    """Constrain an output, since the process that compiles grammars starts when it is needed."""
+    body = {"model": model, "prompt": "x", "max_tokens": 1, "guided_choice": ["a"]}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+
+
 async def _all(
-    session: aiohttp.ClientSession, url: str, requests: Iterator[Sent], tally: Tally
+    session: aiohttp.ClientSession, url: str, fuzzer: Fuzzer, count: int, tally: Tally
 ) -> None:
+    requests = (fuzzer.any_request() for _ in range(count))
+
     async def work() -> None:
         for sent in requests:
-            await tally.send(session, url, sent)
+            await tally.send(session, url, fuzzer, sent)
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
@@ -148,5 +190,6 @@ if __name__ == "__main__":
     flags.add_argument("--examples", type=int, default=100)
     flags.add_argument("--model", default="builtin")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--out", type=Path, help="add the counts to this JSON file")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.exit(main(flags.parse_args()))

@@ -1,14 +1,17 @@
-"""Bodies to fuzz with: made from our own OpenAPI document, then spoiled. Seeded, so repeatable.
+"""Fuzzed requests, made from the server's OpenAPI document. Seeded, so repeatable.
 
-`Fuzzer.request` yields a path and a body that is, by turns, right, almost right (one value is of
-another kind, out of range, huge, deep, missing, doubled), or no JSON at all (cut off, invalid
-UTF-8, bytes flipped).
+`Fuzzer.request` returns a request whose body is valid, almost valid (one value is of another type,
+out of range, huge, deep, missing, doubled), or no JSON at all (cut off, invalid UTF-8, bytes
+flipped). One request in five is for another operation than a POST of JSON: with identifiers from
+earlier responses or odd ones in its path, odd query parameters, or an upload.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from random import Random
 from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
 
 import orjson
 
@@ -68,14 +71,28 @@ WORDS: Mapping[str, tuple[Json, ...]] = {
     "temperature": (0, 1, 2),
     "logit_bias": ({"5": 1.5}, {}),
     "arguments": ("{}", "x"),
+    "completion_window": ("24h",),
+    "endpoint": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    "policy": ("fcfs", "mlfq", "priority", "fair", "deadline"),
 }
 
 
+PROMPTS = frozenset({"input", "messages", "prompt"})  # half of the bodies have these
+OTHERS = 0.2  # the share of requests that are no POST of JSON
+ENDLESS = "/admin/live"  # its response does not end
+MAX_IDS = 64
+BOUNDARY = "fuzzed"
+JSON_TYPE = "application/json"
+
+
 class Sent(NamedTuple):
-    """What to POST where."""
+    """A request; `operation` is its method and its path as the document has it."""
 
     path: str
     body: bytes
+    method: str = "POST"
+    content_type: str = JSON_TYPE
+    operation: str = ""
 
 
 class Fuzzer:
@@ -86,21 +103,86 @@ class Fuzzer:
         self._model = model
         self._schemas: Mapping[str, Json] = document["components"]["schemas"]
         self._bodies = list(_bodies(document))
+        self._admin = list(_bodies(document, "/admin/"))
+        self._others = list(_others(document))
+        self._ids: list[str] = []  # of files, batches, responses and requests of this server
         self._share = 0.0  # of the optional fields that the next body has
 
-    def request(self) -> Sent:
-        """The next."""
+    def learn(self, identifier: str) -> None:
+        """Use this identifier, which a response contained, in the paths of later requests."""
+        self._ids = [*self._ids[1 - MAX_IDS :], identifier]
+
+    def any_request(self) -> Sent:
+        """The next request, to any operation."""
+        return self.other_request() if self._random.random() < OTHERS else self.request()
+
+    def other_request(self) -> Sent:
+        """The next request that is no POST of JSON."""
         random = self._random
-        path, schema = random.choice(self._bodies)
-        self._share = random.choice((0.02, 0.05, 0.2))
+        method, template, query, form = random.choice(self._others)
+        path = re.sub(r"\{\w+\}", lambda _: quote(self._identifier(), safe=""), template)
+        if query and random.random() < 0.7:
+            pairs = {name: self._identifier() for name in query if random.random() < 0.5}
+            path += "?" + urlencode(pairs)
+        operation = f"{method} {template}"
+        if form:
+            content_type = f"multipart/form-data; boundary={BOUNDARY}"
+            return Sent(path, self._form(form), method, content_type, operation)
+        if template == "/admin/policy" and method == "POST":
+            return self.request(is_admin=True)
+        body = b"" if random.random() < 0.7 else self._bytes({})
+        return Sent(path, body, method, "", operation)
+
+    def _identifier(self) -> str:
+        random = self._random
+        if self._ids and random.random() < 0.7:
+            return random.choice(self._ids)
+        return random.choice((*TEXTS, "1", "-1", "20", "asc", "desc", "batch", "x" * 3000))
+
+    def _form(self, names: tuple[str, ...]) -> bytes:
+        """A multipart body; the file has lines for a batch. One in three is cut off or changed."""
+        random, parts = self._random, b""
+        for name in names:
+            if random.random() < 0.1:
+                continue
+            value = b"\n".join(self._line(number) for number in range(random.randrange(1, 4)))
+            filename = '; filename="lines.jsonl"' if name == "file" else ""
+            if name != "file":
+                value = random.choice((b"batch", b"batch", b"user_data", b"x", b""))
+            head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"{filename}'
+            parts += head.encode() + b"\r\n\r\n" + value + b"\r\n"
+        body = parts + f"--{BOUNDARY}--\r\n".encode()
+        at = random.randrange(len(body))
+        spoilt = random.choice((body[:at], body[:at] + random.randbytes(9) + body[at:]))
+        return spoilt if random.random() < 1 / 3 else body
+
+    def _line(self, number: int) -> bytes:
+        sent = self.request()
+        if self._random.random() < 0.2:
+            return sent.body
+        try:
+            body = orjson.loads(sent.body)
+        except ValueError:
+            body = {}
+        line = {"custom_id": str(number), "method": "POST", "url": sent.path, "body": body}
+        return orjson.dumps(line)
+
+    def request(self, is_admin: bool = False) -> Sent:
+        """The next POST of JSON."""
+        random = self._random
+        template, schema = random.choice(self._admin if is_admin else self._bodies)
+        self._share = random.choice((0.0, 0.02, 0.05, 0.2))
         value = self._sample(schema, 0)
         if isinstance(value, dict) and "model" in value and random.random() < 0.95:
             value["model"] = self._model
         if isinstance(value, dict):
             value |= {name: 4 for name in LENGTHS if name in value}
+            if "input_file_id" in value and random.random() < 0.8:
+                value["input_file_id"] = self._identifier()
         ways = (self._odd, self._several, self._raw, self._bytes)
         spoil = self._keep if random.random() < 0.3 else random.choice(ways)
-        return Sent(path, spoil(value))
+        path = re.sub(r"[{}]", "", template)
+        return Sent(path, spoil(value), operation=f"POST {template}")
 
     def _keep(self, value: Json) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
@@ -168,7 +250,9 @@ class Fuzzer:
         return {
             name: self._field(name, field, depth + 1)
             for name, field in schema.get("properties", {}).items()
-            if name in required or (depth < 4 and self._random.random() < self._share)
+            if name in required
+            or (depth < 4 and self._random.random() < self._share)
+            or (depth < 2 and name in PROMPTS and self._random.random() < 0.5)
         }
 
     def _field(self, name: str, schema: Json, depth: int) -> Json:
@@ -212,11 +296,26 @@ def is_honest(status: int, sent: Sent) -> bool:
     return status < 500 or status == 503 or (status == 504 and b"deadline_ms" in sent.body)
 
 
-def _bodies(document: Json) -> Iterator[tuple[str, Json]]:
+def _bodies(document: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """Path and schema of the operations that take JSON: those of `/admin/` only if named."""
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody", {}).get("content", {})
-        if "application/json" in body and not path.startswith("/admin/"):
-            yield path.replace("{", "").replace("}", ""), body["application/json"]["schema"]
+        if "application/json" in body and path.startswith("/admin/") == bool(prefix):
+            yield path, body["application/json"]["schema"]
+
+
+def _others(document: Json) -> Iterator[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """Method, path, names of query parameters and of form parts of the other operations."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            if path == ENDLESS or ("application/json" in content and "/admin/" not in path):
+                continue
+            query = (
+                each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"
+            )
+            form = content.get("multipart/form-data", {}).get("schema", {}).get("properties", {})
+            yield method.upper(), path, tuple(query), tuple(form)
 
 
 def _places(value: Json) -> Iterator[tuple[Any, Any]]:

@@ -163,3 +163,13 @@ def test_the_live_view_shows_the_itl_goal_and_the_error_of_the_cost_model() -> N
         assert set(snapshot["cost_error"]) == {"median", "p90"}
 
     play(scene, Setting(texts=("abcdefgh",), itl_goal=STEP / 2))
+
+
+@pytest.mark.parametrize("recording", [b"", b"[1]", b"x" * 1000])
+def test_a_body_that_is_no_recording_is_rejected_without_a_simulation(recording: bytes) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post("/admin/simulate", recording) as exchange:
+            assert await exchange.start() == 400
+            assert (await exchange.json())["error"]["param"] == "recording"
+
+    play(scene)

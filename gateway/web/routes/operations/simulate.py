@@ -29,13 +29,17 @@ NICE = 10
 async def simulate(http: "HttpRequest") -> Response:
     """The events of the simulated run.
 
-    Raises `InvalidRequest` for an unknown policy and for a recording that cannot be simulated
-    within `MAX_SECONDS`, and `Overloaded` while another simulation runs.
+    Raises `InvalidRequest` for an unknown policy, for a body that is no recording and for a
+    recording that cannot be simulated within `MAX_SECONDS`, and `Overloaded` while another
+    simulation runs.
     """
     service = service_of(http)
     policy = http.query_params.get("policy", "fcfs")
     check_allowed(policy, "policy", tuple(POLICIES))
     recording = await read_body(http, service.limits, media_type=None)
+    if not recording.startswith(b"{"):
+        message = "The body must be a recording, a file that `podway serve --record` wrote."
+        raise InvalidRequest(message, "recording")
     slot: asyncio.Semaphore = http.app.state.simulations
     if slot.locked():
         raise Overloaded("Another simulation is running.", retry_after=MAX_SECONDS)
