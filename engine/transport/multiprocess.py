@@ -4,19 +4,33 @@ The launcher starts all workers together; once all have loaded, a `StepChannel` 
 carries the steps. When one worker is lost, the futures in flight fail at once and the other
 workers are killed; `restart` and `close` release what is left of them. `RestartBackoff` decides
 whether they are restarted.
+
+Restarted workers compute a trial step, one token of no request, before `restart` returns. So if
+they die afterwards, the cause is a request or a kill from outside: no number of such deaths is a
+crash loop, which would end the server.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from engine.errors import StartupError, Unavailable
+from engine.errors import EngineError, StartupError, Unavailable
 from engine.ports import Clock
-from engine.step import Step, WorkerReport, WorkerSettings
+from engine.step import (
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+    WorkerReport,
+    WorkerSettings,
+)
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
 from engine.transport.process import LocalLauncher
@@ -27,6 +41,7 @@ from engine.transport.worker_startup import OnProgress, WorkerKilled, load_all
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 1.0  # for a worker that closed its connection, before it is killed
+_TRIAL_ID = 1 << 41  # of the trial step and its request; an engine's own ids are lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +51,7 @@ class MultiprocessSettings:
     `worker` is the class that each process runs, as "module:Class"; `env` is added to this
     process's environment. `depth` is the largest number of steps in flight, at least one for each
     stage. A step longer than `step_seconds` counts as a hang. `max_restarts` limits restarts in a
-    row without a completed step; `restart_pause` is the first pause between them. Workers that
-    live for `stable_seconds` are not in a crash loop.
+    row without a completed step; `restart_pause` is the first pause between them.
     """
 
     num_stages: int = 1
@@ -49,7 +63,6 @@ class MultiprocessSettings:
     close_seconds: float = 5.0
     max_restarts: int = 5
     restart_pause: float = 1.0
-    stable_seconds: float = 60.0
 
 
 class MultiprocessExecutor:
@@ -75,7 +88,7 @@ class MultiprocessExecutor:
         self._workers: Sequence[LaunchedWorker] = ()
         self._channel: StepChannel | None = None
         self._backoff = RestartBackoff(settings.max_restarts, settings.restart_pause)
-        self._loaded_at = 0.0  # valid while there is a channel
+        self._is_on_trial = False  # while restarted workers compute their trial step
         self._num_restarts = 0
         self._closed = asyncio.Event()
         self._on_lost: Callable[[], object] = _ignore_loss
@@ -100,7 +113,8 @@ class MultiprocessExecutor:
     @property
     def is_alive(self) -> bool:
         """Whether the workers are loaded and accept steps."""
-        return self._channel is not None and self._channel.ended is None
+        channel = self._channel
+        return channel is not None and channel.ended is None and not self._is_on_trial
 
     @property
     def num_restarts(self) -> int:
@@ -130,8 +144,8 @@ class MultiprocessExecutor:
     async def restart(self) -> None:
         """End the present workers and start new ones with the same settings and KV slots.
 
-        Retries a failed start, with growing pauses. Raises `Unavailable` in a crash loop and after
-        `close`.
+        The new workers write to the first KV block, which must belong to no request. Retries a
+        failed start, with growing pauses. Raises `Unavailable` in a crash loop and after `close`.
         """
         exits = await self._end("the workers are being restarted", grace=0.0)
         self._note_progress(is_kill=any(exit.is_kill for exit in exits))
@@ -140,7 +154,7 @@ class MultiprocessExecutor:
             await self._pause(failure)
             self._num_restarts += 1
             try:
-                await self._open(self._worker, _no_progress)
+                await self._open(self._worker, _no_progress, is_restart=True)
             except StartupError as error:
                 logger.warning("the new workers could not start: %s", error)
                 failure = error
@@ -158,7 +172,9 @@ class MultiprocessExecutor:
         await self._end("the executor was closed", grace)
         await self._launcher.close()
 
-    async def _open(self, settings: WorkerSettings, on_progress: OnProgress) -> WorkerReport:
+    async def _open(
+        self, settings: WorkerSettings, on_progress: OnProgress, *, is_restart: bool = False
+    ) -> WorkerReport:
         assert not self._workers, "start while workers are running"
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end, "the workers did not start", grace=0.0)
@@ -173,22 +189,34 @@ class MultiprocessExecutor:
                 )
             if self._closed.is_set():
                 raise Unavailable("the executor was closed")
+            self._channel = StepChannel(
+                {worker.placement: worker.connection for worker in self._workers},
+                self._settings.step_seconds,
+                self._lost,
+                self._trace,
+            )
+            if is_restart:
+                await self._try(self._channel)
             stack.pop_all()
-        self._loaded_at = self._clock()
-        self._channel = StepChannel(
-            {worker.placement: worker.connection for worker in self._workers},
-            self._settings.step_seconds,
-            self._lost,
-            self._trace,
-        )
         return report
+
+    async def _try(self, channel: StepChannel) -> None:
+        """Compute the trial step. Raises `StartupError` if the workers cannot."""
+        self._is_on_trial = True
+        try:
+            await channel.submit(_trial_step())
+        except EngineError as error:
+            raise StartupError(f"their trial step failed: {error}") from error
+        finally:
+            self._is_on_trial = False
 
     def _lost(self, reason: str) -> None:
         logger.error("workers %s are lost: %s", self.pids, reason)
         for worker in self._workers:
             if not self._has_exited(worker):  # so that its own exit status is seen
                 worker.kill()
-        self._on_lost()
+        if not self._is_on_trial:
+            self._on_lost()
 
     def _has_exited(self, worker: LaunchedWorker) -> bool:
         """Whether the worker has closed its connection, as a process does when it ends."""
@@ -207,13 +235,12 @@ class MultiprocessExecutor:
         return exits
 
     def _note_progress(self, *, is_kill: bool) -> None:
-        """Report to the backoff what the lost workers did after they were loaded."""
+        """Report to the backoff whether the lost workers had computed a step."""
         channel = self._channel
         assert channel is not None, "restart before start"
-        lived = self._clock() - self._loaded_at
-        if channel.num_results or lived >= self._settings.stable_seconds:
+        if channel.num_results:
             self._backoff.progressed()
-        if channel.num_lost and not channel.num_results:
+        elif channel.num_lost:
             self._backoff.crashed(is_kill=is_kill)
 
     async def _pause(self, failure: StartupError | None) -> None:
@@ -228,6 +255,13 @@ class MultiprocessExecutor:
                 await asyncio.wait_for(self._closed.wait(), seconds)
         if self._closed.is_set():
             raise Unavailable("the executor was closed")
+
+
+def _trial_step() -> Step:
+    """One token in the first KV block."""
+    block = array("i", [0]).tobytes()
+    entry = StepEntry(RequestId(_TRIAL_ID), 0, (0,), block, SampleSpec(SamplingParams()))
+    return Step(StepId(_TRIAL_ID), (entry,))
 
 
 def _ignore_loss() -> None:

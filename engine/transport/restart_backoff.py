@@ -1,10 +1,11 @@
 """Decides whether and when lost workers are restarted: at once, after a pause, or not any more.
 
-A restart follows *progress* if the workers have returned a result since they were loaded, or have
-lived for `stable_seconds`. Without progress each restart waits longer than the one before. Workers
-that crash while loading or in their first step are in a crash loop, which ends after
-`max_restarts` such restarts in a row. Workers that are killed from outside are restarted any
-number of times if they make progress between, and `KILLS` times as often if they do not.
+A restart follows *progress* if the workers have returned a result since they were loaded. Without
+progress each restart waits longer than the one before. Workers that crash while loading or in
+their first step are in a crash loop, which ends after `max_restarts` such restarts in a row. (The
+first step of a restarted worker belongs to no request, see `multiprocess.py`.) Workers that are
+killed from outside are restarted any number of times if they make progress between, and `KILLS`
+times as often if they do not.
 """
 
 from dataclasses import dataclass, field

@@ -80,7 +80,7 @@ def body_of(index: int) -> dict[str, Any]:
 def serving(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`podway serve` on a free port: its process and its address."""
     command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--log-level", "error"]
-    command += ["--max-restarts", "100000", *flags]
+    command += flags
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

@@ -75,8 +75,9 @@ class UnconnectedWorker:
 class EchoWorker(UnconnectedWorker):
     """Samples the last token of each entry plus one."""
 
-    def __init__(self, report: WorkerReport) -> None:
+    def __init__(self, report: WorkerReport, fails: bool = False) -> None:
         self.report = report
+        self._fails = fails  # in every step
 
     @classmethod
     def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self:
@@ -96,12 +97,16 @@ class EchoWorker(UnconnectedWorker):
                 fail_together(settings.placement.index == 2, may_exit=settings.model == "one exits")
             case "shrink" if settings.kv_slots:  # set by a restart only
                 return cls(replace(REPORT, num_blocks=REPORT.num_blocks - 1))
+            case "fails later" if settings.kv_slots:
+                return cls(REPORT, fails=True)
         progress("weights", 2, 2)
         return cls(REPORT)
 
     def run(self, step: Step) -> StepResult:
         tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.sample is not None]
         step_id = step.step_id
+        if self._fails:
+            raise WorkerLost("the device is unusable")
         match step.entries[0].tokens[0]:
             case Command.RAISE:
                 raise ValueError("a step\nthat raises")
