@@ -77,6 +77,7 @@ class Engine:
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`."""
         self.scheduler = scheduler
+        scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
         self._ready_seconds = ready_seconds

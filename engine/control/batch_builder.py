@@ -37,6 +37,7 @@ class BatchBuilder:
         self.has_suspect = False
         self.least_crashes = 0  # a suspect with more crashes is not taken
         self.is_deferred = False  # a request waits until more of its prefix is hashed
+        self.looks_ahead = True  # so tokens that may be late are few
         self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
         self.background: BackgroundTime | None = None  # set with the first background request
         self.decodes: list[tuple[Request, StepEntry]] = []  # `add_drafts` changes them
@@ -126,7 +127,8 @@ class BatchBuilder:
             return SampleSpec(sampling, banned, logprobs=spec.logprobs)
         request.sampled_at = self._step_id
         end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
-        may_be_late = request.may_be_late(request.produced + request.num_pending)
+        index = request.produced + request.num_pending
+        may_be_late = not self.looks_ahead or request.may_be_late(index)
         if sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS:
             return SampleSpec(
                 sampling,

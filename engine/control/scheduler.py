@@ -78,6 +78,7 @@ class IterationScheduler:
             settings, self.pool, self.kv, self.admission, self._swap_planner, self.cost
         )
         self._lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
+        self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
         self._next_request_id = 0
         self._next_step_id = 0
 
@@ -181,6 +182,7 @@ class IterationScheduler:
         batch = BatchBuilder(
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
         )
+        batch.looks_ahead = self.looks_ahead
         batch.has_suspect = self._lifecycle.has_suspect_in_flight
         batch.least_crashes = self._lifecycle.least_crashes
         self.admission.begin_plan()

@@ -9,21 +9,25 @@ again from the output. Grammars are compiled in a thread of their own.
 A row whose grammar is not compiled yet, or whose mask takes long, is late: the other rows of the
 batch do not wait for it, and its token is sampled in a later step, which takes the mask that is
 still being computed. If that takes more than `MASK_SECONDS` the row fails. Rows whose last mask
-was slow have a thread of their own, so that other rows do not queue behind them.
+was slow are not waited for at all, unless no row of the batch has its mask. They have a thread of
+their own, at a lower priority, so that other rows do not queue behind them.
 
 Drafts of a request are rows behind its own, with equal request id. Their masks are computed after
 its mask, by a copy of its matcher that reads the drafts. They are only waited for as late rows are:
 a draft without a mask, or that the grammar does not allow, counts as late.
 """
 
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
+from weakref import WeakSet
 
 from engine.errors import EngineError
 from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
@@ -34,8 +38,9 @@ MASK_THREADS = 2
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
 MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows; a mask that takes more is slow
-MASK_WAIT_SECONDS_ALONE = 0.1  # the same if all rows of the batch are constrained
+MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
 MASK_SECONDS = 2.0  # after which a row fails
+SLOW_NICENESS = 5  # of threads that compile grammars or compute slow masks
 
 
 class _MatcherPosition:
@@ -142,6 +147,15 @@ class MaskRequest:
     num_rows: int = 0
 
 
+@dataclass(slots=True)
+class _Collected:
+    """The outcome of each row, by number."""
+
+    allowed: dict[int, Mask] = field(default_factory=dict)
+    faults: dict[int, RowFault] = field(default_factory=dict)
+    late: dict[int, _MaskJob] = field(default_factory=dict)
+
+
 class Constraints:
     """Computes grammar masks with the compiler that `open_compiler` opens.
 
@@ -152,10 +166,11 @@ class Constraints:
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
         self._open_compiler = open_compiler
         self._opened: Future[GrammarCompiler] | None = None
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiling = ThreadPoolExecutor(1, "grammar", _lower_priority)
         self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
-        self._slow_masking = ThreadPoolExecutor(1, thread_name_prefix="slow mask")
+        self._slow_masking = ThreadPoolExecutor(1, "slow mask", _lower_priority)
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
+        self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
 
     def open(self) -> "Future[GrammarCompiler]":
@@ -193,30 +208,52 @@ class Constraints:
 
     def collect(self, wanted: MaskRequest) -> Masks:
         """The masks, waited for; rows that may be late are waited for only briefly."""
-        if not wanted.rows:
-            return Masks()
-        is_alone = len(wanted.rows) == wanted.num_rows
-        deadline = time.perf_counter() + (
-            MASK_WAIT_SECONDS_ALONE if is_alone else MASK_WAIT_SECONDS
-        )
-        allowed: dict[int, Mask] = {}
-        faults: dict[int, RowFault] = {}
-        late: set[int] = set()
+        found = _Collected()
+        deadline = time.perf_counter() + MASK_WAIT_SECONDS
         for one in wanted.rows:
-            try:
-                mask = (self._draft_mask if one.num_drafts else self._mask)(one, deadline)
-            except (GrammarError, EngineError) as error:
-                line = f"grammar: {error}"
-                faults[one.row] = RowFault(line, is_caller_error=isinstance(error, GrammarError))
-                continue
-            if mask is None:
-                late.add(one.row)
-            else:
-                allowed[one.row] = mask
+            self._collect_row(one, 0.0 if self._is_slow(one) else deadline, found)
+        if wanted.rows and len(found.late) == wanted.num_rows:  # no row has a token otherwise
+            late = [one for one in found.late.values() if not one.num_drafts]
+            wait(map(self._pending, late), MASK_WAIT_SECONDS_ALONE, FIRST_COMPLETED)
+            for one in late:
+                self._collect_row(found.late.pop(one.row), 0.0, found)
         for one in wanted.rows:
             if one.position is not None and one.position.drafts is not None:
                 one.position.drafts.end()
-        return Masks(allowed, faults, frozenset(late))
+        return Masks(found.allowed, found.faults, frozenset(found.late))
+
+    def _collect_row(self, one: _MaskJob, deadline: float, found: "_Collected") -> None:
+        """The row's mask, waited for until `deadline` if it may be late."""
+        try:
+            mask = (self._draft_mask if one.num_drafts else self._mask)(one, deadline)
+        except (GrammarError, EngineError) as error:
+            line = f"grammar: {error}"
+            fault = RowFault(line, is_caller_error=isinstance(error, GrammarError))
+            found.faults[one.row] = fault
+            return
+        if mask is not None:
+            found.allowed[one.row] = mask
+            return
+        found.late[one.row] = one
+        if one.num_drafts:
+            return
+        if (position := self._positions.get(one.request_id)) is not None:
+            position.is_slow = True
+        elif one.compiled is not None:
+            self._slow_to_compile.add(one.compiled)
+
+    def _pending(self, one: _MaskJob) -> "Future[Mask] | Future[Matcher]":
+        """What a late row waits for: its mask, or else its grammar."""
+        position = self._positions.get(one.request_id)
+        future = one.compiled if position is None else position.mask
+        assert future is not None, "a late row waits for its grammar or for its mask"
+        return future
+
+    def _is_slow(self, one: _MaskJob) -> bool:
+        """Whether the row was waited for in vain: for its grammar, or for its last mask."""
+        if one.position is None:
+            return one.compiled in self._slow_to_compile
+        return one.position.is_slow
 
     def _want(self, row: int, request_id: RequestId, spec: SampleSpec) -> _MaskJob:
         position = self._positions.pop(request_id, None)
@@ -257,7 +294,7 @@ class Constraints:
         else:
             wait([position.mask], MASK_SECONDS)
         # This process may have been suspended meanwhile: its threads get a last chance.
-        wait([position.mask], MASK_WAIT_SECONDS_ALONE)
+        wait([position.mask], MASK_WAIT_SECONDS)
         if not position.mask.done():
             self._positions.pop(one.request_id, None)
             raise GrammarError(f"the allowed tokens cannot be computed within {MASK_SECONDS:g} s")
@@ -285,3 +322,9 @@ class Constraints:
 
 def _seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.perf_counter())
+
+
+def _lower_priority() -> None:
+    """Lower this thread's priority, so that it delays neither the forward pass nor fast masks."""
+    if sys.platform == "linux":  # elsewhere the call would be for the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)

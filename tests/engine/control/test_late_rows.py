@@ -109,6 +109,15 @@ def test_a_request_with_a_slow_mask_may_be_late_from_then_on() -> None:
         commit(scheduler, iteration)
 
 
+def test_without_lookahead_every_constrained_token_may_be_late() -> None:
+    scheduler, _ = alone()
+    scheduler.looks_ahead = False
+    for _ in range(20):
+        iteration = planned(scheduler)
+        assert may_be_late(iteration)
+        commit(scheduler, iteration)
+
+
 def test_lookahead_stops_at_tokens_that_may_be_late() -> None:
     scheduler, _ = alone()
     allowed, stops = [], []

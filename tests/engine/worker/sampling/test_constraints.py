@@ -1,7 +1,9 @@
-"""LogitIndices in grammars: kept, made again when missing, never waited for by batch mates."""
+"""Matchers and masks: cached, made again when missing, not waited for by other rows of a batch."""
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,12 @@ from engine.step import (
     StepId,
 )
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.constraints import MASK_THREADS, MAX_MATCHERS, Constraints
+from engine.worker.sampling.constraints import (
+    MASK_THREADS,
+    MASK_WAIT_SECONDS_ALONE,
+    MAX_MATCHERS,
+    Constraints,
+)
 from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, constrain
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -169,6 +176,30 @@ def test_a_slow_mask_of_an_output_that_was_reset_is_not_used() -> None:
     assert sizes(masks_of(constraints, an_entry(0, "a", (3, 4)))) == {0: 3}
     compiler.mask_gate.set()
     assert sizes(masks_of(constraints, an_entry(0, "a", (3, 4, 5)))) == {0: 4}
+
+
+@pytest.mark.parametrize("text", ["a", "slow"])
+def test_a_row_that_was_late_once_is_not_waited_for_beside_other_rows(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask, or its grammar, is pending; the batch has other rows."""
+    waits: list[float | None] = []
+
+    def recorded(futures: list[Future[Any]], seconds: float | None = None, *more: Any) -> Any:
+        waits.extend(seconds for future in futures if not future.done())
+        return wait(futures, seconds, *more)
+
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    late = an_entry(0, text, (12,), may_be_late=True)
+    assert masks_of(constraints, late, an_entry(1, None)).late == {0}
+    monkeypatch.setattr("engine.worker.sampling.constraints.wait", recorded)
+    assert masks_of(constraints, late, an_entry(1, None)).late == {0}
+    assert waits == [0.0]
+    assert masks_of(constraints, late).late == {0}  # alone, it is waited for
+    assert waits[-2:] == [MASK_WAIT_SECONDS_ALONE, 0.0]
+    compiler.gate.set()
+    compiler.mask_gate.set()
 
 
 def test_slow_rows_do_not_occupy_the_threads_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
