@@ -4,6 +4,7 @@ It is started by `template_process.py` and limits itself before it reads the job
 """
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from adapters.dialects.jinja_template import compile_request_template
 from adapters.dialects.template_process import CPU_SECONDS, MEMORY_BYTES
 from engine.errors import InvalidRequest
+
+NICENESS = 5  # other requests' tokens come first
 
 
 def render(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def render(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Render the job on standard input within the limits of CPU time and memory."""
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sys.stdout.write(json.dumps(render(json.load(sys.stdin.buffer))))

@@ -30,6 +30,7 @@ from engine.transport.wire import HEADER, FrameReader
 
 RECEIVE_BYTES = 1 << 16
 MIB = 1 << 20
+NICENESS = 5  # of children: other requests' tokens come first
 
 
 class CompileRequest(NamedTuple):
@@ -152,6 +153,7 @@ def _run_child(compiler: GrammarCompiler, grammar: Grammar, pipe: int, limits: L
     """Write the verdict and exit; a child that exceeds its memory exits without one."""
     with contextlib.suppress(BaseException):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native code prints aborts
+        os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (ceil(limits.seconds) + 1,) * 2)
         if (used := _address_space()) is not None:
