@@ -84,6 +84,8 @@ def _set_up_logging(settings: Settings) -> None:
     is_json = settings.log_format == "json"
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_LOG_FORMAT))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    # Its warnings are about requests, each of which has a line in the request log.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 def _help(option: Option) -> str:

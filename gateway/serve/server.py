@@ -254,7 +254,7 @@ def _config(server: Server) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level=logging.WARNING,
+        log_level=logging.ERROR,  # the request log has a line for each invalid request
         access_log=False,
         server_header=False,
         proxy_headers=False,
