@@ -37,12 +37,15 @@ fmt: $(DEVELOPMENT)
 	$(BIN)/ruff check --fix
 
 # LiteLLM, LlamaIndex and gradio pin packages that ours do not fit: an environment of their own.
+# The agents of tests/clients/package.json are installed beside them, if there is npm.
 CLIENTS ?= .venv-clients
 clients: $(CLIENTS)/.installed
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
+	cp tests/clients/package.json $(CLIENTS)
+	if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --no-audit --no-fund; fi
 	touch $@
 
 $(SERVING): pyproject.toml gateway/install.py

@@ -215,6 +215,7 @@ class Setting:
 
     texts: Sequence[str] = ("Hello!",)
     step: float = STEP
+    context: int = CONTEXT
     num_blocks: int = 1000
     num_host_blocks: int = 0
     admission: Admission = Admission.GROW
@@ -312,7 +313,7 @@ def build_rig(setting: Setting) -> Rig:
     live = LiveCost(UNMEASURED)
     scheduler = IterationScheduler(
         SchedulerSettings(
-            max_model_len=CONTEXT,
+            max_model_len=setting.context,
             max_batch_size=setting.max_batch_size,
             itl_goal=setting.itl_goal,
             max_queue_requests=setting.max_queue_requests,

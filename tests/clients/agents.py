@@ -1,0 +1,135 @@
+"""Coding agents from npm: how each is run without a terminal and without a network."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+CLIENTS = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients"))
+PROMPT = "Run a command."
+COMMAND = "echo from-the-tool"
+SECONDS = 240.0
+NO_NETWORK = {  # nothing listens there
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
+    "NO_PROXY": "127.0.0.1,localhost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """`flags` and `environment` are for the server's address (without /v1) and a model."""
+
+    name: str
+    flags: Callable[[str, str], list[str]]
+    environment: Callable[[str, str], Mapping[str, str]]
+    tool: str  # that runs a command
+    arguments: Mapping[str, str]  # of the tool, for COMMAND
+
+    @property
+    def call(self) -> str:
+        """A call of its tool, as models of the Hermes dialect write it."""
+        call = {"name": self.tool, "arguments": self.arguments}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+    def run(self, server: str, model: str, directory: Path) -> str:
+        """Give it `PROMPT`; all that it prints, JSON lines. It must exit with 0."""
+        program = CLIENTS.resolve() / "node_modules" / ".bin" / self.name
+        if not program.exists():
+            pytest.skip(f"{self.name} is not installed: make clients")
+        home = directory / "home"
+        home.mkdir()
+        environ = {"PATH": os.environ["PATH"], "HOME": str(home), **NO_NETWORK}
+        ended = subprocess.run(
+            [program, *self.flags(server, model), PROMPT],
+            env=environ | self.environment(server, model),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+        return ended.stdout
+
+
+def events(output: str) -> Iterator[Any]:
+    """The JSON objects among the printed lines."""
+    return (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+
+
+def _codex_flags(server: str, model: str) -> list[str]:
+    provider = f'{{name="Podway",base_url="{server}/v1",env_key="PODWAY_KEY",wire_api="responses"}}'
+    config = {
+        "model_provider": '"podway"',
+        "model_providers.podway": provider,
+        "analytics.enabled": "false",
+        "check_for_update_on_startup": "false",
+    }
+    flags = [part for name, value in config.items() for part in ("-c", f"{name}={value}")]
+    fixed = ["--json", "--skip-git-repo-check", "--ephemeral", "-s", "danger-full-access"]
+    return ["exec", *fixed, "-m", model, *flags]
+
+
+def _claude_flags(server: str, model: str) -> list[str]:
+    shown = ["--output-format", "stream-json", "--verbose"]
+    return [*shown, "--tools", "Bash", "--allowedTools=Bash", "--model", model, "-p"]
+
+
+def _claude_environment(server: str, model: str) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": server,
+        "ANTHROPIC_AUTH_TOKEN": "any",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256",
+    }
+
+
+def _opencode_environment(server: str, model: str) -> dict[str, str]:
+    limit = {"context": 32768, "output": 256}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{server}/v1", "apiKey": "any"},
+        "models": {model: {"limit": limit}},
+    }
+    config = {
+        "provider": {"podway": provider},
+        "model": f"podway/{model}",
+        "small_model": f"podway/{model}",
+        "permission": {"bash": "allow"},
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+    return {
+        "OPENCODE_CONFIG_CONTENT": json.dumps(config),
+        **{f"OPENCODE_DISABLE_{name}": "1" for name in switches},
+    }
+
+
+CODEX = Agent(
+    "codex",
+    _codex_flags,
+    lambda server, model: {"PODWAY_KEY": "any"},
+    "exec_command",
+    {"cmd": COMMAND},
+)
+CLAUDE_CODE = Agent(
+    "claude",
+    _claude_flags,
+    _claude_environment,
+    "Bash",
+    {"command": COMMAND, "description": "Echo"},
+)
+OPENCODE = Agent(
+    "opencode",
+    lambda server, model: ["run", "--format", "json", "--title", "Test"],
+    _opencode_environment,
+    "bash",
+    {"command": COMMAND, "description": "Echo"},
+)

@@ -1,0 +1,78 @@
+"""Codex CLI, Claude Code and opencode, offline: a tool call and its result, and a plain answer.
+
+For the tool call the model is scripted: it calls the agent's tool, and then ends the conversation.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.dialects.choosing import choose_dialect
+from tests.clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, events
+from tests.gateway.rig import MODEL, Setting
+from tests.gateway.serve.live import listening
+
+HERMES = choose_dialect("", "hermes", "think")
+ANSWER = "All done."
+RESULT = "from-the-tool"
+
+
+def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
+    """The agent's events; the two requests that the server got are checked."""
+    setting = Setting(
+        texts=(agent.call, ANSWER),
+        step=0.0005,
+        context=1 << 18,
+        num_blocks=1 << 19,
+        max_queue_tokens=1 << 20,
+        dialect=HERMES,
+    )
+    with listening(setting, drain_seconds=1.0) as live:
+        output = agent.run(live.url.removesuffix("/v1"), MODEL, directory)
+    first, second = live.rig.ended
+    assert RESULT not in bytes(first.spec.prompt).decode()
+    assert RESULT in bytes(second.spec.prompt).decode()[-200:]
+    assert second.num_cached > 0.9 * first.prompt_len
+    return list(events(output))
+
+
+def test_codex_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
+    found = run_with_a_tool(CODEX, tmp_path)
+    items = [event["item"] for event in found if event["type"] == "item.completed"]
+    (command,) = [item for item in items if item["type"] == "command_execution"]
+    assert (command["aggregated_output"], command["exit_code"]) == (f"{RESULT}\n", 0)
+    assert (items[-1]["type"], items[-1]["text"]) == ("agent_message", ANSWER)
+
+
+def test_claude_code_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
+    found = run_with_a_tool(CLAUDE_CODE, tmp_path)
+    (tool,) = [event for event in found if event["type"] == "user"]
+    assert tool["message"]["content"][0]["content"] == RESULT
+    assert (found[-1]["subtype"], found[-1]["result"]) == ("success", ANSWER)
+
+
+def test_opencode_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
+    found = run_with_a_tool(OPENCODE, tmp_path)
+    (tool,) = [event["part"] for event in found if event["type"] == "tool_use"]
+    assert tool["state"]["output"] == f"{RESULT}\n"
+    (text,) = [event["part"]["text"] for event in found if event["type"] == "text"]
+    assert text == ANSWER
+
+
+def texts(output: str) -> Iterator[str]:
+    """The messages of the model, in any agent's events."""
+    for event in events(output):
+        match event:
+            case {"type": "result", "result": str(text)}:
+                yield text
+            case {"type": "text", "part": {"text": str(text)}}:
+                yield text
+            case {"item": {"type": "agent_message", "text": str(text)}}:
+                yield text
+
+
+@pytest.mark.parametrize("agent", [CODEX, CLAUDE_CODE, OPENCODE], ids=lambda agent: agent.name)
+def test_the_builtin_model_answers(agent: Agent, server_url: str, tmp_path: Path) -> None:
+    assert any(texts(agent.run(server_url, "builtin", tmp_path)))
