@@ -1,0 +1,20 @@
+"""The page of protections names tests that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "gateway" / "PROTECTION.md"
+ROW = re.compile(r"^\| (\d+) \|.*`(tests/\S+\.py)::(test_\w+)` \|$", re.M)
+
+
+def test_each_protection_names_its_test() -> None:
+    numbers = [int(number) for number, _, _ in ROW.findall(PAGE.read_text())]
+    assert numbers == list(range(1, 25))
+
+
+@pytest.mark.parametrize(("number", "path", "name"), ROW.findall(PAGE.read_text()))
+def test_the_named_test_exists(number: str, path: str, name: str) -> None:
+    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M), f"row {number}"
