@@ -1,0 +1,1 @@
+"""The inter-token latency of other clients' streams while one client attacks the server."""
