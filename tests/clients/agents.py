@@ -45,9 +45,10 @@ class Agent:
         home = directory / "home"
         home.mkdir()
         environ = {"PATH": os.environ["PATH"], "HOME": str(home), **NO_NETWORK}
-        ended = subprocess.run(
+        environ.update(self.environment(server, model))
+        ended: subprocess.CompletedProcess[str] = subprocess.run(
             [program, *self.flags(server, model), PROMPT],
-            env=environ | self.environment(server, model),
+            env=environ,
             cwd=directory,
             stdin=subprocess.DEVNULL,
             capture_output=True,

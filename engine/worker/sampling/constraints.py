@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakSet
 
 from engine.errors import EngineError
@@ -242,12 +242,12 @@ class Constraints:
         elif one.compiled is not None:
             self._slow_to_compile.add(one.compiled)
 
-    def _pending(self, one: _MaskJob) -> "Future[Mask] | Future[Matcher]":
+    def _pending(self, one: _MaskJob) -> "Future[object]":
         """What a late row waits for: its mask, or else its grammar."""
         position = self._positions.get(one.request_id)
         future = one.compiled if position is None else position.mask
         assert future is not None, "a late row waits for its grammar or for its mask"
-        return future
+        return cast("Future[object]", future)
 
     def _is_slow(self, one: _MaskJob) -> bool:
         """Whether the row was waited for in vain: for its grammar, or for its last mask."""
