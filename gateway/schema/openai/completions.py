@@ -1,5 +1,7 @@
 """`POST /v1/completions`: the request; a prompt has one of four forms."""
 
+from typing import cast
+
 import msgspec
 
 from engine.errors import InvalidRequest
@@ -73,14 +75,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
             return [self.prompt]
         if not self.prompt:
             raise InvalidRequest("Invalid 'prompt': expected at least one prompt.", "prompt")
-        if len({type(item) for item in self.prompt}) > 1:
+        if len(set(map(type, self.prompt))) > 1:
             raise InvalidRequest(
                 "Invalid 'prompt': expected a string, or an array of only strings, only token "
                 "ids, or only arrays of token ids.",
                 "prompt",
             )
         if isinstance(self.prompt[0], int):
-            return [_checked([i for i in self.prompt if isinstance(i, int)], "prompt", vocabulary)]
+            return [_checked(cast("list[int]", self.prompt), "prompt", vocabulary)]
         if len(self.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts.", "prompt")
         return [
