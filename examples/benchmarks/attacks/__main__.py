@@ -19,23 +19,16 @@ import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import psutil
 
 from examples.benchmarks.attacks.catalog import CASES, trusting
 from examples.benchmarks.attacks.honest import HonestStreams
+from examples.benchmarks.attacks.report import HEAD, Figures, quantiles, row
 from examples.benchmarks.soak import serving, until_idle
 
 SETTLE_SECONDS = 2.0
-Figures = dict[str, Any]
-
-
-def quantiles(gaps: Sequence[float]) -> Figures:
-    """Milliseconds; `gaps` are sorted seconds."""
-    at = {f"p{q}": gaps[min(len(gaps) - 1, len(gaps) * q // 100)] for q in (50, 90, 99)}
-    return {name: round(1e3 * gap, 2) for name, gap in at.items()} | {"chunks": len(gaps)}
 
 
 def rss_mib(server: psutil.Process) -> float:
@@ -99,6 +92,7 @@ def certificate(directory: Path) -> None:
 def run(names: Sequence[str], arguments: argparse.Namespace, scratch: Path) -> dict[str, Figures]:
     """Every attack; those that need the same flags share a server."""
     results: dict[str, Figures] = {}
+    print(HEAD)
     for flags, group in groupby(sorted(names, key=_flags), key=_flags):
         own = [flag.format(tls=scratch) for flag in flags] + ["--store", "memory"]
         if any("{tls}" in flag for flag in flags):
@@ -113,20 +107,6 @@ def run(names: Sequence[str], arguments: argparse.Namespace, scratch: Path) -> d
 
 def _flags(name: str) -> tuple[str, ...]:
     return CASES[name].flags
-
-
-def row(name: str, result: Figures) -> str:
-    """A row of the Markdown table."""
-    calm, attack, control = result["undisturbed"], result["attacked"], result.get("control")
-    cells = [
-        name,
-        f"{calm['p50']:.1f} / {calm['p99']:.1f}",
-        f"{attack['p50']:.1f} / {attack['p99']:.1f}",
-        f"{attack['p50'] / calm['p50']:.1f} / {attack['p99'] / calm['p99']:.1f}",
-        "" if control is None else f"{control['p50']:.1f} / {control['p99']:.1f}",
-        f"{result['rss_before_mib']:.0f} → {result['rss_after_mib']:.0f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

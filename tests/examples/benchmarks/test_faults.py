@@ -1,5 +1,6 @@
 """The benchmarks of faults and of long runs, on a load of seconds."""
 
+import json
 from pathlib import Path
 
 from tests.examples.running import run_module
@@ -26,3 +27,21 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
     shown = run_module("benchmarks.lookahead", *flags)
     assert shown.splitlines()[-1].startswith("| 2 |")
     assert (tmp_path / "lookahead.json").exists()
+
+
+def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
+    names = ("equal prompts, retried", "rejected requests")
+    load = ("--seconds", "0.3", "--streams", "2", "--only", *names, "--out", tmp_path)
+    run_module("benchmarks.attacks", *load)
+    found = json.loads((tmp_path / "attacks.json").read_text())["attacks"]
+    assert set(found) == set(names)
+    for result in found.values():
+        assert result["undisturbed"]["chunks"] > 0
+        assert result["failures"] == []
+    assert found["rejected requests"]["outcomes"].keys() == {"400"}
+
+
+def test_memory_is_measured_under_rejected_requests(tmp_path: Path) -> None:
+    run_module("benchmarks.attacks.memory", "--requests", "100", "--out", tmp_path)
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert [len(sizes) for sizes in found.values()] == [10, 10]
