@@ -101,12 +101,21 @@ def run(names: Sequence[str], arguments: argparse.Namespace, scratch: Path) -> d
             for name in group:
                 results[name] = asyncio.run(measure(server, url, name, arguments))
                 print(row(name, results[name]), flush=True)
+                if arguments.out is not None:
+                    keep(results, arguments.out / "attacks.json")
                 print("   ", results[name]["outcomes"], results[name]["failures"][:3], flush=True)
     return results
 
 
 def _flags(name: str) -> tuple[str, ...]:
     return CASES[name].flags
+
+
+def keep(results: dict[str, Figures], path: Path) -> None:
+    """Add the results to those of the file."""
+    known = json.loads(path.read_text())["attacks"] if path.exists() else {}
+    text = {"machine": platform.processor(), "attacks": known | results}
+    path.write_text(json.dumps(text, indent=1) + "\n")
 
 
 def main() -> None:
@@ -119,11 +128,6 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         results = run(arguments.only or list(CASES), arguments, Path(scratch))
-    if arguments.out is not None:
-        path = arguments.out / "attacks.json"
-        known = json.loads(path.read_text())["attacks"] if path.exists() else {}
-        text = {"machine": platform.processor(), "attacks": known | results}
-        path.write_text(json.dumps(text, indent=1) + "\n")
     sys.exit(any(result["failures"] for result in results.values()))
 
 
