@@ -6,6 +6,7 @@ without its claims and its settings has no number with a unit.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,12 +18,14 @@ import torch
 
 from engine.worker.model.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
+from examples.benchmarks.attacks import report
 from tests.examples.running import ROOT
 
 F32 = torch.float32
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 README = ROOT / "README.md"
 PAGE = RESULTS / "README.md"
+EXPECTED_STATUSES = {"200", "400", "404", "409", "413", "415", "503", "504"}
 UNITS = r"(×|%|ms|s|µs|MiB|nats|tokens/s|requests/s|times)"
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,e-]*(?: to \d[\d.]*)? ?{UNITS}(?![\w/-])")
 
@@ -294,6 +297,43 @@ def test_the_kv_cache_shrinks_as_readme_says() -> None:
     assert "halves the KV cache; `int8` takes 17/64 of it" in plain(README.read_text())
 
 
+def attacks() -> list[str]:
+    results = read("attacks/attacks.json")["attacks"]
+    return [report.row(name, result) for name, result in results.items()]
+
+
+def memory_under_attack() -> list[str]:
+    return [
+        f"| {name} | {sizes[0]:.1f} | {sizes[-1]:.1f} | {max(sizes) - min(sizes):.1f} |"
+        for name, sizes in read("attacks/memory.json").items()
+    ]
+
+
+def fuzzed() -> list[str]:
+    found = read("attacks/fuzz.json")
+    assert found["wrong"] == 0
+    counts = Counter[str]()
+    for statuses in found["operations"].values():
+        counts.update(statuses)
+    assert not [status for status in counts if status not in EXPECTED_STATUSES]
+    return [
+        f"{found['requests']:,} requests to {len(found['operations'])} operations",
+        f"{counts['503']} simulations were rejected with a 503",
+        f"{counts['504']} requests got a 504",
+    ]
+
+
+def kills() -> list[str]:
+    found = read("survival/survival.json")
+    assert found["failures"] == []
+    return [
+        f"| workers killed | {found['kills']} |",
+        f"| answers | {found['answers']}, with {found['tokens']:,} tokens |",
+        f"| new requests that got a 503 | {found['unavailable']} |",
+        f"| longest pause within a stream | {found['longest_pause']:.1f} s |",
+    ]
+
+
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, beside_peers),
     (README, iteration_level),
@@ -310,6 +350,10 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (ROOT / "engine" / "README.md", quality_of_int8_weights),
     (ROOT / "engine" / "README.md", linear_formats),
     (ROOT / "adapters" / "models" / "README.md", quality_of_gguf_files),
+    (RESULTS / "attacks" / "README.md", attacks),
+    (RESULTS / "attacks" / "README.md", memory_under_attack),
+    (RESULTS / "attacks" / "README.md", fuzzed),
+    (RESULTS / "survival" / "README.md", kills),
 ]
 
 
