@@ -105,9 +105,7 @@ class EchoWorker(UnconnectedWorker):
     def run(self, step: Step) -> StepResult:
         tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.sample is not None]
         step_id = step.step_id
-        if self._fails:
-            raise WorkerLost("the device is unusable")
-        match step.entries[0].tokens[0]:
+        match Command.LOSE if self._fails else step.entries[0].tokens[0]:
             case Command.RAISE:
                 raise ValueError("a step\nthat raises")
             case Command.LOSE:
