@@ -37,10 +37,12 @@ def rss_mib(server: psutil.Process) -> float:
 
 
 async def window(streams: HonestStreams, seconds: float) -> Figures:
-    """The ITL of the next `seconds`."""
-    start = time.perf_counter()
-    await asyncio.sleep(seconds)
-    return quantiles(streams.between(start, time.perf_counter()))
+    """The ITL of the next `seconds`, or longer if no chunk arrives in them."""
+    start, gaps = time.perf_counter(), list[float]()
+    while not gaps:
+        await asyncio.sleep(seconds)
+        gaps = streams.between(start, time.perf_counter())
+    return quantiles(gaps)
 
 
 async def attacked(
