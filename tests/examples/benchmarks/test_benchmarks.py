@@ -64,7 +64,9 @@ def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path)
 def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
     folder = ROOT / "examples" / "benchmarks" / "results" / "speculation"
     rows = json.loads((folder / "figures.json").read_text())
-    assert speculation.table(rows) in (folder / "README.md").read_text()
+    for clock in ("cpu", "wall"):
+        shown = speculation.table([row for row in rows if row["clock"] == clock])
+        assert shown in (folder / "README.md").read_text()
     assert all(row["same_tokens"] for row in rows)
 
 
