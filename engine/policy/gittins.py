@@ -117,6 +117,7 @@ class GittinsIndex:
         self._outlooks: dict[tuple[int, _Kind], Outlook] = {}  # of the present version
         self._hazards: dict[int, list[float]] = {}  # by stratum, of the present version
         self._version = 0
+        self._late_level = NUM_LEVELS - 1  # by rank, of waiting requests that go first
         self._num_ends = 0  # of outputs since the last update
         self._update_at = 0.0
 
@@ -170,7 +171,14 @@ class GittinsIndex:
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         jobs = [self._jobs[request] for request in requests]
-        return [(self._level(job), not job.is_started, job.number) for job in jobs]
+        front = self._front
+        keys: list[SortKey] = []
+        for job in jobs:
+            if job.is_first and not job.is_started:
+                keys.append((front, 1, job.number))
+            else:
+                keys.append((self._level(job), 2 * _is_queued(job), job.number))
+        return keys
 
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         return positions(self.sort_keys(requests, now))
@@ -194,9 +202,14 @@ class GittinsIndex:
     def _is_learned(self) -> bool:
         return self.lengths.num_observed >= self._settings.min_outputs
 
+    @property
+    def _front(self) -> int:
+        """The level of the most urgent waiting requests. Waiting requests that go first precede
+        them, and follow its started requests: these would lose their seats otherwise."""
+        return min(self._late_level, min(self._levels.values(), default=NUM_LEVELS - 1))
+
     def _level(self, job: _Job) -> int:
-        is_queued = not job.is_started and not job.is_first
-        return self._levels[job.kind] if is_queued else job.level
+        return self._levels[job.kind] if _is_queued(job) else job.level
 
     def _insert(self, request: "Request", job: _Job) -> None:
         if job.is_started or job.is_first:
@@ -224,9 +237,14 @@ class GittinsIndex:
         kinds: dict[int, list[_Kind]] = {}
         for kind, level in self._levels.items():
             kinds.setdefault(level, []).append(kind)
+        front, jobs = self._front, self._jobs
+        late = [request for _, request in self._started[0] if not jobs[request].is_started]
         for level, started in enumerate(self._started):
             for _, request in started:
-                yield request
+                if jobs[request].is_started:
+                    yield request
+            if level == front:
+                yield from late
             if level in kinds:
                 yield from self._by_arrival([self._waiting[kind] for kind in kinds[level]])
 
@@ -318,6 +336,9 @@ class GittinsIndex:
             self._remove(request, job)
             job.is_first = True
             self._insert(request, job)
+        jobs = [self._jobs[request] for _, request in islice(self._started[0], MOST_SAMPLED)]
+        levels = (self._level_of(self._outlook(job).rank) for job in jobs if not job.is_started)
+        self._late_level = min(levels, default=NUM_LEVELS - 1)
 
     def _is_late(self, request: "Request", now: float) -> bool:
         job = self._jobs[request]
@@ -328,6 +349,11 @@ class GittinsIndex:
         tail = self._fcfs.tail
         allowed = max(MARGIN * tail - left, LEAST_WAIT * tail)
         return self._is_idle(job) and now - request.arrived_at > allowed
+
+
+def _is_queued(job: _Job) -> bool:
+    """Whether the request is in a queue of its kind, behind the started ones of its level."""
+    return not job.is_started and not job.is_first
 
 
 def _prefill_class(units: float) -> int:

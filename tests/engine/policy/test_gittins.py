@@ -141,6 +141,19 @@ def test_with_a_starvation_limit_a_request_that_waits_longer_goes_first_until_it
     assert next(policy.order(15.0)) is new
 
 
+def test_sort_keys_ascend_in_the_order_of_requests_that_go_first() -> None:
+    """Started ones precede waiting ones, which would take their seats otherwise."""
+    policy = a_policy(SKEWED, starvation_seconds=1.0)
+    requests = [arrived(policy, number) for number in range(4)]
+    for request in requests[1::2]:
+        produce(policy, request, 3, now=1.0)
+    order = list(policy.order(20.0))
+    assert [policy.level(request) for request in order] == [0] * 4
+    assert order == [*requests[1::2], *requests[::2]]
+    keys = policy.sort_keys(order, 20.0)
+    assert keys == sorted(keys)
+
+
 def test_a_request_goes_first_before_its_completion_time_exceeds_that_of_fcfs() -> None:
     """Ten requests of 20 tokens have taken 20 s each, which is FCFS's tail as well."""
     policy = a_policy([20] * 100 + [1] * 100, min_outputs=1)
