@@ -400,6 +400,19 @@ def test_the_score_of_the_built_in_model_is_that_of_its_card() -> None:
     assert f"{100 * int(right) / int(asked):.1f}" == share
 
 
+# Page and traces
+
+
+def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
+    found = read("streaming/observation.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    assert f"needs {found['loop_ratio']:.2f} times the CPU per token" in page
+    assert f"the process {found['process_ratio']:.2f} times" in page
+    assert f"(load average {found['load_average']})" in page
+    exported = found["tokens_per_second"] / found["tokens_of_a_stream"]
+    assert f"exports about {exported:.0f} requests per second" in page
+
+
 # Behind routers
 
 
