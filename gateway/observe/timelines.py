@@ -1,13 +1,14 @@
 """Timelines: the phases of each request, recorded by an observer of the engine.
 
-Live requests and the last `KEEP` ended ones are kept. An iteration costs one test per row;
-everything else happens at arrivals, admissions, preemptions, swaps and ends.
+Live requests and the last `KEEP` ended ones are kept, the latter without their tokens. An
+iteration costs one test per row; all else happens at arrivals, admissions, preemptions and ends.
 `gateway.observe.explanation` says in one sentence what cost a request the most time.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.events import NullObserver
@@ -223,6 +224,7 @@ class Timelines(NullObserver):
         if found is not None:
             self._settle(found, now)
             self._ended[request.request_id] = found
+            found.request = _without_tokens(request)
             if self._listener is not None:
                 self._listener.ended(found)
             if len(self._ended) > self._keep:
@@ -274,6 +276,17 @@ class Timelines(NullObserver):
         if not found.is_interrupted:
             found.interruptions.append(Interruption(kind, now, request.produced))
             self._interrupted[request.request_id] = found
+
+
+def _without_tokens(request: "Request") -> "Request":
+    """A copy of an ended request that does not keep its prompt, of which it may have 100,000
+    tokens: ranges of equal length stand for prompt and output."""
+    kept = copy(request)
+    prompt, output = range(request.prompt_len), range(request.produced)
+    kept.spec = replace(request.spec, prompt=prompt, grammar=None)  # type: ignore[arg-type] # has len
+    kept.output = output  # type: ignore[assignment] # has len
+    kept.block_hashes, kept.prompt_logprobs, kept.constant_sample = [], [], None
+    return kept
 
 
 def slowest(timelines: "Sequence[Timeline]", now: float) -> Timeline:

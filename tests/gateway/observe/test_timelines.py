@@ -175,3 +175,16 @@ def test_a_request_that_the_policy_does_not_run_is_explained_by_its_pause() -> N
         assert body["explanation"].startswith("It was paused ")
 
     play(scene, Setting(policy="mlfq", max_batch_size=1))
+
+
+def test_a_request_that_has_ended_is_kept_without_its_tokens() -> None:
+    async def scene(rig: Rig) -> None:
+        await complete(rig, "long", "a" * 50, 3)
+        (found,) = rig.service.timelines.find("long", "")
+        assert (found.request.prompt_len, found.request.produced) == (50, 3)
+        assert isinstance(found.request.spec.prompt, range)
+        assert isinstance(found.request.output, range)
+        assert not found.request.block_hashes
+        assert (await timeline(rig, "long"))[0] == 200
+
+    play(scene)
