@@ -5,12 +5,13 @@ accelerator. The default is a sample of its first 1,000 requests; TRACE is the p
 hour (19,366 requests, 4.1 million output tokens) for all of it.
 
     python -m examples.benchmarks.virtual_time.azure_hour
-        [TRACE] [--device h100] [--model llama-3.1-8b] [--twice]
+        [TRACE] [--device h100] [--model llama-3.1-8b] [--twice] [--json FILE]
 """
 
 import argparse
 import hashlib
 import json
+import os
 from pathlib import Path
 from time import process_time
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="h100")
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--twice", action="store_true", help="compare two runs bit for bit")
+    parser.add_argument("--json", type=Path, help="write the speed of the simulator as JSON")
     parser.add_argument("--plot", type=Path, help="write the state over time as a PNG")
     args = parser.parse_args()
     arrivals = read_trace(args.trace)
@@ -63,11 +65,29 @@ def main() -> None:
         f"{figures.seconds:,.0f} s of load, {figures.num_iterations:,} iterations and "
         f"{figures.output_tokens:,} tokens in {seconds:.1f} s of CPU; digest {digest(figures)}"
     )
+    if args.json:
+        found = {
+            "processor": processor(),
+            "load_seconds": figures.seconds,
+            "iterations": figures.num_iterations,
+            "output_tokens": figures.output_tokens,
+            "cpu_seconds": seconds,
+            "digest": digest(figures),
+        }
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.twice:
         same = digest(simulate(setup, arrivals)) == digest(figures)
         print("the second run is", "identical bit for bit" if same else "DIFFERENT")
     if args.plot:
         draw_time([figures], args.plot)
+
+
+def processor() -> str:
+    """The name of this machine's processor, as far as it is known."""
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    )
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 def digest(figures: Figures) -> str:

@@ -73,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap=st.sampled_from(SwapMode),
         host_slots=st.sampled_from([0, 8, 64]),
         slowdown=st.sampled_from([1.0, 1.5, inf]),
+        itl_goal=st.sampled_from([0.5, 2.0, inf, inf]),
     )
     def start(
         self,
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap: SwapMode,
         host_slots: int,
         slowdown: float,
+        itl_goal: float,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -102,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scan_limit=2,
             reuses_prefixes=reuses_prefixes,
             max_background_slowdown=slowdown,
+            itl_goal=itl_goal,
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
         self.name = name
