@@ -97,10 +97,10 @@ def virtual(count: int) -> dict[str, object]:
     """An 8B model on an H100 in virtual time."""
     hardware = Deployment(DEVICES["h100"], SHAPES["llama-3.1-8b"])
     bounds = [Bound(tokens) for tokens in (128, 256, 512, 2048)]
-    bounds += [Bound(2048, goal) for goal in (0.015, 0.02, 0.03, 0.05)]
+    bounds += [Bound(2048, goal) for goal in (0.008, 0.01, 0.015, 0.02, 0.03)]
     slo, calls, rows = SLO(ttft=1.0), mixed(count, scale=8), []
     for bound in bounds:
-        for rate in (4.0, 8.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0):
+        for rate in (12.0, 18.0, 22.0, 26.0, 30.0):
             setup = Setup(
                 label=str(bound),
                 settings=SchedulerSettings(
@@ -119,7 +119,7 @@ def virtual(count: int) -> dict[str, object]:
             )
             rows.append(row_of(bound, rate, simulate(setup, faster(calls, rate))))
     where = f"Llama-3.1-8B on an H100 in virtual time, {count} requests a run, TTFT within 1 s"
-    return {"where": where, "limits_ms": [15, 20, 30, 50, 100], "rows": rows}
+    return {"where": where, "limits_ms": [8, 10, 15, 20, 30], "rows": rows}
 
 
 async def real(on: Machine, count: int) -> dict[str, object]:
