@@ -217,7 +217,7 @@ HEAD = """# Steps bounded by time
 `python -m examples.benchmarks.itl_goal [--real]`: chats with short prompts and, every fifth
 request, a document with a long one; fcfs. A fixed budget is `--max-batch-tokens`, a goal
 `--itl-goal` with the largest budget. For each limit on the ITL p99 the best goodput at any rate
-and setting that keeps it (JSON: [virtual](virtual.json), [real](real.json))."""
+and setting that keeps it (JSON beside this page)."""
 
 
 def main() -> None:
