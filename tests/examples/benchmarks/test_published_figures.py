@@ -202,7 +202,7 @@ def itl_goal() -> list[str]:
 
     def best(limit: float, is_goal: str) -> float:
         return max(
-            row["goodput"]
+            float(row["goodput"])
             for row in rows
             if row["is_goal"] == is_goal and row["itl_p99_ms"] <= limit
         )
