@@ -90,6 +90,24 @@ def test_fastserves_headline_is_written_as_table_plot_and_figures(tmp_path: Path
     assert "| MLFQ, 30 s |" in shown
 
 
+def test_policies_are_compared_over_seeds_as_table_plot_and_figures(tmp_path: Path) -> None:
+    flags = ("--out", tmp_path, "--requests", "12", "--seeds", "2", "--cases", "alike", "swapping")
+    shown = run_here("benchmarks.virtual_time.policies", *flags)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
+        "policies.json",
+        "policies.png",
+    }
+    assert "| outputs alike | 9 | gittins |" in shown
+    assert "| split, skewed | 12 | mlfq, recompute |" in shown
+
+
+def test_the_cost_of_a_plan_is_measured_for_every_policy(tmp_path: Path) -> None:
+    flags = ("--out", tmp_path, "--waiting", "2000", "--plans", "5")
+    shown = run_here("benchmarks.virtual_time.plan_cost", *flags)
+    assert "| gittins | " in shown
+
+
 def test_a_trace_played_twice_gives_identical_figures() -> None:
     sample = ROOT / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
     assert "identical" in run_here("benchmarks.virtual_time.azure_hour", sample, "--twice")

@@ -169,7 +169,7 @@ def fastserve() -> list[str]:
     by_admission = [edge[f"64 seats, 16/s, {name}"] for name in ("FCFS (Orca)", "FCFS, grow")]
     return [
         f"mean JCT is up to {best('mean'):.1f} × and its median JCT up to {best('p50'):.0f} ×",
-        f"up to {worth('recompute'):.1f} × better than recomputing",
+        f"up to {worth('no preemption'):.1f} × better than no preemption",
         f"{worth('reactive'):.1f} × better than reactive swapping",
         f"FCFS takes {by_admission[0]:.2f} s when it reserves KV for whole answers",
         f"{by_admission[1]:.2f} s when it allocates KV as needed",
