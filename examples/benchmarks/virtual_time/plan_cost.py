@@ -2,18 +2,21 @@
 
 A batch of 64 runs; whenever an output ends, a waiting request is admitted. Prompts have 40 lengths;
 one output in 20 ends per iteration, so that policies which learn from ends do so. Writes
-plan_cost.json, and a table to the terminal.
+plan_cost.json, and a table to the terminal. CPU names the processor in plan_cost.json.
 
     python -m examples.benchmarks.virtual_time.plan_cost [--waiting 1000 10000 100000]
-        [--plans 300] [--out examples/benchmarks/results/policies]
+        [--plans 300] [--cpu CPU] [--out examples/benchmarks/results/policies]
 """
 
 import argparse
 import json
+import os
+import platform
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
+from typing import TypedDict
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
@@ -31,6 +34,15 @@ SEATS = 64
 LENGTHS = [max(1, round(1.2**power)) for power in range(40)]
 ENDING = 0.05  # share of sampled tokens that end an output
 WARM_UP = 100  # plans
+
+
+class PlanCosts(TypedDict):
+    """Of all policies; `milliseconds` by policy and number of waiting requests."""
+
+    cpu: str
+    load_average: float  # of the last minute, when the measurement began
+    plans: int
+    milliseconds: dict[str, dict[str, dict[str, float]]]
 
 
 def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
@@ -68,23 +80,38 @@ def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
     return {"median": median(taken), "p99": quantiles(taken, n=100)[98], "max": max(taken)}
 
 
+def table(costs: PlanCosts) -> str:
+    found = costs["milliseconds"]
+    counts = [int(count) for count in next(iter(found.values()))]
+    lines = [
+        "| waiting requests | " + " | ".join(f"{count:,}" for count in counts) + " |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for name, row in found.items():
+        cells = [f"{one['median']:.2f} (p99 {one['p99']:.2f})" for one in row.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--waiting", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--plans", type=int, default=300)
+    parser.add_argument("--cpu", default=platform.processor() or platform.machine())
     parser.add_argument("--out", type=Path, default=Path("examples/benchmarks/results/policies"))
     args = parser.parse_args()
-    found = {
-        name: {str(count): measure(name, count, args.plans) for count in args.waiting}
-        for name in POLICIES
-    }
+    found = PlanCosts(
+        cpu=args.cpu,
+        load_average=os.getloadavg()[0],
+        plans=args.plans,
+        milliseconds={
+            name: {str(count): measure(name, count, args.plans) for count in args.waiting}
+            for name in POLICIES
+        },
+    )
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "plan_cost.json").write_text(json.dumps(found, indent=1))
-    print("| waiting requests | " + " | ".join(f"{count:,}" for count in args.waiting) + " |")
-    print("|---" * (len(args.waiting) + 1) + "|")
-    for name, row in found.items():
-        cells = [f"{one['median']:.2f} (p99 {one['p99']:.2f})" for one in row.values()]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    (args.out / "plan_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
 
 
 if __name__ == "__main__":
