@@ -16,7 +16,6 @@ from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
-from typing import TypedDict
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
@@ -28,21 +27,13 @@ from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.hardware import Deployment
 from engine.simulated.trace import GREEDY
 from engine.step import StepResult
+from examples.benchmarks.virtual_time.policy_tables import PlanCosts, plan_table
 
 END = 7
 SEATS = 64
 LENGTHS = [max(1, round(1.2**power)) for power in range(40)]
 ENDING = 0.05  # share of sampled tokens that end an output
 WARM_UP = 100  # plans
-
-
-class PlanCosts(TypedDict):
-    """Of all policies; `milliseconds` by policy and number of waiting requests."""
-
-    cpu: str
-    load_average: float  # of the last minute, when the measurement began
-    plans: int
-    milliseconds: dict[str, dict[str, dict[str, float]]]
 
 
 def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
@@ -80,19 +71,6 @@ def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
     return {"median": median(taken), "p99": quantiles(taken, n=100)[98], "max": max(taken)}
 
 
-def table(costs: PlanCosts) -> str:
-    found = costs["milliseconds"]
-    counts = [int(count) for count in next(iter(found.values()))]
-    lines = [
-        "| waiting requests | " + " | ".join(f"{count:,}" for count in counts) + " |",
-        "|---" * (len(counts) + 1) + "|",
-    ]
-    for name, row in found.items():
-        cells = [f"{one['median']:.2f} (p99 {one['p99']:.2f})" for one in row.values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--waiting", type=int, nargs="+", default=[1000, 10_000, 100_000])
@@ -111,7 +89,7 @@ def main() -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "plan_cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+    print(plan_table(found))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from engine.worker.model.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import report
-from examples.benchmarks.virtual_time.policies import groups, ratios, report_on
+from examples.benchmarks.virtual_time.policy_tables import groups, ratios, report_on
 from tests.examples.running import ROOT
 
 F32 = torch.float32
