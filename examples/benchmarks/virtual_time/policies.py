@@ -64,7 +64,8 @@ class System:
 
 FCFS = System(BASE, "fcfs")
 MLFQ = System("mlfq", "mlfq", starvation=30.0)
-SYSTEMS = (FCFS, MLFQ, System("gittins", "gittins"), System("srpt (oracle)", "srpt"))
+GITTINS = System("gittins", "gittins")
+SYSTEMS = (FCFS, MLFQ, GITTINS, System("srpt (oracle)", "srpt"))
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),
     FCFS,
@@ -94,7 +95,13 @@ CASES = {
     "mooncake": Case("Mooncake ÷ 8", (4, 6), "mooncake_conversation.jsonl.gz"),
     "skewed": Case("skewed lengths", (8, 12, 20), model="gpt3-13b", seats=16),
     "alike": Case("outputs alike", (9, 11), model="gpt3-13b", seats=16),
-    "hour": Case("Azure conversations, whole hour", (5.53,), "azure_2023_conv.csv.gz", whole=True),
+    "hour": Case(
+        "Azure conversations, whole hour",
+        (5.53,),  # requests/s of the trace
+        "azure_2023_conv.csv.gz",
+        systems=(FCFS, GITTINS),
+        whole=True,
+    ),
     "swapping": Case("split, skewed", (12, 16), model="gpt3-13b", seats=16, systems=SPLIT),
     "swapping-conv": Case("split, conv", (6, 8), "azure_2023_conv.csv.gz", systems=SPLIT),
 }
