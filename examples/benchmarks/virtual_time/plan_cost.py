@@ -1,8 +1,9 @@
 """Milliseconds that the scheduler takes to plan an iteration, by policy and waiting requests.
 
-A batch of 64 runs; whenever an output ends, a waiting request is admitted. Prompts have 40 lengths;
-one output in 20 ends per iteration, so that policies which learn from ends do so. Writes
-plan_cost.json, and a table to the terminal. CPU names the processor in plan_cost.json.
+A batch of 64 runs; whenever an output ends, a waiting request is admitted and a new one arrives, so
+that the number of waiting requests stays the same. Prompts have 40 lengths; one output in 20 ends
+per iteration, so that policies which learn from ends do so. Writes plan_cost.json, and a table to
+the terminal. CPU names the processor in plan_cost.json.
 
     python -m examples.benchmarks.virtual_time.plan_cost [--waiting 1000 10000 100000]
         [--plans 300] [--cpu CPU] [--out examples/benchmarks/results/policies]
@@ -52,11 +53,14 @@ def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
     scheduler = IterationScheduler(settings, KVLedger(1 << 15, 16), chosen, cost=cost)
     prompts = [(1,) * length for length in LENGTHS]
     now, taken = 0.0, []
-    for _ in range(num_waiting + SEATS):
-        tenant = random.choice("abcdefgh")
-        prompt = random.choice(prompts)
-        ends = frozenset({END})
-        scheduler.add(RequestSpec(prompt, 2000, GREEDY, end_ids=ends, tenant=tenant), now)
+
+    def arrive(count: int) -> None:
+        for _ in range(count):
+            tenant, prompt = random.choice("abcdefgh"), random.choice(prompts)
+            ends = frozenset({END})
+            scheduler.add(RequestSpec(prompt, 2000, GREEDY, end_ids=ends, tenant=tenant), now)
+
+    arrive(num_waiting + SEATS)
     for number in range(WARM_UP + num_plans):
         began = perf_counter()
         iteration = scheduler.plan(now)
@@ -68,6 +72,7 @@ def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
         tokens = tuple(END if random.random() < ENDING else 0 for _ in range(samples))
         now += 0.02
         scheduler.commit(iteration, StepResult(iteration.step.step_id, tokens, 0.02), now)
+        arrive(tokens.count(END))
     return {"median": median(taken), "p99": quantiles(taken, n=100)[98], "max": max(taken)}
 
 
