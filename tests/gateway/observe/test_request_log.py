@@ -136,7 +136,7 @@ def test_probes_that_succeed_are_not_logged(lines: list[dict[str, Any]]) -> None
     play(scene)
     assert not lines
     play(scene, Setting(keys=("k",)))
-    assert [line["path"] for line in lines] == ["/ready", "/metrics", "/metrics"]
+    assert [line["path"] for line in lines] == ["/metrics", "/metrics"]
 
 
 def test_requests_with_the_same_id_are_two_lines(lines: list[dict[str, Any]]) -> None:
