@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -92,10 +93,16 @@ def test_a_worker_is_idle_once_before_the_first_step_that_comes_late(
     serving.start()
     while LOADING[-1] not in line.received():
         pass
-    idle = StepRan(StepResult(StepId(1), (1,), 0.0))
-    for _ in range(2):
+
+    def num_idle() -> int:
         line.send(RunStep(a_step(1, Command.IDLE)))
-        assert line.received() == [idle]
+        (ran,) = line.received()
+        assert isinstance(ran, StepRan)
+        return ran.result.tokens[0]
+
+    while not num_idle():  # until a step has come late
+        time.sleep(0.01)
+    assert [num_idle(), num_idle()] == [1, 1]
     line.send(Goodbye())
     serving.join()
 
