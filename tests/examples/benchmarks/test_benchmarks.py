@@ -54,7 +54,7 @@ def test_a_quantized_model_reads_the_texts_of_float32(
 def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--threads", "1")
-    run_here("benchmarks.speculation", *flags, "--clock", "cpu", "--out", file)
+    run_module("benchmarks.speculation", *flags, "--clock", "cpu", "--out", file)
     rows = json.loads(file.read_text())
     assert [row["method"] for row in rows] == ["ngram", "suffix"]
     assert all(row["same_tokens"] and row["off"] > 0 for row in rows)
