@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.events import NullObserver
 from engine.policy import POLICIES, levels_of, name_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.loop import Engine
     from engine.pool import RequestPool
     from engine.request import Request
+    from engine.step import StepEntry
 
 KEEP_ITERATIONS = 256
 MAX_REQUESTS = 200  # of a snapshot
@@ -28,6 +29,21 @@ MAX_STARTED = 120  # of them, requests that hold KV on the device
 MAX_SWAPPED = 40
 RUNNING = (State.READY, State.RUNNING)
 SWAPPED = (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)
+
+
+class _Recorded(NamedTuple):
+    """An iteration; its rows are made when it is sent."""
+
+    number: int
+    seconds: float
+    entries: "tuple[StepEntry, ...]"
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            (request_id, len(tokens), len(tokens) > 1 + num_drafts)
+            for request_id, _, tokens, _, _, _, num_drafts in self.entries
+        ]
+        return {"number": self.number, "seconds": self.seconds, "rows": rows}
 
 
 class LiveView(NullObserver):
@@ -38,7 +54,7 @@ class LiveView(NullObserver):
         self._num_watchers = 0
         self._number = 0
         self._num_goal_steps = self._num_exceeded = 0  # iterations with an ITL goal
-        self._iterations: deque[dict[str, Any]] = deque(maxlen=KEEP_ITERATIONS)
+        self._iterations: deque[_Recorded] = deque(maxlen=KEEP_ITERATIONS)
         self._produced: deque[tuple[float, int]] = deque(maxlen=KEEP_ITERATIONS)
 
     @contextmanager
@@ -63,12 +79,11 @@ class LiveView(NullObserver):
         if not self.is_watched:
             return
         entries = iteration.step.entries
-        rows = [
-            (entry.request_id, len(entry.tokens), len(entry.tokens) > 1 + entry.num_drafts)
-            for entry in entries
-        ]
-        self._iterations.append({"number": self._number, "seconds": seconds, "rows": rows})
-        self._produced.append((now, sum(entry.sample is not None for entry in entries)))
+        num_sampled = len(entries)
+        if not entries[-1].is_decode:  # prefills come last
+            num_sampled = sum(entry.sample is not None for entry in entries)
+        self._iterations.append(_Recorded(self._number, seconds, entries))
+        self._produced.append((now, num_sampled))
 
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1
@@ -124,8 +139,8 @@ class LiveView(NullObserver):
 
     def _newer(self, since: int) -> list[dict[str, Any]]:
         """The recorded iterations with numbers above `since`, in their order."""
-        newest = takewhile(lambda each: each["number"] > since, reversed(self._iterations))
-        return list(newest)[::-1]
+        newest = takewhile(lambda each: each.number > since, reversed(self._iterations))
+        return [each.as_json() for each in newest][::-1]
 
     def _itl_goal(self, goal: float) -> dict[str, Any]:
         """The server's goal in seconds, the iterations with one, and how many exceeded it."""

@@ -117,6 +117,7 @@ def keep(results: dict[str, Figures], path: Path) -> None:
     """Add the results to those of the file."""
     known = json.loads(path.read_text())["attacks"] if path.exists() else {}
     text = {"machine": platform.processor(), "attacks": known | results}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(text, indent=1) + "\n")
 
 

@@ -337,7 +337,6 @@ def test_the_kv_cache_shrinks_as_readme_says() -> None:
 def attacks() -> list[str]:
     results = read("attacks/attacks.json")["attacks"], read("attacks/before.json")
     rows = [report.row(name, figures) for each in results for name, figures in each.items()]
-    rows += [report.row(run["attack"], run) for run in read("attacks/repeated.json")]
     return [plain(each) for each in rows]
 
 
@@ -456,6 +455,10 @@ def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
     assert f"(load average {found['load_average']})" in page
     exported = found["tokens_per_second"] / found["tokens_of_a_stream"]
     assert f"exports about {exported:.0f} requests per second" in page
+    share = found["live_share_of_loop"]
+    of_time = share * found["on_loop_us_per_token"] * found["tokens_per_second"] / 1e6
+    assert f"takes {100 * share:.1f} % of the CPU that the loop uses, which is" in page
+    assert f"{100 * of_time:.1f} % of the loop's time" in page
 
 
 # Behind routers
