@@ -444,6 +444,17 @@ def test_the_page_about_policies_is_that_of_its_runs() -> None:
     assert (folder / "README.md").read_text() == report_on(folder)
 
 
+# Beside other servers, one round
+
+
+def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "peers" / "m500_avx512" / "README.md").read_text())
+    for run in read("peers/m500_avx512/figures.json"):
+        loads = [run["loads"][name] for name in ("C=1", "C=8", "C=32")]
+        speeds = [brief(load["output_rate"]) for load in loads]
+        assert f"| {run['server']} | {' | '.join(speeds)} |" in page
+
+
 # Page and traces
 
 
