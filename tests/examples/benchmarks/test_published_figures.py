@@ -450,8 +450,8 @@ def test_the_page_about_policies_is_that_of_its_runs() -> None:
 def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
     page = plain((RESULTS / "peers" / "m500_avx512" / "README.md").read_text())
     for run in read("peers/m500_avx512/figures.json"):
-        loads = [run["loads"][name] for name in ("C=1", "C=8", "C=32")]
-        speeds = [brief(load["output_rate"]) for load in loads]
+        rates = [run["loads"][name]["output_rate"] for name in ("C=1", "C=8", "C=32")]
+        speeds = [f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}" for rate in rates]
         assert f"| {run['server']} | {' | '.join(speeds)} |" in page
 
 
