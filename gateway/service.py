@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.loop import Engine
 from engine.policy import PolicySettings
-from engine.policy.lengths import LearnedLengths
+from engine.policy.estimates.lengths import LearnedLengths
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck

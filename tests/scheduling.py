@@ -9,7 +9,7 @@ from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import Policy
-from engine.policy.lengths import LearnedLengths, bin_of
+from engine.policy.estimates.lengths import LearnedLengths, bin_of
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, SamplingParams, Step, StepResult
 

@@ -38,7 +38,7 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.policy.lengths import LearnedLengths
+    from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.request import Request
     from engine.speculation.drafter import Drafter

@@ -26,8 +26,8 @@ from itertools import islice
 from math import floor, inf, log, log1p
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.policy.fcfs_estimate import FcfsEstimate
-from engine.policy.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.policy.estimates.fcfs_estimate import FcfsEstimate
+from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
 from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.policy.lengths import LearnedLengths
+    from engine.policy.estimates.lengths import LearnedLengths
     from engine.request import Request, RequestSpec
 
 

@@ -8,7 +8,7 @@ from engine.policy.port import LearnsLengths, MultiLevel
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
-    from engine.policy.lengths import LearnedLengths
+    from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.ports import Cost
 

@@ -29,7 +29,7 @@ from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
-from engine.policy.lengths import LearnedLengths
+from engine.policy.estimates.lengths import LearnedLengths
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher

@@ -71,7 +71,7 @@ class LoadedModel:
     texts: TextAdapters
     sampling_defaults: SamplingDefaults
     calibration: Calibration
-    lengths_file: SavedFile  # of the lengths of its outputs (`engine.policy.lengths`)
+    lengths_file: SavedFile  # of the lengths of its outputs (`engine.policy.estimates.lengths`)
     lookahead: int
 
 

@@ -346,48 +346,6 @@ def test_a_suspect_with_more_crashes_runs_after_those_with_fewer() -> None:
     assert blamed == [(early, late), (early,), (late,), (early,), (late,)]
 
 
-def test_a_chat_that_continues_computes_only_its_new_tokens() -> None:
-    scheduler = make(block_size=2, reuses_prefixes=True)
-    first = scheduler.add(spec(4, 5), 0.0)
-    while first.state is not State.FINISHED:
-        run_iteration(scheduler)
-    history = first.tokens(0, first.num_tokens)
-    second = scheduler.add(RequestSpec((*history, 7, 7), 2, GREEDY), 0.0)
-    assert run_iteration(scheduler) == [(1, 3)]  # the last token of the answer was never computed
-    assert second.num_cached == 8
-
-
-def test_a_prompt_that_is_cached_to_its_end_computes_one_token_again() -> None:
-    scheduler = make(block_size=2, reuses_prefixes=True)
-    for _ in range(2):
-        scheduler.add(spec(6, 1), 0.0)
-        while scheduler.pool:
-            computed = run_iteration(scheduler)
-    assert computed == [(1, 2)]
-
-
-def test_requests_with_different_salts_share_no_block() -> None:
-    scheduler = make(block_size=2, reuses_prefixes=True)
-    for salt in ("a", "b", "a"):
-        request = scheduler.add(RequestSpec((1,) * 6, 1, GREEDY, salt=salt), 0.0)
-        while scheduler.pool:
-            run_iteration(scheduler)
-    assert request.num_cached == 4
-    assert scheduler.ledger.num_cached == 6
-
-
-def test_a_preempted_request_finds_its_own_blocks_again() -> None:
-    scheduler = make(num_blocks=8, block_size=1, reuses_prefixes=True)
-    old = scheduler.add(RequestSpec((1, 2), 4, GREEDY), 0.0)
-    young = scheduler.add(RequestSpec((3, 4), 6, GREEDY), 0.0)
-    computed = 0
-    while scheduler.pool:
-        computed += sum(tokens for _, tokens in run_iteration(scheduler))
-    assert young.num_preemptions == 1
-    recomputed = computed - old.max_slots - young.max_slots
-    assert 0 < recomputed < young.max_slots // 2
-
-
 @pytest.mark.parametrize(("seconds", "piece"), [(inf, 63), (30.0, 58), (12.0, 22), (1.0, 16)])
 def test_a_prompts_chunk_is_bounded_by_max_step_seconds_beside_decodes(
     seconds: float, piece: int

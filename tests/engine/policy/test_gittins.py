@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.policy import PolicySettings, build, lengths_of
-from engine.policy.fcfs_estimate import FcfsEstimate
+from engine.policy.estimates.fcfs_estimate import FcfsEstimate
+from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
 from engine.policy.gittins import LEAST_RANK, GittinsIndex, Outlook, outlook
-from engine.policy.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
 from engine.request import Abort, FinishReason, Request, State
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.policy import lengths
-from engine.policy.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.policy.estimates import lengths
+from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
 
 NONE = [0.0] * NUM_BINS
 

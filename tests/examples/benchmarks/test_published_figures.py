@@ -4,7 +4,6 @@ Each claim is written from the JSON; it must be on the page word for word. What 
 without its claims and its settings has no number with a unit.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,30 +18,16 @@ import torch
 from engine.worker.model.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import report
-from examples.benchmarks.virtual_time.policy_tables import groups, ratios, report_on
+from examples.benchmarks.virtual_time.policy_tables import groups, ratios
+from tests.examples.benchmarks.published import RESULTS, brief, plain, read
 from tests.examples.running import ROOT
 
 F32 = torch.float32
-RESULTS = ROOT / "examples" / "benchmarks" / "results"
 README = ROOT / "README.md"
 PAGE = RESULTS / "README.md"
 EXPECTED_STATUSES = {"200", "400", "404", "409", "413", "415", "503", "504"}
 UNITS = r"(×|%|ms|s|µs|MiB|nats|tokens/s|requests/s|times)"
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,e-]*(?: to \d[\d.]*)? ?{UNITS}(?![\w/-])")
-
-
-def read(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
-def plain(text: str) -> str:
-    """Without line breaks and bold type."""
-    return " ".join(text.replace("**", "").split())
-
-
-def brief(number: float) -> str:
-    """Three digits, as in the tables."""
-    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 # Beside other servers
@@ -437,55 +422,3 @@ def test_the_score_of_the_built_in_model_is_that_of_its_card() -> None:
     )[0]
     assert f"{share} % of {asked}" in plain(README.read_text())
     assert f"{100 * int(right) / int(asked):.1f}" == share
-
-
-def test_the_page_about_policies_is_that_of_its_runs() -> None:
-    folder = RESULTS / "policies"
-    assert (folder / "README.md").read_text() == report_on(folder)
-
-
-# Beside other servers, one round
-
-
-def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
-    page = plain((RESULTS / "peers" / "m500_avx512" / "README.md").read_text())
-    for run in read("peers/m500_avx512/figures.json"):
-        rates = [run["loads"][name]["output_rate"] for name in ("C=1", "C=8", "C=32")]
-        speeds = [f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}" for rate in rates]
-        assert f"| {run['server']} | {' | '.join(speeds)} |" in page
-
-
-# Page and traces
-
-
-def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
-    found = read("streaming/observation.json")
-    page = plain((RESULTS / "streaming" / "README.md").read_text())
-    assert f"needs {found['loop_ratio']:.2f} times the CPU per token" in page
-    assert f"the process {found['process_ratio']:.2f} times" in page
-    assert f"(load average {found['load_average']})" in page
-    exported = found["tokens_per_second"] / found["tokens_of_a_stream"]
-    assert f"exports about {exported:.0f} requests per second" in page
-    share = found["live_share_of_loop"]
-    of_time = share * found["on_loop_us_per_token"] * found["tokens_per_second"] / 1e6
-    assert f"takes {100 * share:.1f} % of the CPU that the loop uses, which is" in page
-    assert f"{100 * of_time:.1f} % of the loop's time" in page
-
-
-# Behind routers
-
-
-def test_the_table_of_routers_is_that_of_its_runs() -> None:
-    page = plain((RESULTS / "routers" / "README.md").read_text())
-    for run in read("routers/routers.json"):
-        cells = [
-            run["router"],
-            f"{run['answered']} of {run['sent']}",
-            f"{100 * run['cached_share']:.1f} %",
-            f"{1e3 * run['cancel_seconds']:.0f} ms",
-            *(
-                f"{run[key]['failed']:,} of {run[key]['requests']:,}"
-                for key in ("killed", "drained")
-            ),
-        ]
-        assert f"| {' | '.join(cells)} |" in page

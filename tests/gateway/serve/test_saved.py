@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.policy.lengths import LearnedLengths
+from engine.policy.estimates.lengths import LearnedLengths
 from gateway.serve.assemble import _save_if_learned
 from gateway.serve.saved import SavedFile, model_facts
 from tests.scheduling import learned_lengths

@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
-from engine.policy.lengths import LearnedLengths
+from engine.policy.estimates.lengths import LearnedLengths
 from gateway.access.callers import read_body
 from gateway.generation.reply import json_response
 from gateway.schema.decoding import check_allowed, check_range, decode

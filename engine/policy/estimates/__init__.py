@@ -1,0 +1,1 @@
+"""What policies learn from ended requests: output lengths, and the latencies of FCFS."""

@@ -1,0 +1,56 @@
+"""Pages whose tables are written from the JSON of their runs: each row is on its page."""
+
+from examples.benchmarks.virtual_time.policy_tables import report_on
+from tests.examples.benchmarks.published import RESULTS, plain, read
+
+
+def test_the_page_about_policies_is_that_of_its_runs() -> None:
+    folder = RESULTS / "policies"
+    assert (folder / "README.md").read_text() == report_on(folder)
+
+
+# Beside other servers, one round
+
+
+def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "peers" / "m500_avx512" / "README.md").read_text())
+    for run in read("peers/m500_avx512/figures.json"):
+        rates = [run["loads"][name]["output_rate"] for name in ("C=1", "C=8", "C=32")]
+        speeds = [f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}" for rate in rates]
+        assert f"| {run['server']} | {' | '.join(speeds)} |" in page
+
+
+# Page and traces
+
+
+def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
+    found = read("streaming/observation.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    assert f"needs {found['loop_ratio']:.2f} times the CPU per token" in page
+    assert f"the process {found['process_ratio']:.2f} times" in page
+    assert f"(load average {found['load_average']})" in page
+    exported = found["tokens_per_second"] / found["tokens_of_a_stream"]
+    assert f"exports about {exported:.0f} requests per second" in page
+    share = found["live_share_of_loop"]
+    of_time = share * found["on_loop_us_per_token"] * found["tokens_per_second"] / 1e6
+    assert f"takes {100 * share:.1f} % of the CPU that the loop uses, which is" in page
+    assert f"{100 * of_time:.1f} % of the loop's time" in page
+
+
+# Behind routers
+
+
+def test_the_table_of_routers_is_that_of_its_runs() -> None:
+    page = plain((RESULTS / "routers" / "README.md").read_text())
+    for run in read("routers/routers.json"):
+        cells = [
+            run["router"],
+            f"{run['answered']} of {run['sent']}",
+            f"{100 * run['cached_share']:.1f} %",
+            f"{1e3 * run['cancel_seconds']:.0f} ms",
+            *(
+                f"{run[key]['failed']:,} of {run[key]['requests']:,}"
+                for key in ("killed", "drained")
+            ),
+        ]
+        assert f"| {' | '.join(cells)} |" in page
