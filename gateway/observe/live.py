@@ -119,9 +119,9 @@ class LiveView(NullObserver):
                     "block_size": ledger.block_size,
                 },
                 "host": {
-                    "free": ledger.host.num_free,
+                    "free": ledger.host.num_free - ledger.host.cached.num_replaceable,
                     "held": ledger.host.num_held,
-                    "cached": 0,
+                    "cached": len(ledger.host.cached),
                     "moving": ledger.host.num_moving,
                     "block_size": ledger.block_size,
                 },

@@ -1,0 +1,17 @@
+"""Snapshots of the scheduler for the web page."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from engine.step import Tier
+from gateway.observe.live import LiveView
+from tests.engine.kv.test_saved_prefixes import Rig, prompt
+
+
+def test_the_host_tier_shows_the_prefixes_that_it_keeps() -> None:
+    rig = Rig(host=20)
+    rig.serve(prompt(100, 17))
+    engine: Any = SimpleNamespace(scheduler=rig.scheduler, rejection=lambda: None)
+    host = LiveView().snapshot(engine, 0, 0.0, 0.0)["kv"]["host"]
+    assert Tier.HOST in rig.ledger.lower
+    assert (host["free"], host["held"], host["cached"], host["moving"]) == (16, 0, 4, 0)
