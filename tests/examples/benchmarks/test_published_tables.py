@@ -54,3 +54,14 @@ def test_the_table_of_routers_is_that_of_its_runs() -> None:
             ),
         ]
         assert f"| {' | '.join(cells)} |" in page
+
+
+# The disk tier
+
+
+def test_the_time_to_first_token_after_a_restart_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "disk_tier" / "README.md").read_text())
+    medians = read("disk_tier/disk_tier.json")["medians"]
+    assert f"`--disk-kv` | {1e3 * medians['after_restart']:.0f} ms |" in page
+    assert f"without | {1e3 * medians['after_restart_without']:.0f} ms |" in page
+    assert f"| next message | {1e3 * medians['next_message']:.0f} ms |" in page
