@@ -239,7 +239,8 @@ class ZmqPublisher:
     def _run(self) -> None:
         encode = msgspec.msgpack.Encoder().encode
         while True:
-            if self._replay is not None and self._replay.poll(0):
+            # After the queue, so that a replay has every batch that was published before it.
+            if self._replay is not None and self._queue.empty() and self._replay.poll(0):
                 self._serve_replay()
             try:
                 queued = self._queue.get(timeout=REPLAY_POLL_SECONDS)
