@@ -39,6 +39,14 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
+QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "mlp_only_layers": [],
+}
+
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -59,6 +67,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5}),
+    "mixtral_window": ("MixtralConfig", {"num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE),
+    "qwen3_moe_renormalized": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True}),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

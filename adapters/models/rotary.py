@@ -16,6 +16,7 @@ from engine.worker.model.layers import (
     AttentionBlock,
     Decoder,
     DecoderLayer,
+    FeedForward,
     GivenScaling,
     LinearScaling,
     Llama3Scaling,
@@ -63,8 +64,8 @@ class RotaryFamily(ABC):
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
         head_dim = self.head_dim(fields, hidden // heads)
-        inner = fields.integer("intermediate_size")
-        self.shape = ModelShape(
+        inner = self.inner_size(fields)
+        shape = ModelShape(
             num_layers=fields.integer("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -76,6 +77,7 @@ class RotaryFamily(ABC):
             max_positions=fields.integer("max_position_embeddings"),
             window=self.window(fields),
         )
+        self.shape = self.sized(fields, shape)
         if heads % self.shape.num_kv_heads:
             raise StartupError(
                 f"config.json: num_key_value_heads={kv_heads} does not divide "
@@ -99,6 +101,14 @@ class RotaryFamily(ABC):
 
     def head_dim(self, fields: Fields, default: int) -> int:
         return fields.integer("head_dim", default)
+
+    def inner_size(self, fields: Fields) -> int:
+        """The width of the MLP."""
+        return fields.integer("intermediate_size")
+
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        """The shape with what other layers than Llama's change in it."""
+        return shape
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
         projections = Projections(weights, shard, operators)
@@ -154,7 +164,7 @@ class RotaryFamily(ABC):
             *norms,
         )
 
-    def _mlp(self, projections: Projections, at: str) -> Mlp:
+    def _mlp(self, projections: Projections, at: str) -> FeedForward:
         inner, has_bias = projections.shard.inner, self._traits.mlp_bias
         wanted: dict[str, RankPart] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
         return Mlp(

@@ -13,14 +13,23 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels import elementwise, sampling
+from engine.worker.cpu.kernels import elementwise, experts, sampling
+from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.packed import MixedLinear, PackedLinear
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Argmax, Linear, LinearWeight, StageModel, ThreadPool
+from engine.worker.ports import (
+    Argmax,
+    ExpertWeights,
+    Linear,
+    LinearWeight,
+    Routing,
+    StageModel,
+    ThreadPool,
+)
 
 ACTIVATIONS = {
     "silu": elementwise.SILU,
@@ -99,7 +108,7 @@ class NativeOperators:
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
         """Every kernel that these operators may run."""
-        return *elementwise.KERNELS, *self._store.kernels, *sampling.KERNELS
+        return *elementwise.KERNELS, *self._store.kernels, *experts.KERNELS, *sampling.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""
@@ -115,6 +124,41 @@ class NativeOperators:
             parts.append(PackedLinear(self._pool, linears, packed, own_bias))
             first += packed.outputs
         return parts[0] if len(parts) == 1 else MixedLinear(self._pool, parts)
+
+    def experts(
+        self,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        activation: Callable[[Tensor], Tensor],
+    ) -> NativeExperts:
+        up = self._expert_linears(
+            [(each.gate, each.up) for each in experts], [each.up_bias for each in experts], "up"
+        )
+        down = self._expert_linears(
+            [(each.down,) for each in experts], [each.down_bias for each in experts], "down"
+        )
+        return NativeExperts(self._pool, up, down, activation, routing)
+
+    def _expert_linears(
+        self,
+        weights: Sequence[Sequence[LinearWeight]],
+        biases: Sequence[Tensor | None],
+        kind: str,
+    ) -> list[ExpertLinear]:
+        """A linear of all experts for each run of weights of one format."""
+        of_experts = [self._store.packed(each) for each in weights]
+        made, first = [], 0
+        for parts in zip(*of_experts, strict=True):
+            linears, outputs = parts[0][0], parts[0][1].outputs
+            assert all(one is linears for one, _ in parts), "experts have the same formats"
+            own = [
+                torch.zeros(outputs) if bias is None else bias[first : first + outputs]
+                for bias in biases
+            ]
+            packed = [one for _, one in parts]
+            made.append(ExpertLinear(self._pool, linears, packed, own, f"expert {kind}"))
+            first += outputs
+        return made
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

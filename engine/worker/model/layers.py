@@ -7,6 +7,7 @@ belongs to.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +111,14 @@ class Mlp:
         return self.down(self.activation(self.up(x)), add_to)
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
+        """`add_to` with the output added in place; both are `[tokens, hidden]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
     """Fused q, k, v; optional norm of q and k per head (Qwen3); optional RoPE; output."""
@@ -141,7 +150,7 @@ class DecoderLayer:
     attention_norm: Norm
     attention: AttentionBlock
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: FeedForward
 
     def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""

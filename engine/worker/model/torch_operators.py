@@ -8,7 +8,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import SamplingParams
-from engine.worker.ports import Argmax, Linear, LinearWeight, Norm, dequantize
+from engine.worker.model.experts import TorchExperts
+from engine.worker.ports import (
+    Argmax,
+    Experts,
+    ExpertWeights,
+    Linear,
+    LinearWeight,
+    Norm,
+    Routing,
+    dequantize,
+)
 from engine.worker.sampling.filters import pick, probabilities
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,6 +78,21 @@ class TorchOperators:
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]
         return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+
+    def experts(
+        self,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        activation: Callable[[Tensor], Tensor],
+    ) -> Experts:
+        pairs = [
+            (
+                self.linear((each.gate, each.up), each.up_bias),
+                self.linear((each.down,), each.down_bias),
+            )
+            for each in experts
+        ]
+        return TorchExperts(pairs, routing, activation)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

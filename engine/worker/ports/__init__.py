@@ -13,11 +13,12 @@ from engine.worker.ports.attention import (
     RopeAngles,
     ThreadPool,
 )
+from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
-from engine.worker.ports.shapes import ModelShape, StepLimits
+from engine.worker.ports.shapes import ExpertShape, ModelShape, StepLimits
 from engine.worker.ports.shard import AllReduce, RankPart, Shard
 from engine.worker.ports.weights import (
     DeferredWeight,
@@ -44,6 +45,9 @@ __all__ = [
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",
+    "ExpertShape",
+    "ExpertWeights",
+    "Experts",
     "Int32s",
     "Int64s",
     "KVCapacity",
@@ -63,6 +67,7 @@ __all__ = [
     "RankPart",
     "ReadsFamily",
     "RopeAngles",
+    "Routing",
     "Shard",
     "StageModel",
     "StepContext",

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.step import SamplingParams
+from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.weights import LinearWeight
 
 
@@ -48,6 +49,18 @@ class Operators(Protocol):
         Linears that read the same input are fused into one. The weights may be views of a mapped
         file; a device that needs another memory layout copies them once. Quantized weights are
         used as they are where the device has a linear for their format, else dequantized.
+        """
+        ...
+
+    def experts(
+        self,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        activation: Callable[[Tensor], Tensor],
+    ) -> Experts:
+        """The experts of one layer; `activation` is a gated one of these operators.
+
+        All experts have the same sizes. Weights are used as `linear` describes.
         """
         ...
 

@@ -4,12 +4,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Each layer's MLP is a mixture of experts, of which each token uses `top_k`."""
+
+    num_experts: int
+    top_k: int
+    parameters: int  # matrix elements of one expert
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a checkpoint that a worker needs before it reads any weight.
 
-    `inner_size` is the width of the MLP, `layer_parameters` the number of matrix elements in one
-    layer. `window` is the sliding window of attention in tokens, counting the token itself;
-    None means full attention.
+    `inner_size` is the width of the MLP, or of one expert; `layer_parameters` is the number of
+    matrix elements in one layer, with all experts. `window` is the sliding window of attention in
+    tokens, counting the token itself; None means full attention.
     """
 
     num_layers: int
@@ -22,6 +31,15 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     window: int | None = None
+    experts: ExpertShape | None = None
+
+    @property
+    def idle_parameters(self) -> int:
+        """Matrix elements of the experts that one token does not use, in all layers."""
+        if self.experts is None:
+            return 0
+        idle = self.experts.num_experts - self.experts.top_k
+        return self.num_layers * idle * self.experts.parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
     return lambda rows: for_few if rows <= ROWS_AT_ONCE else for_many
 
 
-def _address(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -110,8 +110,8 @@ class PackedLinear:
         )
         operands = LinearOperands(
             weight=weights.packed.data_ptr(),
-            weight_scale=_address(weights.scale),
-            offset=_address(weights.offset),
+            weight_scale=address_of(weights.scale),
+            offset=address_of(weights.offset),
             bias=self._bias.data_ptr(),
             inputs=weights.inputs,
             outputs=weights.outputs,

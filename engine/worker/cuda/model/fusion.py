@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.worker.cuda.model.linears import EightBitLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
-from engine.worker.model.layers import Decoder, DecoderLayer, RowParallelLinear
+from engine.worker.model.layers import Decoder, DecoderLayer, Mlp, RowParallelLinear
 from engine.worker.model.torch_operators import RmsNorm
 from engine.worker.ports import Linear, StageModel
 
@@ -65,22 +65,25 @@ def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
 
 
 def _fused_layer(layer: DecoderLayer, kernels: ModuleType) -> DecoderLayer:
-    qkv, up = layer.attention.qkv, layer.mlp.up
+    qkv = layer.attention.qkv
     if isinstance(layer.attention_norm, FusedRmsNorm | RmsNorm) and fits(qkv, kernels.MAX_WIDTH):
         norm = layer.attention_norm
         normed = NormedLinear(norm.weight, norm.eps, qkv, kernels)
         attention = replace(layer.attention, qkv=normed)
         layer = replace(layer, attention_norm=PassThrough(), attention=attention)
-    if isinstance(layer.mlp_norm, FusedRmsNorm | RmsNorm) and fits(up, kernels.MAX_WIDTH):
-        norm = layer.mlp_norm
-        normed = NormedLinear(norm.weight, norm.eps, up, kernels)
-        layer = replace(layer, mlp_norm=PassThrough(), mlp=replace(layer.mlp, up=normed))
-    gate, down = layer.mlp.activation, layer.mlp.down
-    if isinstance(gate, FusedGate):
-        gated = _gated(gate, down, kernels)
+    return _fused_mlp(layer, layer.mlp, kernels) if isinstance(layer.mlp, Mlp) else layer
+
+
+def _fused_mlp(layer: DecoderLayer, mlp: Mlp, kernels: ModuleType) -> DecoderLayer:
+    norm, up = layer.mlp_norm, mlp.up
+    if isinstance(norm, FusedRmsNorm | RmsNorm) and fits(up, kernels.MAX_WIDTH):
+        mlp = replace(mlp, up=NormedLinear(norm.weight, norm.eps, up, kernels))
+        layer = replace(layer, mlp_norm=PassThrough())
+    if isinstance(mlp.activation, FusedGate):
+        gated = _gated(mlp.activation, mlp.down, kernels)
         if gated is not None:
-            layer = replace(layer, mlp=replace(layer.mlp, activation=PassThrough(), down=gated))
-    return layer
+            mlp = replace(mlp, activation=PassThrough(), down=gated)
+    return replace(layer, mlp=mlp)
 
 
 def fits(linear: Linear, most: int) -> TypeGuard[EightBitLinear]:

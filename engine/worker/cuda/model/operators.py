@@ -1,12 +1,15 @@
 """Layer operators on a GPU: torch GEMMs, and FlashInfer kernels for norms and activations."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
 from engine.worker.cuda.model.gemm import Gemm8Bit
+from engine.worker.cuda.model.gemm_choice import FixedTiling
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     PLAIN,
@@ -17,7 +20,18 @@ from engine.worker.cuda.model.linears import (
     int8_linear,
 )
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Linear, LinearWeight, Norm, common_format, loaded
+from engine.worker.ports import (
+    Experts,
+    ExpertWeights,
+    Linear,
+    LinearWeight,
+    Norm,
+    Routing,
+    common_format,
+    loaded,
+)
+
+logger = logging.getLogger(__name__)
 
 STORED = "stored"
 LINEARS: dict[str, MakesLinear] = {"int8": int8_linear, "fp8": fp8_linear}
@@ -81,6 +95,7 @@ class CudaOperators(TorchOperators):
         self._gemm = gemm
         self._kernels = kernels
         self._fast = fast
+        self._logged: set[str] = set()  # reasons
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
@@ -88,6 +103,36 @@ class CudaOperators(TorchOperators):
         name = common_format(parts) if self._weights == STORED else self._weights
         make = LINEARS.get(name or "", float_linear)
         return make(parts, bias, self._dtype, self._gemm, self._fast)
+
+    def experts(
+        self,
+        experts: Sequence[ExpertWeights],
+        routing: Routing,
+        activation: Callable[[Tensor], Tensor],
+    ) -> Experts:
+        """Grouped products where they fit; elsewhere each expert computes all rows."""
+        down = loaded(experts[0].down)
+        reason = self._why_not_grouped(down.shape)
+        if not reason:
+            return GroupedExperts.of(experts, routing, activation, self._dtype)
+        if reason not in self._logged:
+            logger.warning("each token is computed by all experts, which is slow: %s", reason)
+            self._logged.add(reason)
+        linears = [
+            (
+                self.linear((each.gate, each.up), each.up_bias),
+                self.linear((each.down,), each.down_bias),
+            )
+            for each in experts
+        ]
+        return MaskedExperts(linears, routing, activation)
+
+    def _why_not_grouped(self, sizes: Sequence[int]) -> str:
+        if self._fast.gemm is not None and isinstance(self._fast.choice, FixedTiling):
+            return "--batch-invariant"
+        is_gpu = self._place.type == "cuda"
+        capability = torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)
+        return why_not_grouped(capability, self._dtype, self._weights, sizes)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

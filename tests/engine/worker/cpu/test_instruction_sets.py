@@ -26,7 +26,9 @@ CPUS = {  # Numba's CPU name and features
     "avx512_vnni": ("cascadelake", f"{AVX512},+avx512vnni"),
     "avx512_bf16": ("cooperlake", f"{AVX512},+avx512vnni,+avx512bf16"),
 }
-KERNEL_TESTS = ("operators", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph")
+KERNEL_TESTS = (
+    "operators", "experts", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph",
+)  # fmt: skip
 # Without the layouts of weights whose parts other ones have too.
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not process")
 INSTRUCTIONS = """

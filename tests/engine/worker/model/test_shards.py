@@ -43,6 +43,8 @@ VARIANTS = {
     "mistral_window": "cpu",
     "qwen2_tied": "cpu",
     "qwen3_biases": "reference",
+    "mixtral": "reference",
+    "qwen3_moe": "cpu",
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }

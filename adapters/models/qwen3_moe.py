@@ -1,0 +1,21 @@
+"""Qwen 3 MoE: Qwen 3 with a mixture of experts in every layer."""
+
+from adapters.models.experts import ExpertFamily
+from adapters.models.fields import Fields
+from adapters.models.qwen3 import Qwen3
+from engine.worker.ports import Routing
+
+
+class Qwen3Moe(ExpertFamily, Qwen3):
+    """Layers with a dense MLP between the sparse ones are not supported."""
+
+    def inner_size(self, fields: Fields) -> int:
+        return fields.integer("moe_intermediate_size")
+
+    def routing(self, fields: Fields) -> Routing:
+        fields.reject_unless("decoder_sparse_step", 1)
+        fields.reject_unless("mlp_only_layers", [])
+        return Routing(
+            fields.integer("num_experts_per_tok", 8),
+            renormalizes=fields.flag("norm_topk_prob", False),
+        )

@@ -1,0 +1,54 @@
+"""The mixture of experts that takes the place of an MLP, and its experts in plain torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.worker.ports import AllReduce, Experts, Linear, Routing
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of each row and their weights in float32, both `[rows, top_k]`."""
+    probabilities = logits.float().softmax(dim=-1)
+    weights, ids = probabilities.topk(routing.top_k, dim=-1)
+    if routing.renormalizes:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """`Experts` as one linear after another: (gate and up, down) of each expert."""
+
+    linears: Sequence[tuple[Linear, Linear]]
+    routing: Routing
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, logits: Tensor, add_to: Tensor | None = None) -> Tensor:
+        ids, weights = route(logits, self.routing)
+        y = torch.zeros_like(x) if add_to is None else add_to
+        for expert, (up, down) in enumerate(self.linears):
+            rows, places = torch.where(ids == expert)
+            if len(rows):
+                found = down(self.activation(up(x[rows])))
+                y.index_add_(0, rows, found * weights[rows, places, None].to(found.dtype))
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """A mixture of experts; with `all_reduce` each rank has some columns of every expert."""
+
+    router: Linear
+    experts: Experts
+    all_reduce: AllReduce | None = None
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
+        logits = self.router(x)
+        if self.all_reduce is None:
+            return self.experts(x, logits, add_to)
+        y = self.experts(x, logits)
+        self.all_reduce(y)
+        return add_to.add_(y)
