@@ -77,7 +77,7 @@ class IterationScheduler:
         self._planner = BatchPlanner(
             settings, self.pool, self.kv, self.admission, self._swap_planner, self.cost
         )
-        self._lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
+        self.lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
         self._next_request_id = 0
         self._next_step_id = 0
@@ -98,7 +98,7 @@ class IterationScheduler:
     @property
     def num_committed(self) -> int:
         """Iterations that returned so far, failed ones included."""
-        return self._lifecycle.num_committed
+        return self.lifecycle.num_committed
 
     # Arrivals
 
@@ -183,8 +183,8 @@ class IterationScheduler:
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
         )
         batch.looks_ahead = self.looks_ahead
-        batch.has_suspect = self._lifecycle.has_suspect_in_flight
-        batch.least_crashes = self._lifecycle.least_crashes
+        batch.has_suspect = self.lifecycle.has_suspect_in_flight
+        batch.least_crashes = self.lifecycle.least_crashes
         self.admission.begin_plan()
         self.kv.begin_plan()
         self._planner.step_time.begin_plan()
@@ -254,7 +254,7 @@ class IterationScheduler:
         without_token = iteration.rows_without_token(result)
         deliveries: list[Delivery] = []
         count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
-        self._lifecycle.num_committed += 1
+        self.lifecycle.num_committed += 1
         unread = self._apply_extras(iteration, result, now)
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             token = scores = None
@@ -265,7 +265,7 @@ class IterationScheduler:
                 self._drop_row(request, now)
                 continue
             if without_token and (fault := without_token.get(request)):
-                self._lifecycle.fail(request, _error_of(fault), now)
+                self.lifecycle.fail(request, _error_of(fault), now)
                 deliveries.append(Delivery(request, None))
                 continue
             num_tokens = len(entry.tokens)
@@ -290,7 +290,7 @@ class IterationScheduler:
     def _drop_row(self, request: Request, now: float) -> None:
         """An entry whose result is not needed, or was computed from KV that could not be read."""
         if request.state is LEAVING:
-            self._lifecycle.iteration_returned(request, now)
+            self.lifecycle.iteration_returned(request, now)
         else:
             self.kv.forget(request)
 
@@ -301,7 +301,7 @@ class IterationScheduler:
     def _settle(self, request: Request, now: float) -> None:
         """The tokens are committed: the request ends, or is ready if no iteration has it."""
         if request.finish is not None:
-            self._lifecycle.leave(request, now)
+            self.lifecycle.leave(request, now)
         elif not request.num_in_flight:
             self.pool.move(request, COMMIT)
 
@@ -328,7 +328,7 @@ class IterationScheduler:
         requests whose KV could not be read."""
         if iteration.step.moves or iteration.saves:
             for leaving in self.kv.finish_swaps(iteration):
-                self._lifecycle.iteration_returned(leaving, now)
+                self.lifecycle.iteration_returned(leaving, now)
         if result.prompt_logprobs:
             for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += scores
@@ -337,7 +337,7 @@ class IterationScheduler:
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.num_pending -= 1
         if request.num_crashes:
-            self._lifecycle.clear(request)
+            self.lifecycle.clear(request)
         request.last_token_at = now
         if request.first_token_at is None:
             request.first_token_at = now
@@ -354,33 +354,33 @@ class IterationScheduler:
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
-        self._lifecycle.num_committed += 1
+        self.lifecycle.num_committed += 1
         for leaving in self.kv.abandon_swaps(iteration):
-            self._lifecycle.iteration_returned(leaving, now)
+            self.lifecycle.iteration_returned(leaving, now)
         for request in iteration.requests:
             request.num_in_flight -= 1
-            self._lifecycle.fail(request, error, now)
+            self.lifecycle.fail(request, error, now)
         return list(iteration.requests)
 
     # Ends from outside
 
     def fail_all(self, error: EngineError, now: float) -> list[Request]:
         """End all requests with an error, because none can be served any more. Returns them."""
-        return self._lifecycle.fail_all(error, now)
+        return self.lifecycle.fail_all(error, now)
 
     def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
         """A worker died: all KV is lost, and the iterations in flight will not return. Returns the
         requests that ended (`Lifecycle.lose_device`); all others wait to be recomputed."""
-        return self._lifecycle.lose_device(in_flight, now)
+        return self.lifecycle.lose_device(in_flight, now)
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:
         """End a request; its KV is freed now, or when its last iteration returns."""
-        self._lifecycle.cancel(request, reason, now)
+        self.lifecycle.cancel(request, reason, now)
 
     def expire(self, now: float) -> list[Request]:
         """End the requests whose deadline has passed; those in flight end at their commit. Returns
         them."""
-        return self._lifecycle.expire(now)
+        return self.lifecycle.expire(now)
 
 
 def _may_go_ahead(request: Request) -> bool:

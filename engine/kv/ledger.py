@@ -164,6 +164,10 @@ class KVLedger:
             self._holders[block] += 1
             holding.blocks.append(block)
 
+    def num_slots_of(self, request_id: "RequestId") -> int:
+        """Slots that the request holds on the device."""
+        return len(self._held[request_id].blocks) * self.block_size
+
     def num_missing(self, request_id: "RequestId", num_slots: int) -> int:
         """Blocks that lack for the request to hold so many slots; 0 or negative if none lack."""
         holding = self._held.get(request_id)

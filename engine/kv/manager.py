@@ -48,7 +48,7 @@ class KVManager:
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
         self._saves: list[Save] = []
         self._loads: list[Load] = []
-        self._hashes_left = HASHES_PER_PLAN
+        self.hashes_left = HASHES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
     @property
@@ -70,7 +70,7 @@ class KVManager:
 
     def begin_plan(self) -> None:
         """Allow `HASHES_PER_PLAN` hashes, and forget prefills that are not in flight any more."""
-        self._hashes_left = HASHES_PER_PLAN
+        self.hashes_left = HASHES_PER_PLAN
         if self._prefills:
             flying = [r for r in self._prefills.values() if r.num_in_flight]
             self._prefills.clear()
@@ -121,9 +121,9 @@ class KVManager:
         hashes = request.block_hashes
         for index in range(start, stop):
             if index == len(hashes):
-                if not self._hashes_left:
+                if not self.hashes_left:
                     return index
-                self._hashes_left -= 1
+                self.hashes_left -= 1
                 extend_hashes(request, self.block_size, index + 1)
             if not has(hashes[index]):
                 return index

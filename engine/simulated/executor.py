@@ -68,9 +68,15 @@ class SimulatedExecutor:
 
     def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
+        result, at = self.run(step, loop.time())
+        future: asyncio.Future[StepResult] = loop.create_future()
+        loop.call_at(at, _resolve, future, result)
+        return future
+
+    def run(self, step: "Step", now: float) -> "tuple[StepResult, float]":
+        """The result of a step that is submitted at `now`, and when it returns."""
         seconds = self._cost.step(step)
         before, beside = self._link_seconds(step)
-        now = loop.time()
         at = max(now, self._tokens_known_at(step)) if self._lookahead else now
         for stage in range(self._depth):
             begins = max(now, self._free_at[stage])
@@ -80,10 +86,7 @@ class SimulatedExecutor:
             self._sampled.append(_Sampled(at, {entry.request_id for entry in step.entries}))
         at += self._cost.idle(len(step.entries))
         tokens, num_accepted = self._sample(step)
-        result = StepResult(step.step_id, tokens, before + seconds, num_accepted=num_accepted)
-        future: asyncio.Future[StepResult] = loop.create_future()
-        loop.call_at(at, _resolve, future, result)
-        return future
+        return StepResult(step.step_id, tokens, before + seconds, num_accepted=num_accepted), at
 
     def _sample(self, step: "Step") -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a step, and the number of accepted drafts of each entry with drafts."""

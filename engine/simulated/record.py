@@ -8,6 +8,8 @@ from engine.request import State
 from engine.step import Direction
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
     from engine.request import Request
@@ -40,7 +42,7 @@ class Recorder(NullObserver):
         self.num_iterations = 0
         self.busy_seconds = 0.0
         self._period = period
-        self._next_sample = 0.0
+        self.next_sample = 0.0  # when the state is sampled next
         self._scheduler: IterationScheduler | None = None
         self._last_token_at: dict[RequestId, float] = {}
 
@@ -58,8 +60,21 @@ class Recorder(NullObserver):
                 last[request.request_id] = now
                 if before is not None:
                     self.gaps.append(now - before)
-        if now >= self._next_sample:
-            self._next_sample = now + self._period
+        self.sample_if_due(now)
+
+    def add_gap(self, seconds: float, count: int) -> None:
+        """So many requests got a token `seconds` after their last one."""
+        self.gaps.extend(array("d", (seconds,)) * count)
+
+    def produced(self, requests: "Iterable[Request]", now: float) -> None:
+        """Each of these requests got a token."""
+        for request in requests:
+            self._last_token_at[request.request_id] = now
+
+    def sample_if_due(self, now: float) -> None:
+        """An iteration was committed: sample the state if the period is over."""
+        if now >= self.next_sample:
+            self.next_sample = now + self._period
             self._sample(now)
 
     def preempted(self, request: "Request", now: float) -> None:

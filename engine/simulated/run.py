@@ -1,22 +1,25 @@
 """One simulated run: a new scheduler, KV ledger and policy on given hardware, and its metrics."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.control.scheduler import IterationScheduler
-from engine.cost.live import LiveCost
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.policy import lengths_of
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
-from engine.simulated.play import play_all
+from engine.simulated.known_cost import KnownCost
+from engine.simulated.leap import Leaps
+from engine.simulated.play import play_all, play_leaping
 from engine.simulated.record import Recorder
 from engine.simulated.replay import (
     RecordedOutputs,
     RecordedRequest,
     with_unknown_lengths,
 )
+from engine.simulated.replica import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from engine.policy.port import Policy
     from engine.ports import Cost
     from engine.simulated.trace import Arrival
-    from engine.step import Step
 
 NO_SLO = SLO()
 _NUM_MOMENTS = 500  # samples of the state while requests arrive
@@ -49,16 +51,7 @@ class Setup:
     lookahead: int = 0
     num_host_slots: int = 0
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
-
-
-class _KnownCost(LiveCost):
-    """The simulated machine takes exactly the predicted time, so only the rate of tokens is
-    updated. (Updating the model would be a costly no-op at half a million steps per run.)"""
-
-    def observe(self, step: "Step", seconds: float) -> None:
-        if seconds > 0.0:
-            latest = step.num_tokens / seconds
-            self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+    leaps: bool = True  # compute many iterations of the same decodes at once, if possible
 
 
 def simulate(
@@ -68,7 +61,7 @@ def simulate(
     all events."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
     observer = ObserverGroup(recorder, also) if also is not None else recorder
-    cost = _KnownCost(setup.cost)
+    cost = KnownCost(setup.cost)
     size = setup.block_size
     ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
     scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
@@ -88,5 +81,30 @@ def simulate(
     executor = SimulatedExecutor(
         setup.cost, setup.stages, outputs, setup.lookahead, setup.slot_seconds * size
     )
-    played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
+    if also is None and _may_leap(setup, arrivals):
+        leaps = Leaps(scheduler, cost, recorder, outputs)
+        replica = partial(Replica, scheduler, executor, leaps)
+        played = play_leaping(replica, arrivals, on_accepted)
+    else:
+        played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
     return summarise(setup.label, played, recorder, setup.slo)
+
+
+def _may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
+    """Whether a `Replica` can play these arrivals: one step in flight, and no request that ends
+    from outside or is not planned in every iteration."""
+    if not setup.leaps or setup.stages > 1 or setup.lookahead:
+        return False
+    if any(arrival.patience is not None for arrival in arrivals):
+        return False
+    recorded = [one.params for one in arrivals if isinstance(one, RecordedRequest)]
+    return not any(
+        params is not None
+        and (
+            params.deadline is not None
+            or params.itl_goal is not None
+            or params.is_background
+            or params.grammar is not None
+        )
+        for params in recorded
+    )
