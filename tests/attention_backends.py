@@ -40,6 +40,11 @@ def holds(name: str, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or BACKENDS[name] in ON_CPU
 
 
+def has_sinks(name: str) -> bool:
+    """Whether the backend supports attention sinks."""
+    return BACKENDS[name] in ON_CPU
+
+
 def cache_for(
     name: str, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> KVTensors:
@@ -61,10 +66,18 @@ class OnStandIn:
         self.plan_captured = attention.plan_captured
         self.baked = attention.baked
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
-        """See `AttentionBackend`."""
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Run a layer after the stream has done all that it was given."""
         self._stand_in.catch_up()
-        return self._attention.run(layer, q, k, v, turn)
+        return self._attention.run(layer, q, k, v, rope, sinks)
 
 
 def _on_stand_in(

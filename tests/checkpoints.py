@@ -38,6 +38,12 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 QWEN3_MOE: dict[str, Any] = {
     "head_dim": 16,
@@ -59,6 +65,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
     ),
+    "llama_yarn": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama_wide_heads": ("LlamaConfig", {"head_dim": 24}),
     "llama_gelu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("MistralConfig", {"sliding_window": None}),

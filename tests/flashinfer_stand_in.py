@@ -95,9 +95,10 @@ class StandIn:
         cos, sin = (half[:, None].double() for half in cos_sin.chunk(2, dim=-1))
         for heads in (q, k):
             heads.view(len(heads), -1)  # as FlashInfer demands
-            first, second = (half.double() for half in heads.chunk(2, dim=-1))
+            rotated = heads[..., : cos_sin.shape[-1]]
+            first, second = (half.double() for half in rotated.chunk(2, dim=-1))
             turned = (first * cos - second * sin, second * cos + first * sin)
-            heads.copy_(torch.cat(turned, dim=-1))
+            rotated.copy_(torch.cat(turned, dim=-1))
 
     def later(self, work: Callable[[], object]) -> None:
         """Give work to the stream."""
@@ -229,6 +230,8 @@ class StandInWrapper(ABC):
         if self._planned["window_left"] >= 0:
             hidden |= back > self._planned["window_left"]
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if cap := self._planned["logits_soft_cap"]:
+            scores = (scores / cap).tanh() * cap
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 

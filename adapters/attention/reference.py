@@ -66,12 +66,20 @@ class ReferenceAttention:
         self._layout = layout
         self._slots = torch.from_numpy(layout.slots).to(self._place)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
-        if turn is not None:
-            q, k = _turned(q, turn), _turned(k, turn)
+        if rope is not None:
+            q, k = _rotated(q, rope), _rotated(k, rope)
         keys, values = self._pages_of(layer)
         keys.write(self._slots, k)
         values.write(self._slots, v)
@@ -82,7 +90,8 @@ class ReferenceAttention:
                 layout.kv_indices[layout.kv_indptr[i] : layout.kv_indptr[i + 1]]
             ).to(self._place)
             length = int(layout.kv_len[i])
-            out[rows] = self._attend(q[rows], keys.read(pages, length), values.read(pages, length))
+            read = keys.read(pages, length), values.read(pages, length)
+            out[rows] = self._attend(q[rows], *read, sinks)
         return out
 
     def _pages_of(self, layer: int) -> tuple[_Pages, _Pages]:
@@ -94,23 +103,32 @@ class ReferenceAttention:
             _Pages(cache.values[layer], value_scales, spec.v_scale),
         )
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         spec, length = self._spec, len(keys)
         group = spec.num_heads // spec.num_kv_heads
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = (scores / spec.soft_cap).tanh_() * spec.soft_cap
         ends = torch.arange(length - len(q), length, device=self._place)
         distance = ends[:, None] - torch.arange(length, device=self._place)
         seen = distance >= 0
         if spec.window is not None:
             seen &= distance < spec.window
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks.float()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def _turned(heads: Tensor, turn: RopeAngles) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    cos, sin = turn.cos[:, None], turn.sin[:, None]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+def _rotated(heads: Tensor, rope: RopeAngles) -> Tensor:
+    """RoPE of the first dimensions of each head; the others stay as they are."""
+    half = rope.cos.shape[1]
+    sizes = [half, half, heads.shape[-1] - 2 * half]
+    first, second, rest = torch.split(heads, sizes, dim=-1)
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return rotated.to(heads.dtype)

@@ -1,7 +1,8 @@
 """Llama 2 and 3, and other models of the architecture LlamaForCausalLM."""
 
 from adapters.models.fields import Fields
-from adapters.models.rotary import FamilyTraits, RotaryFamily
+from adapters.models.rotary import RotaryFamily
+from adapters.models.traits import FamilyTraits
 
 
 class Llama(RotaryFamily):

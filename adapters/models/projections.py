@@ -2,11 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from engine.worker.model.layers import Embedding, RowParallelLinear
 from engine.worker.ports import Linear, Operators, RankPart, Shard, TensorSlice, WeightSource
+
+
+class Fused(NamedTuple):
+    """A tensor that the checkpoint stores instead of several, stacked along the outputs."""
+
+    name: str
+    parts: tuple[RankPart, ...]  # of each tensor in it
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def runs(self) -> list[range]:
+        """This rank's rows of each part, counted in the whole tensor."""
+        starts = accumulate((part.size for part in self.parts), initial=0)
+        return [
+            range(start + part.run.start, start + part.run.stop)
+            for start, part in zip(starts, self.parts, strict=False)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +39,20 @@ class Projections:
     shard: Shard
     operators: Operators
 
-    def from_hidden(self, outputs: Mapping[str, RankPart], *, has_bias: bool) -> Linear:
+    def from_hidden(self, outputs: Mapping[str, RankPart] | Fused, *, has_bias: bool) -> Linear:
         """One fused linear of several that read the hidden states, stacked along the outputs."""
         hidden = self.shard.shape.hidden_size
+        if isinstance(outputs, Fused):
+            slices = [(outputs.name, outputs.size, run) for run in outputs.runs]
+        else:
+            slices = [(name, part.size, part.run) for name, part in outputs.items()]
         weights = [
-            self.weights.weight(TensorSlice(f"{name}.weight", (part.size, hidden), rows=part.run))
-            for name, part in outputs.items()
+            self.weights.weight(TensorSlice(f"{name}.weight", (size, hidden), rows=run))
+            for name, size, run in slices
         ]
         biases = [
-            self.weights.tensor(TensorSlice(f"{name}.bias", (part.size,), rows=part.run))
-            for name, part in outputs.items()
+            self.weights.tensor(TensorSlice(f"{name}.bias", (size,), rows=run))
+            for name, size, run in slices
             if has_bias
         ]
         return self.operators.linear(weights, torch.cat(biases) if biases else None)

@@ -1,7 +1,9 @@
 """Qwen 2 and 2.5: Llama with biases on q, k and v."""
 
 from adapters.models.fields import Fields
-from adapters.models.rotary import FamilyTraits, RotaryFamily
+from adapters.models.rotary import RotaryFamily
+from adapters.models.traits import FULL, FamilyTraits
+from engine.worker.ports import AttentionOptions
 
 
 class Qwen2(RotaryFamily):
@@ -10,8 +12,7 @@ class Qwen2(RotaryFamily):
     def traits(self, fields: Fields) -> FamilyTraits:
         return FamilyTraits(qkv_bias=True)
 
-    def window(self, fields: Fields) -> None:
+    def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
         fields.reject_unless("use_sliding_window", False)
-        fields.reject_unless(
-            "layer_types", ["full_attention"] * fields.integer("num_hidden_layers")
-        )
+        fields.reject_unless("layer_types", [FULL] * num_layers)
+        return ()

@@ -2,7 +2,7 @@
 
 from adapters.models.fields import Fields
 from adapters.models.qwen2 import Qwen2
-from adapters.models.rotary import FamilyTraits
+from adapters.models.traits import FamilyTraits
 
 
 class Qwen3(Qwen2):
@@ -10,7 +10,7 @@ class Qwen3(Qwen2):
 
     def traits(self, fields: Fields) -> FamilyTraits:
         has_bias = fields.flag("attention_bias", False)
-        return FamilyTraits(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True)
+        return FamilyTraits(qkv_bias=has_bias, out_bias=has_bias, qk_norm="head")
 
     def head_dim(self, fields: Fields, default: int) -> int:
         return fields.integer("head_dim", 128)

@@ -1,47 +1,30 @@
-"""The base of Llama-like decoders: RoPE, RMS norm, gated MLP. Families override what differs.
+"""The base of Llama-like decoders: RoPE, norms, gated MLP. Families are data (`FamilyTraits`).
 
 Tensor names are those of Hugging Face's `model.layers.N.…` checkpoints.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from adapters.models.fields import Fields
-from adapters.models.projections import Projections, embedding_and_head
+from adapters.models.head_norms import head_norms
+from adapters.models.projections import Fused, Projections, embedding_and_head
+from adapters.models.rope_fields import read_rope
+from adapters.models.traits import FamilyTraits, LayerRopes
 from engine.errors import StartupError
-from engine.worker.model.layers import (
-    AttentionBlock,
-    Decoder,
-    DecoderLayer,
-    FeedForward,
-    GivenScaling,
-    LinearScaling,
-    Llama3Scaling,
-    Mlp,
-    inverse_frequencies,
-)
+from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mlp
 from engine.worker.ports import (
+    AttentionOptions,
     ModelShape,
     Norm,
     Operators,
-    RankPart,
     Shard,
     TensorSlice,
     WeightSource,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyTraits:
-    """How a family or checkpoint differs from Llama."""
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +34,64 @@ class RotarySettings:
     eps: float
     activation: str
     tied: bool
-    inverse: Tensor
 
 
 class RotaryFamily(ABC):
-    """A `ModelFamily`. Subclasses define `traits` and `window` and reject unsupported fields."""
+    """A `ModelFamily`. Subclasses define `traits`, and `attention` and `ropes` where layers
+    differ; they reject fields that they do not support."""
 
     ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    defaults: Mapping[str, object] = {}  # of fields that checkpoints of this family leave out
+    eps_field = "rms_norm_eps"
+    activation_field = "hidden_act"
+    root = "model"  # of the names of all tensors but the head
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        fields = Fields(config)
+        fields = Fields({**self.defaults, **self.text_config(config)})
+        self.shape = self._shape(fields)
+        self._traits = self.traits(fields)
+        self._settings = RotarySettings(
+            eps=fields.number(self.eps_field, 1e-6),
+            activation=fields.activation(self.activation_field, "silu"),
+            tied=fields.flag("tie_word_embeddings", False),
+        )
+        self._ropes = self.ropes(fields, self.shape)
+        switches = [each.original_positions for each in self._ropes.sources]
+        known = [each for each in switches if each is not None]
+        self.shape = replace(self.shape, original_positions=min(known, default=None))
+
+    @abstractmethod
+    def traits(self, fields: Fields) -> FamilyTraits: ...
+
+    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """The object of config.json that describes the decoder."""
+        return config
+
+    def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
+        """The options of each layer, or none if all have full attention.
+
+        Raises `StartupError` for a field that the family does not support.
+        """
+        fields.reject_unless("sliding_window")
+        return ()
+
+    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
+        """The RoPE of each layer."""
+        for scope in (fields, fields.child("rope_parameters") or fields):
+            scope.reject_unless("partial_rotary_factor", 1.0)
+        source = read_rope(fields, shape.head_dim, shape.max_positions)
+        return LayerRopes.same(source, shape.num_layers)
+
+    def head_dim(self, fields: Fields, default: int) -> int:
+        return fields.integer("head_dim", default)
+
+    def _shape(self, fields: Fields) -> ModelShape:
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
+        num_layers, inner = fields.integer("num_hidden_layers"), self.inner_size(fields)
         head_dim = self.head_dim(fields, hidden // heads)
-        inner = self.inner_size(fields)
         shape = ModelShape(
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -75,32 +100,14 @@ class RotaryFamily(ABC):
             layer_parameters=hidden * (2 * (heads + kv_heads) * head_dim + 3 * inner),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
-            window=self.window(fields),
+            attention=self.attention(fields, num_layers),
         )
-        self.shape = self.sized(fields, shape)
-        if heads % self.shape.num_kv_heads:
+        if heads % kv_heads:
             raise StartupError(
                 f"config.json: num_key_value_heads={kv_heads} does not divide "
                 f"num_attention_heads={heads}"
             )
-        self._traits = self.traits(fields)
-        self._settings = RotarySettings(
-            eps=fields.number("rms_norm_eps", 1e-6),
-            activation=fields.activation("hidden_act", "silu"),
-            tied=fields.flag("tie_word_embeddings", False),
-            inverse=read_frequencies(fields, self.shape),
-        )
-
-    @abstractmethod
-    def traits(self, fields: Fields) -> FamilyTraits: ...
-
-    def window(self, fields: Fields) -> int | None:
-        """The sliding window in tokens. Raises `StartupError` if the family does not support it."""
-        fields.reject_unless("sliding_window")
-        return None
-
-    def head_dim(self, fields: Fields, default: int) -> int:
-        return fields.integer("head_dim", default)
+        return self.sized(fields, shape)
 
     def inner_size(self, fields: Fields) -> int:
         """The width of the MLP."""
@@ -111,92 +118,90 @@ class RotaryFamily(ABC):
         return shape
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
-        projections = Projections(weights, shard, operators)
+        projections, traits = Projections(weights, shard, operators), self._traits
         tokens, head = embedding_and_head(
-            projections, "model.embed_tokens.weight", is_tied=self._settings.tied
+            projections, f"{self.root}.embed_tokens.weight", is_tied=self._settings.tied
         )
         norm = None
         if shard.is_last:
-            norm = self._norm(weights, "model.norm", shard.shape.hidden_size, operators)
+            norm = self._norm(projections, f"{self.root}.norm", traits.logit_scale)
+        ropes = [source.rope(shard.shape.max_positions) for source in self._ropes.sources]
         return Decoder(
             blocks=tuple(self._block(projections, layer) for layer in shard.span),
             tokens=tokens,
-            inverse=operators.constant(self._settings.inverse),
+            ropes=tuple(rope.using(operators.constant) for rope in ropes),
             norm=norm,
             head=head,
+            embedding_scale=traits.embedding_scale / traits.residual_scale,
+            logit_cap=traits.logit_cap,
         )
 
-    def _norm(self, weights: WeightSource, name: str, dim: int, operators: Operators) -> Norm:
-        return operators.rms_norm(
-            weights.tensor(TensorSlice(f"{name}.weight", (dim,))), self._settings.eps
-        )
+    def _norm(self, projections: Projections, name: str, scale: float = 1.0) -> Norm:
+        """A norm of the residual stream, its result multiplied by `scale`.
+
+        With a `residual_scale` s the stream is kept divided by s: each layer then adds its result
+        as it is, and an RMS norm, which ignores the scale of its input, gives the same with an
+        epsilon divided by s².
+        """
+        weights, traits, eps = projections.weights, self._traits, self._settings.eps
+        size = (projections.shard.shape.hidden_size,)
+        weight = weights.tensor(TensorSlice(f"{name}.weight", size))
+        if traits.has_layer_norm:
+            bias = weights.tensor(TensorSlice(f"{name}.bias", size))
+            return projections.operators.layer_norm(weight, bias, eps)
+        if traits.norm_offset or scale != 1.0:
+            weight = (weight + traits.norm_offset) * scale
+        return projections.operators.rms_norm(weight, eps / traits.residual_scale**2)
 
     def _block(self, projections: Projections, layer: int) -> DecoderLayer:
-        weights, shard, operators = projections.weights, projections.shard, projections.operators
-        hidden, at = shard.shape.hidden_size, f"model.layers.{layer}"
+        at, names = f"{self.root}.layers.{layer}", self._traits.norms
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else self._norm(projections, f"{at}.{name}")
+
         return DecoderLayer(
-            attention_norm=self._norm(weights, f"{at}.input_layernorm", hidden, operators),
-            attention=self._attention(projections, at, layer - shard.span.start),
-            mlp_norm=self._norm(weights, f"{at}.post_attention_layernorm", hidden, operators),
+            attention_norm=norm(names.attention),
+            attention=self._attention(projections, at, layer),
+            mlp_norm=norm(names.mlp),
             mlp=self._mlp(projections, f"{at}.mlp"),
+            attention_post_norm=norm(names.attention_post),
+            mlp_post_norm=norm(names.mlp_post),
         )
 
     def _attention(self, projections: Projections, at: str, layer: int) -> AttentionBlock:
-        shard, traits, operators = projections.shard, self._traits, projections.operators
+        shard, traits, at = projections.shard, self._traits, f"{at}.self_attn"
         dim = shard.shape.head_dim
         width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
-        wanted = {"q": width, "k": kv_width, "v": kv_width}
-        norms = [
-            self._norm(projections.weights, f"{at}.self_attn.{name}_norm", dim, operators)
-            for name in "qk"
-            if traits.qk_norm
-        ]
+        parts = {f"{at}.q_proj": width, f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
+        fused = Fused(f"{at}.qkv_proj", tuple(parts.values())) if traits.is_fused else parts
+        norms = head_norms(projections, at, traits, self._settings.eps)
         return AttentionBlock(
-            layer,
+            layer - shard.span.start,
             len(shard.heads.run),
             len(shard.kv_heads.run),
             dim,
-            projections.from_hidden(
-                {f"{at}.self_attn.{name}_proj": part for name, part in wanted.items()},
-                has_bias=traits.qkv_bias,
-            ),
-            projections.to_hidden(f"{at}.self_attn.o_proj", width, has_bias=traits.out_bias),
-            *norms,
+            projections.from_hidden(fused, has_bias=traits.qkv_bias),
+            projections.to_hidden(f"{at}.o_proj", width, has_bias=traits.out_bias),
+            q_norm=norms.q,
+            k_norm=norms.k,
+            rope=self._ropes.of_layer[layer],
+            sinks=self._sinks(projections, at, layer),
         )
+
+    def _sinks(self, projections: Projections, at: str, layer: int) -> Tensor | None:
+        """This rank's scores of `AttentionOptions.has_sinks`, in float32."""
+        heads = projections.shard.heads
+        if not self.shape.layer_attention[layer].has_sinks:
+            return None
+        part = TensorSlice(f"{at}.sinks", (heads.size,), rows=heads.run)
+        return projections.weights.tensor(part).float()
 
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
-        inner, has_bias = projections.shard.inner, self._traits.mlp_bias
-        wanted: dict[str, RankPart] = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        inner, traits = projections.shard.inner, self._traits
+        parts = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        fused = Fused(f"{at}.gate_up_proj", (inner, inner)) if traits.is_fused else parts
         return Mlp(
-            up=projections.from_hidden(wanted, has_bias=has_bias),
-            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=has_bias),
+            up=projections.from_hidden(fused, has_bias=traits.mlp_bias),
+            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=traits.mlp_bias),
             activation=projections.operators.activation(self._settings.activation, is_gated=True),
         )
-
-
-def read_frequencies(fields: Fields, shape: ModelShape) -> Tensor:
-    """The inverse RoPE frequencies [head_dim / 2] from `rope_parameters`, or from the older fields
-    `rope_theta` and `rope_scaling`."""
-    rope = fields.child("rope_parameters") or fields.child("rope_scaling")
-    rope = rope or Fields({}, "config.json: rope_parameters")
-    for scope in (fields, rope):
-        scope.reject_unless("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    scaling: Llama3Scaling | LinearScaling | GivenScaling | None = None
-    if kind == "linear":
-        scaling = LinearScaling(rope.number("factor"))
-    elif kind == "llama3":
-        scaling = Llama3Scaling(
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_positions=rope.integer(
-                "original_max_position_embeddings", shape.max_positions
-            ),
-        )
-    elif kind == "factors":
-        scaling = GivenScaling(rope.numbers("factors", shape.head_dim // 2))
-    elif kind != "default":
-        raise StartupError(f"{rope.where}: rope type {kind!r} is not supported")
-    return inverse_frequencies(shape.head_dim, theta, scaling)

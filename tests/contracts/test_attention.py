@@ -14,7 +14,7 @@ from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RopeAngles
-from tests.attention_backends import cache_for, holds, maker
+from tests.attention_backends import cache_for, has_sinks, holds, maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
@@ -40,7 +40,9 @@ class Case:
     head_dim: int = 16
     block_size: int = 4
     window: int | None = None
-    turns: bool = True
+    rotated: int | None = None  # dimensions of a head, None for no RoPE
+    soft_cap: float | None = None
+    has_sinks: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -65,19 +67,29 @@ cases = st.builds(
     head_dim=st.sampled_from([8, 16, 20, 64]),
     block_size=st.sampled_from([1, 4, 16, 32]),
     window=st.none() | st.integers(1, 40),
-    turns=st.booleans(),
+    rotated=st.sampled_from([None, 4, 8]),
+    soft_cap=st.none() | st.floats(0.5, 60),
+    has_sinks=st.booleans(),
     dtype=st.sampled_from(list(ROUNDING)),
     seed=st.integers(0, 1000),
 )
 
 
-def expected_rows(q: Tensor, k: Tensor, v: Tensor, case: Case, scale: float) -> Tensor:
+def expected_rows(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Textbook attention in float64 of the last rows of one request's whole history."""
     k, v = (t.double().repeat_interleave(case.group, dim=1) for t in (k, v))
     distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
     hidden = (distance < 0) | (distance >= (case.window or len(k)))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    if case.soft_cap is not None:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    totals = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        totals = totals + sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / totals, v)
 
 
 def split(fused: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,13 +105,14 @@ def stored(cache: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
     return keys * cache.key_scales[layer][..., None], values * cache.value_scales[layer][..., None]
 
 
-def turned(heads: Tensor, turn: RopeAngles | None) -> Tensor:
-    """Each pair of the halves of dim as a complex number, times that of its angle."""
-    if turn is None:
+def rotated(heads: Tensor, rope: RopeAngles | None) -> Tensor:
+    """Each pair of the halves of what is rotated as a complex number, times that of its angle."""
+    if rope is None:
         return heads
-    pairs = torch.complex(*heads.double().chunk(2, dim=-1))
-    pairs = pairs * torch.complex(turn.cos.double(), turn.sin.double())[:, None]
-    return torch.cat((pairs.real, pairs.imag), dim=-1).float()
+    size = 2 * rope.cos.shape[1]
+    pairs = torch.complex(*heads[..., :size].double().chunk(2, dim=-1))
+    pairs = pairs * torch.complex(rope.cos.double(), rope.sin.double())[:, None]
+    return torch.cat((pairs.real, pairs.imag, heads[..., size:].double()), dim=-1).float()
 
 
 def check(name: str, case: Case, pool: NativeThreadPool) -> None:
@@ -127,26 +140,34 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
     )
     layout = build_layout(step, LayoutLimits(1, MAX_POSITIONS, len(table), case.block_size))
     scale = case.head_dim**-0.5 * 2
-    attention = maker(name)(
-        AttentionSpec(heads, case.kv_heads, case.head_dim, scale, case.window), cache, pool
+    spec = AttentionSpec(
+        heads,
+        case.kv_heads,
+        case.head_dim,
+        scale,
+        case.window,
+        soft_cap=case.soft_cap,
+        has_sinks=case.has_sinks,
     )
+    attention = maker(name)(spec, cache, pool)
+    sinks = noise(heads) * 2 if case.has_sinks else None
     attention.plan(layout)
     for layer in range(LAYERS):
         before = [tensor.clone() for tensor in stored(cache, layer)]
         fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
         q, k, v = split(fused, case)
-        angles = noise(layout.num_tokens, case.head_dim // 2) * 3
-        turn = RopeAngles(angles.cos(), angles.sin()) if case.turns else None
+        angles = noise(layout.num_tokens, (case.rotated or 0) // 2) * 3
+        rope = RopeAngles(angles.cos(), angles.sin()) if case.rotated else None
         with torch.inference_mode():
-            found = attention.run(layer, *split(fused.clone(), case), turn)
-        q, k = turned(q, turn), turned(k, turn)
+            found = attention.run(layer, *split(fused.clone(), case), rope, sinks)
+        q, k = rotated(q, rope), rotated(k, rope)
         assert found.shape == q.shape
         keys, values = stored(cache, layer)
         for i, (cached, new) in enumerate(case.requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
             blocks = torch.from_numpy(tables[i].astype(np.int64))
             whole_k, whole_v = (t[blocks].flatten(0, 1)[: cached + new] for t in (keys, values))
-            expected = expected_rows(q[rows], whole_k, whole_v, case, scale)
+            expected = expected_rows(q[rows], whole_k, whole_v, case, scale, sinks)
             torch.testing.assert_close(found[rows].double(), expected, rtol=2e-5, atol=2e-5)
         slots = torch.from_numpy(layout.slots)
         at = slots // case.block_size, slots % case.block_size
@@ -163,20 +184,24 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
 def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
     for name in BACKENDS:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
+        if not has_sinks(name):
+            fitting = replace(fitting, has_sinks=False)
         check(name, fitting, pool)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(((0, 1),)),
-        Case(((0, 1), (3, 1), (4, 1), (64, 1), (0, 8), (5, 9))),
-        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, group=7),
+        Case(((0, 1),), rotated=16),
+        Case(((0, 1), (3, 1), (4, 1), (64, 1), (0, 8), (5, 9)), rotated=16),
+        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, group=7, rotated=64),
         Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, window=50),
         Case(((1023, 1),) * 9, kv_heads=1, head_dim=128, group=1, block_size=16),
         Case(((600, 200),), kv_heads=1, head_dim=80, group=3, block_size=16),
         Case(((700, 1), (5, 1)), kv_heads=1, head_dim=40, group=5, block_size=24, window=300),
         Case(((3000, 1), (0, 1)), kv_heads=1, head_dim=64, group=7, block_size=16),
+        Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, rotated=48, soft_cap=50.0),
+        Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, window=300, soft_cap=0.7),
     ],
 )
 @pytest.mark.parametrize(
@@ -187,6 +212,22 @@ def test_attention_is_exact_for_long_and_wide_batches(
     name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
 ) -> None:
     check(name, replace(case, dtype=dtype), pool)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if has_sinks(name)])
+def test_sinks_far_above_and_below_all_scores_are_exact(name: str, pool: NativeThreadPool) -> None:
+    """As in gpt-oss, whose sinks reach 4; a huge one leaves nothing, a low one changes nothing."""
+    shape = ModelShape(1, 2, 1, 16, 1, 1, 1, 1, MAX_POSITIONS)
+    spec = AttentionSpec(2, 1, 16, 0.25, None, has_sinks=True)
+    fused = torch.randn(300, 4, 16, generator=torch.Generator().manual_seed(1))
+    entry = StepEntry(RequestId(0), 0, (0,) * 300, np.arange(80, dtype="<i4").tobytes(), None)
+    attention = maker(name)(spec, cache_for(name, shape, 80, 4, torch.float32), pool)
+    attention.plan(build_layout(Step(StepId(0), (entry,)), LayoutLimits(1, MAX_POSITIONS, 80, 4)))
+    q, k, v = torch.split(fused, [2, 1, 1], dim=1)
+    expected = expected_rows(q, k, v, Case((), kv_heads=1), 0.25)
+    found = attention.run(0, q, k, v, None, torch.tensor([200.0, -200.0]))
+    torch.testing.assert_close(found[:, 0], torch.zeros(300, 16), rtol=0, atol=1e-30)
+    torch.testing.assert_close(found[:, 1].double(), expected[:, 1], rtol=2e-5, atol=2e-5)
 
 
 def test_one_backend_runs_steps_of_different_shapes(backend: str, pool: NativeThreadPool) -> None:

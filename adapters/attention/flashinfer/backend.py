@@ -94,9 +94,18 @@ class FlashInferAttention:
         """The plan's values that the graph of `num_rows` contains as constants."""
         return self._library.baked(self._captured[num_rows].wrapper)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
+        assert sinks is None, "specs with sinks are not supported"
         self._rope_and_write(layer, self._slots[: len(q)], (q, k, v), rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:

@@ -30,6 +30,8 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
     if spec.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         return f"head_dim {spec.head_dim} is not supported, only {known} are; {ALTERNATIVE}"
+    if spec.has_sinks:
+        return f"attention sinks are not supported; {ALTERNATIVE}"
     if spec.num_heads % spec.num_kv_heads:
         return (
             f"{spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"

@@ -87,6 +87,7 @@ class MixedLaunch:
             page_size=geometry.page_size,
             causal=True,  # aligned at the last key: later chunks see all earlier tokens
             sm_scale=spec.scale,
+            logits_soft_cap=spec.soft_cap,
             window_left=geometry.window_left,
             q_data_type=spec.dtype,
             kv_data_type=geometry.kv_dtype,
@@ -137,6 +138,7 @@ class CapturedLaunch:
             kv_data_type=geometry.kv_dtype,
             o_data_type=spec.dtype,
             sm_scale=spec.scale,
+            logits_soft_cap=spec.soft_cap,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
             disable_split_kv=self._disables_splits,

@@ -65,6 +65,7 @@ class MixedWrapper(RunsPaged, Protocol):
         page_size: int,
         causal: bool,
         sm_scale: float,
+        logits_soft_cap: float | None,
         window_left: int,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
@@ -98,6 +99,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         kv_data_type: torch.dtype,
         o_data_type: torch.dtype,
         sm_scale: float,
+        logits_soft_cap: float | None,
         non_blocking: bool,
         seq_lens: Tensor,  # [N] int32, host
         disable_split_kv: bool,

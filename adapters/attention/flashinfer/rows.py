@@ -35,7 +35,8 @@ class RopeAndWrite:
     ) -> None:
         """Rotate q in place and write k, rotated, and v to `slots`, int64 `[tokens]`."""
         q, k, v = qkv
-        if self._fused is not None:
+        is_whole = rope is None or 2 * rope.cos.shape[1] == q.shape[-1]
+        if self._fused is not None and is_whole:
             angles = None if rope is None else (rope.cos, rope.sin)
             cache = CacheRows(slots, *self._pages[layer], *self._scales)
             self._fused(q, k, v, angles, cache)

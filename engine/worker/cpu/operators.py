@@ -55,16 +55,17 @@ class NativeNorm:
         )
         self._call = KernelCall(pool, kernel, operands)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._pool.empty("norm", (len(x), self._dim))
-        self._run(x, y, 1)
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = self._pool.empty("norm", (len(x), self._dim)) if add_to is None else add_to
+        self._run(x, y, 1, adds=add_to is not None)
         return y
 
     def apply_(self, heads: Tensor) -> None:
         self._run(heads, heads, heads.shape[1])
 
-    def _run(self, x: Tensor, y: Tensor, groups: int) -> None:
+    def _run(self, x: Tensor, y: Tensor, groups: int, *, adds: bool = False) -> None:
         operands = self._call.operands
+        operands.adds = adds
         operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
         operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
         operands.groups = groups

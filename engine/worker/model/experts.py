@@ -45,10 +45,10 @@ class SparseMlp:
     experts: Experts
     all_reduce: AllReduce | None = None
 
-    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         logits = self.router(x)
         if self.all_reduce is None:
             return self.experts(x, logits, add_to)
         y = self.experts(x, logits)
         self.all_reduce(y)
-        return add_to.add_(y)
+        return y if add_to is None else add_to.add_(y)

@@ -4,7 +4,6 @@ A layer is a frozen callable over its operators; only attention depends on which
 belongs to.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,58 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.worker.model.rope import Rope
 from engine.worker.ports import AllReduce, Linear, Norm, RankPart, RopeAngles, StepContext
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling of the low RoPE frequencies."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-    def __call__(self, inverse: Tensor) -> Tensor:
-        wavelength = 2 * math.pi / inverse
-        rotations = self.original_max_positions / wavelength
-        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        share = share.clamp(0.0, 1.0)
-        return (1 - share) * inverse / self.factor + share * inverse
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """All positions divided by `factor`."""
-
-    factor: float
-
-    def __call__(self, inverse: Tensor) -> Tensor:
-        return inverse / self.factor
-
-
-@dataclass(frozen=True, slots=True)
-class GivenScaling:
-    """Each frequency divided by its own factor, `[dim / 2]`."""
-
-    factors: tuple[float, ...]
-
-    def __call__(self, inverse: Tensor) -> Tensor:
-        return inverse / torch.tensor(self.factors)
-
-
-def inverse_frequencies(
-    dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None
-) -> Tensor:
-    """RoPE frequencies `[dim / 2]` in float32, fastest first."""
-    inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return inverse if scaling is None else scaling(inverse)
-
-
-def rope_angles(positions: Tensor, inverse: Tensor) -> RopeAngles:
-    """RoPE angles at `positions` `[tokens]` from frequencies `inverse` `[dim / 2]`."""
-    angles = positions.to(torch.float32)[:, None] * inverse
-    return RopeAngles(angles.cos(), angles.sin())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +56,68 @@ class Mlp:
     down: Linear
     activation: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         return self.down(self.activation(self.up(x)), add_to)
 
 
 class FeedForward(Protocol):
     """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
 
-    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
-        """`add_to` with the output added in place; both are `[tokens, hidden]`."""
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden]`: a new tensor, or `add_to` with the output added in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WidthNorm:
+    """A norm of all heads of q or k together, over `[heads * dim]` (OLMo 2)."""
+
+    norm: Norm
+
+    def apply_(self, heads: Tensor) -> None:
+        """In place on `[tokens, heads, dim]`."""
+        tokens, count, dim = heads.shape
+        self.norm.apply_(heads.view(tokens, 1, count * dim))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWidthNorm:
+    """RMS norm over the heads of all ranks; each rank holds its own heads and their weights.
+
+    `share` is what one rank's sum of squares counts for: less than 1 where several ranks hold the
+    same KV heads. `size` is the number of elements over all ranks.
+    """
+
+    weight: Tensor  # [own heads * dim]
+    eps: float
+    size: int
+    share: float
+    all_reduce: AllReduce
+
+    def apply_(self, heads: Tensor) -> None:
+        """In place on `[tokens, heads, dim]`."""
+        squares = heads.float().square().sum(dim=(1, 2)) * self.share
+        self.all_reduce(squares)
+        factor = torch.rsqrt(squares / self.size + self.eps)[:, None, None]
+        weight = self.weight.view(heads.shape[1:])
+        heads.copy_((heads.float() * factor).to(heads.dtype) * weight)
+
+
+class HeadNorm(Protocol):
+    """A norm of q or k before RoPE."""
+
+    def apply_(self, heads: Tensor) -> None:
+        """In place on `[tokens, heads, dim]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Fused q, k, v; optional norm of q and k per head (Qwen3); optional RoPE; output."""
+    """Fused q, k, v; optional norms of q and k; optional RoPE; output.
+
+    `rope` is the index of this layer's angles in `StepContext.ropes`, None for a layer without
+    RoPE. `sinks` are the scores of `AttentionOptions.has_sinks`.
+    """
 
     layer: int
     num_heads: int
@@ -129,8 +125,10 @@ class AttentionBlock:
     head_dim: int
     qkv: Linear
     out: Linear
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    rope: int | None = None
+    sinks: Tensor | None = None  # [heads], float32
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """The attention output `[tokens, heads * dim]`, before `out`, which the caller applies."""
@@ -140,55 +138,74 @@ class AttentionBlock:
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.apply_(q)
             self.k_norm.apply_(k)
-        return context.attention.run(self.layer, q, k, v, context.rope).view(len(x), -1)
+        rope = None if self.rope is None else context.ropes[self.rope]
+        return context.attention.run(self.layer, q, k, v, rope, self.sinks).view(len(x), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One pre-norm layer; adds to the residual stream in place."""
+    """Attention and MLP; each adds its result to the residual stream in place.
 
-    attention_norm: Norm
+    Norms before them are None in models that only have norms of their results (OLMo 2); norms of
+    their results (`…_post_norm`) are None in most others, and Gemma has both.
+    """
+
+    attention_norm: Norm | None
     attention: AttentionBlock
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: FeedForward
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
     def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
-        heads, rows = self.attention(self.attention_norm(hidden), context), context.rows
+        x = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        heads, rows = self.attention(x, context), context.rows
         if rows is not None:
             hidden, heads = hidden.index_select(0, rows), heads.index_select(0, rows)
-        self.attention.out(heads, hidden)
-        return self.mlp(self.mlp_norm(hidden), hidden)
+        if self.attention_post_norm is None:
+            self.attention.out(heads, hidden)
+        else:
+            self.attention_post_norm(self.attention.out(heads), hidden)
+        x = hidden if self.mlp_norm is None else self.mlp_norm(hidden)
+        if self.mlp_post_norm is None:
+            return self.mlp(x, hidden)
+        return self.mlp_post_norm(self.mlp(x), hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A pre-norm decoder or one stage of it.
+    """A decoder or one stage of it.
 
     `tokens` and `learned_positions` are None except on the first stage, `norm` and `head` except
-    on the last.
+    on the last. Embeddings are multiplied by `embedding_scale`; logits are capped as attention
+    scores are with a `soft_cap`.
     """
 
     blocks: tuple[DecoderLayer, ...]
     tokens: Embedding | None = None
     learned_positions: Tensor | None = None  # [positions, hidden]
-    inverse: Tensor | None = None  # RoPE frequencies, [dim / 2]
+    ropes: tuple[Rope, ...] = ()
     norm: Norm | None = None
     head: Linear | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         assert self.tokens is not None, "only the first stage embeds"
         hidden = self.tokens(ids)
+        if self.embedding_scale != 1.0:
+            hidden *= self.embedding_scale
         if self.learned_positions is not None:
             hidden += F.embedding(positions, self.learned_positions)
         return hidden
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
-        return self.run_blocks(hidden, replace(context, rope=self.rope(context.positions)))
+        return self.run_blocks(hidden, replace(context, ropes=self.rope_angles(context.positions)))
 
-    def rope(self, positions: Tensor) -> RopeAngles | None:
-        """The RoPE angles that all layers share; None for a model with learned positions."""
-        return None if self.inverse is None else rope_angles(positions, self.inverse)
+    def rope_angles(self, positions: Tensor) -> tuple[RopeAngles, ...]:
+        """The angles of each kind of RoPE that layers of this stage use."""
+        return tuple(rope.angles(positions) for rope in self.ropes)
 
     def run_blocks(self, hidden: Tensor, context: StepContext) -> Tensor:
         """As `layers`, with the RoPE angles already in the context."""
@@ -200,4 +217,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None, "only the last stage has a head"
-        return self.head(self.norm(hidden)).float()
+        logits = self.head(self.norm(hidden)).float()
+        if self.logit_cap is not None:
+            logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
+        return logits

@@ -50,8 +50,9 @@ class RmsNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return y if add_to is None else add_to.add_(y)
 
     def apply_(self, heads: Tensor) -> None:
         heads.copy_(self(heads))
@@ -65,8 +66,9 @@ class LayerNorm:
     bias: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return y if add_to is None else add_to.add_(y)
 
     def apply_(self, heads: Tensor) -> None:
         heads.copy_(self(heads))

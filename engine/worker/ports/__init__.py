@@ -10,6 +10,7 @@ from engine.worker.ports.attention import (
     ChoosesShapes,
     KernelRecorder,
     MakesAttention,
+    RecordableAttention,
     RopeAngles,
     ThreadPool,
 )
@@ -18,7 +19,13 @@ from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
-from engine.worker.ports.shapes import ExpertShape, ModelShape, StepLimits
+from engine.worker.ports.shapes import (
+    FULL_ATTENTION,
+    AttentionOptions,
+    ExpertShape,
+    ModelShape,
+    StepLimits,
+)
 from engine.worker.ports.shard import AllReduce, RankPart, Shard
 from engine.worker.ports.weights import (
     DeferredWeight,
@@ -37,9 +44,11 @@ from engine.worker.ports.weights import (
 )
 
 __all__ = [
+    "FULL_ATTENTION",
     "AllReduce",
     "Argmax",
     "AttentionBackend",
+    "AttentionOptions",
     "AttentionSpec",
     "BlockMover",
     "CapturableAttention",
@@ -66,6 +75,7 @@ __all__ = [
     "RaggedLayout",
     "RankPart",
     "ReadsFamily",
+    "RecordableAttention",
     "RopeAngles",
     "Routing",
     "Shard",

@@ -1,6 +1,7 @@
 """Attention over the paged KV cache: what a backend is given, and what it has to do."""
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,8 +15,10 @@ from engine.worker.ports.shapes import StepLimits
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What all attention layers of a stage share. Scores are `q · k * scale`, in float32.
+    """One kind of attention layer. Scores are `q · k * scale`, in float32.
 
+    A stage whose layers differ has several specs (`engine.worker.model.mixed_attention`). `window`,
+    `soft_cap` and `has_sinks` are those of `AttentionOptions`.
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
@@ -32,11 +35,16 @@ class AttentionSpec:
     v_scale: float = 1.0
     limits: StepLimits | None = None
     is_batch_invariant: bool = False
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RopeAngles:
-    """Cosine and sine of the RoPE angles of every token of a step, `[tokens, dim / 2]`."""
+    """Cosine and sine of the RoPE angles of every token of a step, `[tokens, rotated / 2]`.
+
+    Only the first `rotated` dimensions of a head change (partial RoPE if that is not all).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -47,14 +55,36 @@ class AttentionBackend(Protocol):
 
     def plan(self, layout: RaggedLayout) -> None: ...
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`.
 
         `layer` counts within the stage. Each token attends to its request's slots up to itself.
-        RoPE rotates pairs made of the two halves of dim; `rope` None leaves q and k as they are.
+        RoPE rotates pairs made of the two halves of the rotated dimensions; `rope` None leaves q
+        and k as they are. `sinks` `[heads]` in float32 are given if the spec has them.
         q, k and v are adjacent views of one tensor, in this order, and may be overwritten.
         """
         ...
+
+
+class RecordableAttention(ABC):
+    """An `AttentionBackend` that runs kernels of the CPU's thread pool only."""
+
+    @property
+    @abstractmethod
+    def plan_key(self) -> bytes:
+        """What the last plan put into the operands of kernels, not behind addresses in them.
+
+        After plans of equal keys `run` makes the same calls. Empty if the step has prompts: a
+        step like it seldom comes again.
+        """
 
 
 @runtime_checkable

@@ -48,6 +48,12 @@ class KVTensors:
     def block_size(self) -> int:
         return self.keys[0].shape[1]
 
+    def of_layers(self, layers: Sequence[int]) -> "KVTensors":
+        """The same cache with these layers only."""
+        fields = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, *scales = (tuple(each[at] for at in layers if each) for each in fields)
+        return KVTensors(keys, values, self.num_spare, *scales)
+
     def in_memory_order(self) -> list[Tensor]:
         """All tensors of the cache, `[num_blocks, …]` each, with dimensions in memory order.
 

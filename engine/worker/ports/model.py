@@ -23,13 +23,14 @@ class StepContext:
 
     `positions` are int64 `[tokens]`; `attention` has been planned for the step. Only `rows`
     (int64, None for all) of the hidden states after the last layer are needed: the last layer
-    skips what it would compute for other rows only. `rope` is filled in by models that use RoPE.
+    skips what it would compute for other rows only. `ropes` is filled in by models that use RoPE:
+    one set of angles for each kind of RoPE among their layers.
     """
 
     positions: Tensor
     attention: AttentionBackend
     rows: Tensor | None = None
-    rope: RopeAngles | None = None
+    ropes: tuple[RopeAngles, ...] = ()
 
 
 class StageModel(Protocol):

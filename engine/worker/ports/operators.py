@@ -21,8 +21,8 @@ class Linear(Protocol):
 class Norm(Protocol):
     """A norm over the last dimension."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """A new tensor `[tokens, hidden]`."""
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """A new tensor `[tokens, hidden]`, or `add_to` with the result added in place."""
         ...
 
     def apply_(self, heads: Tensor) -> None:

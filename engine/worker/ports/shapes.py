@@ -13,12 +13,32 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How the attention of one layer differs from causal attention to all earlier tokens.
+
+    `window` is the sliding window in tokens, counting the token itself; None means all. Scores are
+    `q · k * scale` (None: head_dim ** -0.5); with `soft_cap` they become
+    `soft_cap * tanh(score / soft_cap)` (Gemma 2). With `has_sinks` each head has a learned score
+    that joins the denominator of the softmax and has no value (gpt-oss).
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+FULL_ATTENTION = AttentionOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a checkpoint that a worker needs before it reads any weight.
 
     `inner_size` is the width of the MLP, or of one expert; `layer_parameters` is the number of
-    matrix elements in one layer, with all experts. `window` is the sliding window of attention in
-    tokens, counting the token itself; None means full attention.
+    matrix elements in one layer, with all experts. `attention` has the options of each layer; empty
+    means `FULL_ATTENTION` in all. With LongRoPE, `original_positions` is the context length beyond
+    which other frequencies are used. Workers lower `max_positions` to the served context length.
     """
 
     num_layers: int
@@ -30,8 +50,14 @@ class ModelShape:
     layer_parameters: int
     vocab_size: int
     max_positions: int
-    window: int | None = None
+    attention: tuple[AttentionOptions, ...] = ()
+    original_positions: int | None = None
     experts: ExpertShape | None = None
+
+    @property
+    def layer_attention(self) -> tuple[AttentionOptions, ...]:
+        """The attention options of every layer, `num_layers` of them."""
+        return self.attention or (FULL_ATTENTION,) * self.num_layers
 
     @property
     def idle_parameters(self) -> int:

@@ -97,6 +97,7 @@ class Shard:
             num_layers=len(self.span),
             num_heads=len(self.heads.run),
             num_kv_heads=len(self.kv_heads.run),
+            attention=self.shape.attention[self.span.start : self.span.stop],
         )
 
     def _even(self, size: int) -> RankPart:

@@ -1,13 +1,10 @@
 """Builds a worker: device, data plane, its share of the weights, KV cache."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
-import torch
 from torch import Tensor
 
 from engine.errors import StartupError
@@ -20,21 +17,18 @@ from engine.worker.model.kv_tensors import choose_num_blocks, size_text
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
-    AttentionSpec,
     BlockMover,
     KVCapacity,
     KVTensors,
-    MakesAttention,
     ModelShape,
     Shard,
     StepLimits,
 )
+from engine.worker.process.attention_choice import StageAttention, attention_specs
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
-from engine.worker.weights.checkpoint import Checkpoint, load_from_table
-
-logger = logging.getLogger(__name__)
+from engine.worker.weights.checkpoint import Checkpoint
 
 
 def _context(settings: WorkerSettings, shape: ModelShape) -> int:
@@ -74,13 +68,23 @@ def _num_blocks(
     return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
 
-def _kv_facts(settings: WorkerSettings, checkpoint: Checkpoint, device: Device) -> str:
+def _kv_facts(
+    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
+) -> str:
     """All that the bytes of KV blocks depend on, beside the tokens."""
-    numbers = (device.dtype, device.kv_dtype, device.weights, settings.activation_bits)
+    numbers: tuple[object, ...] = (
+        device.dtype,
+        device.kv_dtype,
+        device.weights,
+        settings.activation_bits,
+    )
     paths = () if checkpoint.files is None else checkpoint.files.files
     stats = [(path.name, path.stat()) for path in paths]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     model = files or str(checkpoint.directory)
+    original = checkpoint.family.shape.original_positions
+    if original is not None:
+        numbers += ("long" if max_model_len > original else "short",)
     return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
 
 
@@ -119,41 +123,6 @@ def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> Worker
     )
 
 
-def _attention_spec(
-    local: ModelShape, dtype: torch.dtype, limits: StepLimits, *, is_batch_invariant: bool
-) -> AttentionSpec:
-    """Attention over the heads of one worker."""
-    return AttentionSpec(
-        num_heads=local.num_heads,
-        num_kv_heads=local.num_kv_heads,
-        head_dim=local.head_dim,
-        scale=local.head_dim**-0.5,
-        window=local.window,
-        dtype=dtype,
-        limits=limits,
-        is_batch_invariant=is_batch_invariant,
-    )
-
-
-def _choose_attention(
-    device: Device, spec: AttentionSpec, block_size: int
-) -> tuple[str, MakesAttention]:
-    """The first of the device's backends that supports the model, and its name.
-
-    Raises `StartupError` with the last one's reason if none does.
-    """
-    *_, last = device.attentions
-    for name in device.attentions:
-        makes = load_from_table("adapters.attention:BACKENDS", "attention", name)
-        why_not = getattr(makes, "why_not", None)
-        reason = "" if why_not is None else why_not(spec, device.kv_dtype, block_size)
-        if not reason:
-            return name, cast(MakesAttention, makes)
-        if name != last:
-            logger.warning("attention %s cannot be used: %s", name, reason)
-    raise StartupError(f"attention {last!r} cannot be used: {reason}")
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts of a worker. `plane` is None if it is the only worker of the model."""
@@ -185,12 +154,13 @@ def build_worker(
     device = device or open_device(settings, checkpoint.preferred_format)
     shape, placement = checkpoint.family.shape, settings.placement
     max_model_len = _context(settings, shape)
+    shape = replace(shape, max_positions=max_model_len)
     shard, plane = _join(shape, placement, device)
     local = shard.local_shape
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
     invariant = settings.batch_invariant
-    spec = _attention_spec(local, device.dtype, limits, is_batch_invariant=invariant)
-    attention, backend = _choose_attention(device, spec, settings.block_size)
+    specs = attention_specs(local, device.dtype, limits, is_batch_invariant=invariant)
+    attention = StageAttention(device, specs, settings.block_size)
     constraints = Constraints(checkpoint.open_grammars)
 
     device.prepare(progress)
@@ -206,9 +176,7 @@ def build_worker(
     weights.drop_pages()
 
     def make_stage(cache: KVTensors) -> Stage:
-        return Stage(
-            model, device.backend(backend, spec, cache), device.place, _gathering(shard, plane)
-        )
+        return Stage(model, attention.over(cache), device.place, _gathering(shard, plane))
 
     sampler = device.sampler(shape.vocab_size, operators)
     profile_run = ProfileRun(settings, shard, max_model_len, device, make_stage, sampler)
@@ -221,7 +189,9 @@ def build_worker(
         num_host_blocks = plane.minimum("host blocks", num_host_blocks)
     cache = device.allocate(local, num_blocks)
     mover = device.mover(cache, local, num_host_blocks)
-    files = _disk_files(settings, _kv_facts(settings, checkpoint, device), block_bytes)
+    files = _disk_files(
+        settings, _kv_facts(settings, checkpoint, device, max_model_len), block_bytes
+    )
     mover = mover if files is None else TieredPool(cache, mover, files)
     whole = WholeModel(
         stage=make_stage(cache),
@@ -245,7 +215,7 @@ def build_worker(
             dtype=str(device.dtype).removeprefix("torch."),
             kv_dtype=str(device.kv_dtype).removeprefix("torch."),
             device=device.name,
-            attention=attention,
+            attention=attention.names,
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.end_ids,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.worker.model.layers import rope_angles
 from engine.worker.model.layout import padded
+from engine.worker.model.rope import rope_angles
 from engine.worker.ports import RopeAngles, StepLimits
 from tests.adapters.attention.flashinfer_cases import Made, Paged, make
 

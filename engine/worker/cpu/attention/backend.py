@@ -11,12 +11,12 @@ from engine.worker.cpu.attention import rope_and_cache_write as rope_write
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels.dtypes import dtype_code
-from engine.worker.cpu.recorded_decoder import RecordableAttention
 from engine.worker.ports import (
     AttentionSpec,
     Int64s,
     KVTensors,
     RaggedLayout,
+    RecordableAttention,
     RopeAngles,
     ThreadPool,
 )
@@ -39,6 +39,7 @@ class CpuAttention(RecordableAttention):
         self._cache = cache
         self._kv_heads = spec.num_kv_heads
         self._window = spec.window or 0
+        self._has_sinks = spec.has_sinks
         self._tokens_per_task = max(1, ROWS // group)
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
@@ -58,6 +59,7 @@ class CpuAttention(RecordableAttention):
                 block_size=cache.block_size,
                 window=self._window,
                 scale=spec.scale,
+                soft_cap=spec.soft_cap or 0.0,
                 scratch=self._scratch.ctypes.data,
                 scratch_stride=stride,
                 max_rows=max_rows,
@@ -139,18 +141,30 @@ class CpuAttention(RecordableAttention):
             self._partials = np.empty(needed, dtype=np.float32)
         return divided, np.concatenate((runs, tasks[~is_long]))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         stride = q.stride(0)
         ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
         assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v are adjacent"
         assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
+        assert self._has_sinks == (sinks is not None), "as the spec says"
         out = self._pool.empty("attention", tuple(q.shape))
         attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands
+        attend.sinks = merge.sinks = 0 if sinks is None else sinks.data_ptr()
         for operands in (attend, write):
             self._set_pages(operands, layer)
         write.qkv, write.stride = q.data_ptr(), stride
-        write.cos, write.sin = (
-            (0, 0) if rope is None else (rope.cos.data_ptr(), rope.sin.data_ptr())
+        write.half, write.cos, write.sin = (
+            (0, 0, 0)
+            if rope is None
+            else (rope.cos.shape[1], rope.cos.data_ptr(), rope.sin.data_ptr())
         )
         self._write.over_rows(len(q))
         attend.q, attend.q_stride = q.data_ptr(), stride

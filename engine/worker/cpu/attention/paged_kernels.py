@@ -17,6 +17,7 @@ from numba import njit
 from engine.worker.cpu.attention.softmax import (
     SCORES,
     SPAN,
+    cap_scores,
     clear,
     merge,
     partial_floats,
@@ -72,6 +73,7 @@ class AttentionOperands(ctypes.Structure):
     block_size: int
     window: int  # tokens, 0 for all
     scale: float
+    soft_cap: float  # 0: none
     tasks: int  # array of `Task`
     tables: int  # block ids of all requests, int64
     scratch: int  # of thread 0
@@ -86,6 +88,7 @@ class AttentionOperands(ctypes.Structure):
     q_stride: int
     out: int
     out_stride: int
+    sinks: int  # float32 [heads], or 0
 
 
 TASK_BYTES = ctypes.sizeof(Task)
@@ -273,13 +276,16 @@ def _attend(operands, chunk, thread, dtype):
             partial = a.partials + (number * a.kv_heads + head) * partial_bytes
         stats = partial + max_rows * dim * BYTES
         _score_span(dtype, keys, start, end, scaled, dim, scores, rows)
+        if a.soft_cap != 0.0:
+            cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
         softmax_rows(scores, rows, group, task.position, start, end, a.window, stats, max_rows)
         _weigh_span(dtype, values, start, end, scores, dim, partial, rows)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)
     if task.partial < 0:
         out = a.out + task.first * a.out_stride * BYTES
-        write_output(merged, max_rows, out, a.out_stride, head, group, dim, rows)
+        sinks = a.sinks + head * group * BYTES if a.sinks != 0 else 0
+        write_output(merged, max_rows, out, a.out_stride, head, group, dim, rows, sinks)
 
 
 def attend_float32(operands, chunk, thread):
@@ -314,7 +320,8 @@ def merge_partials(operands, chunk, thread):
         partial = a.partials + ((task.partial + number) * a.kv_heads + head) * size * BYTES
         merge(merged, partial, rows, max_rows, dim)
     out = a.out + task.first * a.out_stride * BYTES
-    write_output(merged, max_rows, out, a.out_stride, head, a.group, dim, rows)
+    sinks = a.sinks + head * a.group * BYTES if a.sinks != 0 else 0
+    write_output(merged, max_rows, out, a.out_stride, head, a.group, dim, rows, sinks)
 
 
 BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)

@@ -31,7 +31,8 @@ class RopeWriteOperands(ctypes.Structure):
     block_size: int
     qkv: int
     stride: int  # floats
-    cos: int  # [rows, dim / 2], or 0: no RoPE
+    half: int  # of the rotated dimensions of a head; 0: no RoPE
+    cos: int  # [rows, half]
     sin: int
     keys: int
     values: int
@@ -72,10 +73,10 @@ def _store_head(dtype, source, target, step, scale_at, dim):
 @njit(inline="always")
 def _rope_write(operands, chunk, dtype):
     a = _rope_write_operands(operands)
-    dim, slots, half = a.dim, int64s(a.slots, a.rows), a.dim // 2
+    dim, slots, half = a.dim, int64s(a.slots, a.rows), a.half
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         q = a.qkv + row * a.stride * BYTES
-        if a.cos != 0:
+        if half != 0:
             cos = float32s(a.cos + row * half * BYTES, half)
             sin = float32s(a.sin + row * half * BYTES, half)
             for head in range(a.heads + a.kv_heads):

@@ -44,6 +44,30 @@ def _exponentials(scores, largest):
     return total
 
 
+@njit(fastmath=FAST)
+def _cap(scores, cap):
+    """`cap * tanh(score / cap)` in place.
+
+    tanh is a Padé approximant up to 1, where `1 - 2 / (exp(2x) + 1)` would cancel.
+    """
+    one, two, inverse = np.float32(1), np.float32(2), np.float32(1) / cap
+    for i in range(len(scores)):
+        x = scores[i] * inverse
+        y = x * x
+        top = ((y + np.float32(378)) * y + np.float32(17325)) * y + np.float32(135135)
+        under = (np.float32(28) * y + np.float32(3150)) * y + np.float32(62370)
+        small = x * top / (under * y + np.float32(135135))
+        large = one - two / (exp_float(two * x) + one)
+        scores[i] = cap * (small if y < one else large)
+
+
+@njit
+def cap_scores(scores, rows, length, cap):
+    """Soft cap of the first `length` scores of each row, in place."""
+    for row in range(rows):
+        _cap(float32s(scores + row * SCORES * BYTES, length), cap)
+
+
 @njit
 def softmax_rows(scores, rows, group, position, start, end, window, stats, max_rows):
     """Softmax of each row in place, not normalized, over what its token sees of [start, end).
@@ -112,9 +136,17 @@ def merge(merged, partial, rows, max_rows, dim):
 
 
 @njit
-def write_output(merged, max_rows, out, out_stride, head, group, dim, rows):
-    """The weighted values of all spans, divided by the sums of the weights."""
+def write_output(merged, max_rows, out, out_stride, head, group, dim, rows, sinks):
+    """The weighted values of all spans, divided by the sums of the weights.
+
+    `sinks` is the address of the scores `[group]` that join the sums, or 0.
+    """
+    tops = float32s(merged + max_rows * dim * BYTES, rows)
     totals = float32s(merged + max_rows * (dim + 1) * BYTES, rows)
+    if sinks != 0:
+        scores = float32s(sinks, group)
+        for row in range(rows):
+            totals[row] += exp_float(scores[row % group] - tops[row])
     for row in range(rows):
         place = (row // group) * out_stride + (head * group + row % group) * dim
         target = float32s(out + place * BYTES, dim)

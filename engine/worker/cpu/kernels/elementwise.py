@@ -21,7 +21,7 @@ SILU, GELU_TANH = 0, 1
 
 @operands
 class NormOperands(ctypes.Structure):
-    """A norm over `groups` runs of `dim` floats in each row; y may be x."""
+    """A norm over `groups` runs of `dim` floats in each row; y may be x, unless the kernel adds."""
 
     weight: int
     bias: int  # layer_norm only
@@ -33,6 +33,7 @@ class NormOperands(ctypes.Structure):
     y_stride: int
     rows: int
     groups: int
+    adds: int  # whether the result is added to y
     rows_per_chunk: int
 
 
@@ -74,8 +75,12 @@ def layer_norm(operands, chunk, thread):
             y = float32s(a.y + (row * a.y_stride + group * dim) * BYTES, dim)
             mean = _mean(x)
             scale = np.float32(1) / np.sqrt(_variance(x, mean) + eps)
-            for k in range(dim):
-                y[k] = (x[k] - mean) * scale * weight[k] + bias[k]
+            if a.adds != 0:
+                for k in range(dim):
+                    y[k] += (x[k] - mean) * scale * weight[k] + bias[k]
+            else:
+                for k in range(dim):
+                    y[k] = (x[k] - mean) * scale * weight[k] + bias[k]
 
 
 def rms_norm(operands, chunk, thread):
@@ -88,8 +93,12 @@ def rms_norm(operands, chunk, thread):
             x = float32s(a.x + (row * a.x_stride + group * dim) * BYTES, dim)
             y = float32s(a.y + (row * a.y_stride + group * dim) * BYTES, dim)
             scale = np.float32(1) / np.sqrt(_mean_square(x) + eps)
-            for k in range(dim):
-                y[k] = x[k] * scale * weight[k]
+            if a.adds != 0:
+                for k in range(dim):
+                    y[k] += x[k] * scale * weight[k]
+            else:
+                for k in range(dim):
+                    y[k] = x[k] * scale * weight[k]
 
 
 @operands

@@ -46,10 +46,10 @@ class FusedRmsNorm:
     eps: float
     kernels: Kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self.kernels.rms_norm(x, self.weight, self.eps, y)
-        return y
+        return y if add_to is None else add_to.add_(y)
 
     def apply_(self, heads: Tensor) -> None:
         self.kernels.rms_norm(heads, self.weight, self.eps, heads)

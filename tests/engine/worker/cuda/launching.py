@@ -50,10 +50,18 @@ class CapturableReference(ReferenceAttention):
     def baked(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows, self._num_layers)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         assert self._left == self._num_layers - layer, "run without a plan"
         self._left -= 1
-        return super().run(layer, q, k, v, turn)
+        return super().run(layer, q, k, v, rope, sinks)
 
 
 class StandInDevice(CudaDevice):

@@ -25,6 +25,7 @@ from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
 from engine.worker.model.layout import padded
+from engine.worker.model.rope import Rope
 from engine.worker.ports import AttentionSpec, KVTensors, StepContext, StepLimits
 from tests.adapters.attention.flashinfer_cases import Paged
 from tests.engine.worker.cuda.test_operators import StandingKernels
@@ -159,6 +160,7 @@ def decoder(counter: LaunchCounter, weights: str, *, is_fused: bool) -> Decoder:
             DIM,
             operators.linear([noise((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, seed=1)], None),
             operators.linear([noise(HIDDEN, HEADS * DIM, seed=2)], None),
+            rope=0,
         )
         gate = operators.activation("silu", is_gated=True)
         up = operators.linear([noise(2 * INNER, HIDDEN, seed=3)], None)
@@ -166,7 +168,8 @@ def decoder(counter: LaunchCounter, weights: str, *, is_fused: bool) -> Decoder:
         norms = [operators.rms_norm(noise(HIDDEN, seed=seed), 1e-5) for seed in (5, 6)]
         return DecoderLayer(norms[0], attention, norms[1], Mlp(up, down, gate))
 
-    plain = Decoder((layer(0), layer(1)), inverse=1 / 100.0 ** (torch.arange(8) / 8))
+    rope = Rope(1 / 100.0 ** (torch.arange(8) / 8))
+    plain = Decoder((layer(0), layer(1)), ropes=(rope,))
     found = fused(plain, rows)
     assert isinstance(found, Decoder)
     return found
@@ -189,8 +192,8 @@ def decode(weights: str, *, is_fused: bool) -> tuple[Tensor, list[str]]:
     context = StepContext(torch.from_numpy(np.asarray(step.positions)), attention)
     hidden = noise(ROWS, HIDDEN, seed=9)
     with torch.inference_mode(), counter:
-        rope = model.rope(context.positions)
-        both = StepContext(context.positions, attention, None, rope)
+        ropes = model.rope_angles(context.positions)
+        both = StepContext(context.positions, attention, None, ropes)
         model.blocks[0](hidden, both)
         counter.names.clear()
         found = model.blocks[1](hidden, both)

@@ -40,7 +40,7 @@ def make_stage(directory: Path, span: range) -> tuple[Stage, Weights]:
     weights = Weights(SafetensorsFiles(directory), torch.float32, lambda *_: None)
     cache = allocate(shape, len(span), 16, 4, torch.float32)
     spec = AttentionSpec(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.window
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5, None
     )
     model = family.build(weights, Shard(shape, span), TorchOperators())
     return Stage(model, ReferenceAttention(spec, cache, NativeThreadPool(1))), weights

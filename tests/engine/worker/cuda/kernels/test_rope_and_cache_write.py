@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, CacheRows
-from engine.worker.model.layers import rope_angles
+from engine.worker.model.rope import rope_angles
 from tests.engine.worker.cuda.kernels.interpreted import interpreted, noise
 
 rope = interpreted("rope_and_cache_write")
