@@ -52,6 +52,17 @@ QWEN3_MOE: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "mlp_only_layers": [],
 }
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 5.0, 11.0],
+    "attention_factor": 1.1,
+}
+# Served are 128 tokens: at most the original context, or more for any request.
+FROM_128 = {"original_max_position_embeddings": 128}
+FROM_1 = {"original_max_position_embeddings": 1}
 
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,6 +89,56 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral_window": ("MixtralConfig", {"num_experts_per_tok": 3, "sliding_window": 7}),
     "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE),
     "qwen3_moe_renormalized": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True}),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "relu"},
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 7}),
+    "phi3_short": ("Phi3Config", {"rope_parameters": LONGROPE, **FROM_128}),
+    "phi3_long": ("Phi3Config", {"rope_parameters": LONGROPE, **FROM_1}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "hidden_size": 64}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": YARN,
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

@@ -2,10 +2,20 @@
 
 FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "adapters.models.gpt2:Gpt2",
+    "Gemma2ForCausalLM": "adapters.models.gemma2:Gemma2",
+    "Gemma3ForCausalLM": "adapters.models.gemma3:Gemma3",
+    "Gemma3ForConditionalGeneration": "adapters.models.gemma3:Gemma3Multimodal",
+    "GraniteForCausalLM": "adapters.models.granite:Granite",
     "LlamaForCausalLM": "adapters.models.llama:Llama",
-    "MixtralForCausalLM": "adapters.models.mixtral:Mixtral",
     "MistralForCausalLM": "adapters.models.mistral:Mistral",
+    "MixtralForCausalLM": "adapters.models.mixtral:Mixtral",
+    "OPTForCausalLM": "adapters.models.opt:Opt",
+    "Olmo2ForCausalLM": "adapters.models.olmo2:Olmo2",
+    "Olmo3ForCausalLM": "adapters.models.olmo3:Olmo3",
+    "Phi3ForCausalLM": "adapters.models.phi3:Phi3",
     "Qwen2ForCausalLM": "adapters.models.qwen2:Qwen2",
-    "Qwen3MoeForCausalLM": "adapters.models.qwen3_moe:Qwen3Moe",
     "Qwen3ForCausalLM": "adapters.models.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "adapters.models.qwen3_moe:Qwen3Moe",
+    "SmolLM3ForCausalLM": "adapters.models.smollm3:SmolLM3",
+    "StableLmForCausalLM": "adapters.models.stablelm:StableLM",
 }

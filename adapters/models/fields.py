@@ -40,6 +40,10 @@ class Fields:
             raise self._wrong(name, "a positive number")
         return float(value)
 
+    def optional_number(self, name: str) -> float | None:
+        """A positive number; None if absent or null."""
+        return None if self.get(name) is None else self.number(name)
+
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` positive numbers."""
         value = self.get(name)

@@ -33,11 +33,13 @@ class Fused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Builds linears from weights stored as `[out, in]`. Names are without `.weight`."""
+    """Builds linears from weights stored as `[out, in]`. Names are without `.weight`; those of
+    layers begin with `root`."""
 
     weights: WeightSource
     shard: Shard
     operators: Operators
+    root: str = "model"
 
     def from_hidden(self, outputs: Mapping[str, RankPart] | Fused, *, has_bias: bool) -> Linear:
         """One fused linear of several that read the hidden states, stacked along the outputs."""

@@ -1,8 +1,9 @@
 """Reads the RoPE of a layer kind from config.json: `rope_parameters`, or the older fields
 `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from adapters.models.fields import Fields
 from engine.errors import StartupError
@@ -18,6 +19,7 @@ from engine.worker.model.rope import (
     proportional_frequencies,
     yarn_magnitude,
 )
+from engine.worker.ports import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,18 @@ class RopeSource:
         if self.original_positions is not None and served_positions > self.original_positions:
             scaling = self.long
         return Rope(inverse_frequencies(self.dim, self.theta, scaling), self.magnitude)
+
+
+class LayerRopes(NamedTuple):
+    """The kinds of RoPE of a model and, for each layer, the index of its kind; None: no RoPE."""
+
+    sources: tuple[RopeSource, ...]
+    of_layer: tuple[int | None, ...]
+
+    @classmethod
+    def same(cls, source: RopeSource, num_layers: int) -> "LayerRopes":
+        """One kind for all layers."""
+        return cls((source,), (0,) * num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,26 @@ def read_rope(
     if kind == "proportional":
         base = RopeSource(head_dim, theta, share=share)
     return READERS[kind](base, RopeContext(config, rope, theta, max_positions))
+
+
+def ropes_by_type(
+    config: Fields, shape: ModelShape, types: Sequence[str], thetas: Mapping[str, float]
+) -> LayerRopes:
+    """One RoPE for each of a model's layer types; `types` has the type of each layer.
+
+    They are in `rope_parameters`, an object for each type. Older configs have `rope_scaling`, which
+    applies to layers with full attention only, and the bases `thetas`.
+    """
+    nested, kinds = config.child("rope_parameters"), list(dict.fromkeys(types))
+    sources = []
+    for kind in kinds:
+        rope = nested.child(kind) if nested else None
+        if rope is None and kind == "full_attention":
+            rope = config.child("rope_scaling")
+        rope = rope or Fields({}, f"config.json: rope_parameters: {kind}")
+        given = Fields({"rope_theta": thetas[kind], **rope.values}, rope.where)
+        sources.append(read_rope(config, shape.head_dim, shape.max_positions, rope=given))
+    return LayerRopes(tuple(sources), tuple(kinds.index(each) for each in types))
 
 
 def _default(base: RopeSource, context: RopeContext) -> RopeSource:

@@ -12,8 +12,8 @@ from torch import Tensor
 from adapters.models.fields import Fields
 from adapters.models.head_norms import head_norms
 from adapters.models.projections import Fused, Projections, embedding_and_head
-from adapters.models.rope_fields import read_rope
-from adapters.models.traits import FamilyTraits, LayerRopes
+from adapters.models.rope_fields import LayerRopes, read_rope
+from adapters.models.traits import FamilyTraits
 from engine.errors import StartupError
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mlp
 from engine.worker.ports import (
@@ -44,7 +44,9 @@ class RotaryFamily(ABC):
     defaults: Mapping[str, object] = {}  # of fields that checkpoints of this family leave out
     eps_field = "rms_norm_eps"
     activation_field = "hidden_act"
-    root = "model"  # of the names of all tensors but the head
+    roots: tuple[str, ...] = (
+        "model",
+    )  # of the names of all tensors but the head; the first that is there
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields({**self.defaults, **self.text_config(config)})
@@ -118,13 +120,15 @@ class RotaryFamily(ABC):
         return shape
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
-        projections, traits = Projections(weights, shard, operators), self._traits
+        roots = [each for each in self.roots if weights.has(f"{each}.embed_tokens.weight")]
+        root, traits = (*roots, self.roots[0])[0], self._traits
+        projections = Projections(weights, shard, operators, root)
         tokens, head = embedding_and_head(
-            projections, f"{self.root}.embed_tokens.weight", is_tied=self._settings.tied
+            projections, f"{root}.embed_tokens.weight", is_tied=self._settings.tied
         )
         norm = None
         if shard.is_last:
-            norm = self._norm(projections, f"{self.root}.norm", traits.logit_scale)
+            norm = self._norm(projections, f"{root}.norm", traits.logit_scale)
         ropes = [source.rope(shard.shape.max_positions) for source in self._ropes.sources]
         return Decoder(
             blocks=tuple(self._block(projections, layer) for layer in shard.span),
@@ -154,7 +158,7 @@ class RotaryFamily(ABC):
         return projections.operators.rms_norm(weight, eps / traits.residual_scale**2)
 
     def _block(self, projections: Projections, layer: int) -> DecoderLayer:
-        at, names = f"{self.root}.layers.{layer}", self._traits.norms
+        at, names = f"{projections.root}.layers.{layer}", self._traits.norms
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(projections, f"{at}.{name}")

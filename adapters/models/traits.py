@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adapters.models.fields import Fields
-from adapters.models.rope_fields import RopeSource
 from engine.errors import StartupError
 from engine.worker.ports import AttentionOptions
 
@@ -54,18 +53,6 @@ class FamilyTraits:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-
-
-class LayerRopes(NamedTuple):
-    """The kinds of RoPE of a model and, for each layer, the index of its kind; None: no RoPE."""
-
-    sources: tuple[RopeSource, ...]
-    of_layer: tuple[int | None, ...]
-
-    @classmethod
-    def same(cls, source: RopeSource, num_layers: int) -> "LayerRopes":
-        """One kind for all layers."""
-        return cls((source,), (0,) * num_layers)
 
 
 def layer_types(fields: Fields, num_layers: int, default: Sequence[str]) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ ACTIVATIONS = {
     "swish": elementwise.SILU,
     "gelu_new": elementwise.GELU_TANH,
     "gelu_pytorch_tanh": elementwise.GELU_TANH,
+    "relu": elementwise.RELU,
 }
 
 
@@ -73,7 +74,7 @@ class NativeNorm:
 
 
 class NativeActivation:
-    """SiLU or the tanh form of GELU, gated or not."""
+    """SiLU, the tanh form of GELU or ReLU, gated or not."""
 
     def __init__(self, pool: ThreadPool, function: int, is_gated: bool) -> None:
         self._pool = pool

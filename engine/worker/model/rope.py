@@ -110,7 +110,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 def longrope_magnitude(factor: float, original_max_positions: int) -> float:
     """`sqrt(1 + ln(factor) / ln(original positions))`, 1 for factors up to 1."""
-    if factor <= 1:
+    if factor <= 1 or original_max_positions <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
 

@@ -1,6 +1,7 @@
 """The error for an unsupported checkpoint names the field or tensor."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.process.worker import Worker
-from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
-from tests.engine.worker.process.driving import Driver, load_worker
+from tests.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
+from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -53,6 +54,19 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is more than the 5 experts"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim=16"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("phi3_long", {"rope_parameters": {"rope_type": "su"}}, "short_factor is missing"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "expected 3 names"),
+        ("olmo3", {"layer_types": ["full_attention", "mamba", "mamba"]}, "'mamba'"),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is None"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -109,6 +123,41 @@ def test_the_older_rope_fields_are_read(tmp_path: Path) -> None:
         Driver(load_worker(tmp_path / name)).logits((0, list(range(60)))) for name in ("new", "old")
     )
     torch.testing.assert_close(new, old_logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("root", ["model.language_model", "language_model.model"])
+def test_the_text_of_a_multimodal_gemma_is_served_with_a_warning(
+    tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names as transformers writes them today and as the checkpoints of 2025 have them."""
+    directory = make_checkpoint(tmp_path, "gemma3")
+    expected = Driver(load_worker(directory)).logits((0, [5, 6, 7]))
+    config = json.loads((directory / "config.json").read_text())
+    architectures = ["Gemma3ForConditionalGeneration"]
+    (directory / "config.json").write_text(
+        json.dumps({"architectures": architectures, "text_config": config, "eos_token_id": 2})
+    )
+    path = directory / "model.safetensors"
+    tensors = {f"{root}{name[5:]}": tensor for name, tensor in load_file(path).items()}
+    tower = {"vision_tower.patch.weight": torch.ones(3), "multi_modal_projector.x": torch.ones(2)}
+    save_file(tensors | tower, path)
+    found = Driver(load_worker(directory)).logits((0, [5, 6, 7]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert "the vision tower of this checkpoint is not loaded" in caplog.text
+
+
+def test_longrope_is_chosen_by_the_served_context(tmp_path: Path) -> None:
+    long: dict[str, Any] = {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE}
+    directory = make_checkpoint(tmp_path, "phi3_short", **long)
+    model = make_model("phi3_short", **long)
+    tokens = list(range(20))
+    with torch.inference_mode():
+        short = model(torch.tensor([tokens])).logits[0, -1]
+    settings = replace(settings_for(directory), max_model_len=64)
+    within = Worker.load(settings, lambda *_: None)
+    beyond = load_worker(directory)
+    assert (Driver(within).logits((0, tokens))[0] - short).abs().max() < 1e-4
+    assert (Driver(beyond).logits((0, tokens))[0] - short).abs().max() > 1e-2
 
 
 def test_a_pickled_checkpoint_is_rejected(tmp_path: Path) -> None:

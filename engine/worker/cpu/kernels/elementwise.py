@@ -16,7 +16,7 @@ from engine.worker.cpu.operands import make_reader, operands
 
 BYTES = 4  # of a float
 
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, RELU = 0, 1, 2
 
 
 @operands
@@ -160,7 +160,7 @@ def exp_float(x):
 class ActivationOperands(ctypes.Structure):
     """`y = act(x[:, :width])`, times `x[:, width:]` if the MLP is gated."""
 
-    function: int  # SILU or GELU_TANH
+    function: int  # SILU, GELU_TANH or RELU
     is_gated: int
     x: int
     x_stride: int
@@ -175,7 +175,7 @@ _activation_operands = make_reader(ActivationOperands)
 
 
 def activation(operands, chunk, thread):
-    """SiLU, or GELU in its tanh form; both are x times a sigmoid."""
+    """SiLU or GELU in its tanh form, which are x times a sigmoid, or ReLU."""
     a = _activation_operands(operands)
     width = a.width
     one, twice = np.float32(1), np.float32(2 * 0.7978845608028654)
@@ -186,6 +186,9 @@ def activation(operands, chunk, thread):
         if a.function == SILU:
             for k in range(width):
                 y[k] = x[k] / (one + exp_float(-x[k]))
+        elif a.function == RELU:
+            for k in range(width):
+                y[k] = np.float32(0) if x[k] < np.float32(0) else x[k]
         else:
             for k in range(width):
                 inner = twice * (x[k] + cubic * x[k] * x[k] * x[k])
