@@ -119,7 +119,7 @@ class BatchPlanner:
             is_bounded = self._settings.max_step_seconds < inf and not request.is_suspect
             if num_tokens > LEAST_PIECE and is_bounded:  # suspects are not slowed down
                 num_tokens = self._num_tokens_in_time(batch, request, num_tokens, others)
-            if self.step_time.is_on and num_tokens > 0 and not request.is_suspect:
+            if self.step_time.bounds_pieces and num_tokens > 0 and not request.is_suspect:
                 in_time = self.step_time.piece(batch, request, num_tokens)
                 batch.is_cut = batch.is_cut or in_time < num_tokens
                 num_tokens = in_time
@@ -172,7 +172,7 @@ class BatchPlanner:
     def _is_used_up(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether the iteration has no tokens or no time for another request, nor for those behind
         it."""
-        if self.step_time.is_on and not self.step_time.may_start(request):
+        if self.step_time.has_goals and not self.step_time.may_start(request):
             return True
         others = self._num_others(batch, request, self._ready_left(batch))
         if batch.is_out_of_time or batch.tokens_left <= others:

@@ -153,7 +153,7 @@ class IterationScheduler:
     def may_start_in_time(self, request: Request) -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
         step_time = self._planner.step_time
-        return not step_time.is_on or step_time.may_start(request)
+        return not step_time.has_goals or step_time.may_start(request)
 
     def switch(self, policy: "Policy", now: float) -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""

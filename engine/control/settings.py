@@ -24,6 +24,7 @@ class SchedulerSettings:
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
     max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
     itl_goal: float = inf  # seconds of an iteration with decodes: engine.control.step_time
+    max_prefill_slowdown: float = inf  # factor on an iteration with decodes, because of prompts
     max_background_slowdown: float = inf  # factor on an iteration with others
 
     def __post_init__(self) -> None:

@@ -10,6 +10,11 @@ in the queue instead of making every running one slow.
 The bound is the goal divided by the model's recent error (`LiveCost.margin`), because half of the
 steps that fill a bound exactly take longer than predicted.
 
+Without a goal, prompts make an iteration with decodes longer by at most a factor
+(`max_prefill_slowdown`), and no request waits for that reason. One long prompt would otherwise slow
+all streams down to one token per `max_batch_tokens` tokens of the prompt. The price is paid by the
+prompt: with a factor F it gets (F - 1) / F of the time while other requests decode.
+
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
 P / (LEAST_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
@@ -54,14 +59,17 @@ class StepTime:
         self, settings: "SchedulerSettings", pool: "RequestPool", cost: "LiveCost"
     ) -> None:
         self._goal = settings.itl_goal
+        self._slowdown = settings.max_prefill_slowdown
         self._pool = pool
         self._cost = cost
         self._started: _Decodes | None = None  # all started requests, as if all were decodes
-        self.is_on = self._goal < inf
+        self.has_goals = self._goal < inf
+        self.bounds_pieces = self.has_goals or self._slowdown < inf
 
     def watch(self, request: "Request") -> None:
         """A request arrives; the first one with a goal of its own turns the planning on."""
-        self.is_on = self.is_on or request.spec.itl_goal is not None
+        if request.spec.itl_goal is not None:
+            self.has_goals = self.bounds_pieces = True
 
     def begin_plan(self) -> None:
         """Forget what was computed for the last plan."""
@@ -76,26 +84,36 @@ class StepTime:
 
     def goal(self, batch: "BatchBuilder") -> float:
         """The lowest goal of the decodes in the batch; infinite if there is none."""
-        if not self.is_on:
+        if not self.has_goals:
             return inf
         return min([self.goal_of(request) for request, _ in batch.decodes], default=inf)
 
     def piece(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
         """How many of a prompt's next `num_tokens` tokens the iteration has time for."""
         decodes = self._decodes(batch)
-        if decodes.goal == inf:
+        goal = self._bound(decodes)
+        if goal == inf:
             return num_tokens
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(decodes, batch)
-        bound = decodes.goal / self._cost.margin - taken
-        in_time = model.tokens_within(bound, num_tokens, start, beside)
+        in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
-            least = model.tokens(beside) + LEAST_SHARE * decodes.goal
+            least = model.tokens(beside) + LEAST_SHARE * (
+                decodes.goal if decodes.goal < inf else goal
+            )
             in_time = max(
                 in_time, model.tokens_within(least, num_tokens, start, beside), LEAST_PIECE
             )
         return min(num_tokens, in_time) if in_time >= min(LEAST_PIECE, num_tokens) else 0
+
+    def _bound(self, decodes: _Decodes) -> float:
+        """Seconds that an iteration with these decodes may take; infinite without any."""
+        if decodes.goal < inf:
+            return decodes.goal / self._cost.margin
+        if not decodes.num_rows or self._slowdown == inf:
+            return inf
+        return self._slowdown * self._seconds(decodes.num_rows, decodes.slots)
 
     def may_start(self, request: "Request") -> bool:
         """Whether the goals would be met with this request as one more decode."""

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.policy.estimates.lengths import LearnedLengths
+from engine.priority import lower_thread_priority
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
@@ -68,6 +70,7 @@ from gateway.web.routes.batches import ENDPOINTS
 OnReady = Callable[[int, LoadedModel], None]  # the port, and what is served on it
 
 TOKENIZER_THREADS = 2
+SWITCH_SECONDS = 0.001  # that the event loop may wait for a thread that runs Python code
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +104,9 @@ async def _serve(
     settings: Settings, launcher: LocalLauncher | None, progress: OnProgress, announce: OnReady
 ) -> None:
     asyncio.get_running_loop().set_default_executor(
-        ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize", lower_thread_priority)
     )
+    sys.setswitchinterval(SWITCH_SECONDS)
     check_settings(settings)
     credentials = load_credentials(settings)
     with Signals() as signals, closing(bind(settings.host, settings.port)) as listener:
@@ -267,6 +271,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         max_batch_tokens=settings.max_batch_tokens,
         max_step_seconds=settings.max_step_seconds or inf,
         itl_goal=settings.itl_goal or inf,
+        max_prefill_slowdown=settings.prefill_slowdown,
         max_background_slowdown=settings.background_slowdown,
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,

@@ -269,6 +269,15 @@ class EngineSettings(BaseSettings):
         "DURATION",
         ge=0,
     )
+    prefill_slowdown: float = _option(
+        4.0,
+        "scheduling",
+        "how much longer an iteration with running requests may take because of prompts, as a "
+        "factor; their chunks are shorter then, and a prompt takes F / (F - 1) times as long; "
+        "inf: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
+        "FACTOR",
+        gt=1,
+    )
     background_slowdown: float = _option(
         1.5,
         "scheduling",

@@ -74,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_slots=st.sampled_from([0, 8, 64]),
         slowdown=st.sampled_from([1.0, 1.5, inf]),
         itl_goal=st.sampled_from([0.5, 2.0, inf, inf]),
+        prefill_slowdown=st.sampled_from([1.5, 4.0, inf]),
     )
     def start(
         self,
@@ -89,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_slots: int,
         slowdown: float,
         itl_goal: float,
+        prefill_slowdown: float,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -105,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             reuses_prefixes=reuses_prefixes,
             max_background_slowdown=slowdown,
             itl_goal=itl_goal,
+            max_prefill_slowdown=prefill_slowdown,
         )
         ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
         self.name = name

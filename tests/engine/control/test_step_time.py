@@ -160,3 +160,28 @@ def test_no_prompt_starves_and_predictions_keep_the_goal(seed: int) -> None:
         now = commit_iteration(scheduler, iteration, now)
     while scheduler.pool:
         now = commit_iteration(scheduler, planned(scheduler, now), now)
+
+
+@pytest.mark.parametrize(("num_decodes", "piece"), [(1, 2), (9, 30), (20, 63), (99, 300)])
+def test_a_prompt_makes_an_iteration_with_decodes_longer_by_a_bounded_factor(
+    num_decodes: int, piece: int
+) -> None:
+    """4 times (n + 1) / 2 seconds, of which the decodes take a fourth."""
+    scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)
+    now = decoding(scheduler, num_decodes)
+    scheduler.add(a_spec(490, 2), now)
+    iteration = planned(scheduler, now)
+    assert sizes(iteration) == [1] * num_decodes + [max(piece, LEAST_PIECE)]
+    assert iteration.itl_goal == inf
+
+
+def test_prompts_that_slow_decodes_down_share_the_time_and_keep_no_request_waiting() -> None:
+    scheduler = make(inf, max_prefill_slowdown=4.0)
+    now = decoding(scheduler, 20)
+    for _ in range(3):
+        scheduler.add(a_spec(40, 2), now)
+    assert sizes(planned(scheduler, now)) == [1] * 20 + [40, 23]
+
+    alone = make(inf, max_prefill_slowdown=4.0)
+    alone.add(a_spec(490, 2), 0.0)
+    assert sizes(planned(alone, 0.0)) == [490], "no decode has to wait for it"

@@ -102,6 +102,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_step_seconds": "0.25",
         "itl_goal": "50ms",
         "cost_model": "none",
+        "prefill_slowdown": "3",
         "background_slowdown": "2",
         "record": "record.jsonl",
         "kv_events_config": '{"enable_kv_cache_events": true}',
