@@ -109,6 +109,11 @@ class Engine:
         return self._idle.is_set() or self._clock() - self._returned_at < self._ready_seconds
 
     @property
+    def is_generating(self) -> bool:
+        """Whether a request has begun to be computed and has not ended."""
+        return bool(self.scheduler.pool.started)
+
+    @property
     def is_draining(self) -> bool:
         """Whether the engine finishes its live requests and accepts no new ones."""
         return self._is_draining

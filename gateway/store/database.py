@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from engine.priority import lower_thread_priority
 from gateway.errors import StoreFailed, StoreOutOfSpace
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class StoreThread:
     """The `StoreExecutor` of a server: one thread."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "store")
+        self._thread = ThreadPoolExecutor(1, "store", lower_thread_priority)
 
     async def __call__(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

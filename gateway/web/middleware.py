@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
 from gateway.access.callers import Caller, valid_request_id
+from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
@@ -59,6 +60,7 @@ class IdentifyCaller:
     def __init__(self, app: "ASGIApp", service: "Service", routes: "Sequence[Route]") -> None:
         self._service = service
         self._routes = routes
+        self._intake = Intake(service.clock, lambda: service.engine.is_generating)
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -81,8 +83,11 @@ class IdentifyCaller:
                 record.status = message["status"]
             await send(message)
 
+        intake, client = self._intake, record.client
         try:
-            await self._app(scope, receive, send_and_note)
+            await intake.enter(client)
+            work = self._app(scope, intake.gated(receive, client), send_and_note)
+            await intake.metered(work, record)
         finally:
             scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
             record.route = self._route_of(scope)

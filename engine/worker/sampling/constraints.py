@@ -17,8 +17,6 @@ its mask, by a copy of its matcher that reads the drafts. They are only waited f
 a draft without a mask, or that the grammar does not allow, counts as late.
 """
 
-import os
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -31,6 +29,7 @@ from weakref import WeakSet
 
 from engine.errors import EngineError
 from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
+from engine.priority import lower_thread_priority
 from engine.step import Grammar, RequestId, SampleSpec, Step
 from engine.worker.sampling.sampler import Masks, RowFault
 
@@ -40,7 +39,6 @@ MAX_MATCHERS = 512
 MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows; a mask that takes more is slow
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
 MASK_SECONDS = 2.0  # after which a row fails
-SLOW_NICENESS = 5  # of threads that compile grammars or compute slow masks
 
 
 class _MatcherPosition:
@@ -166,9 +164,9 @@ class Constraints:
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
         self._open_compiler = open_compiler
         self._opened: Future[GrammarCompiler] | None = None
-        self._compiling = ThreadPoolExecutor(1, "grammar", _lower_priority)
+        self._compiling = ThreadPoolExecutor(1, "grammar", lower_thread_priority)
         self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
-        self._slow_masking = ThreadPoolExecutor(1, "slow mask", _lower_priority)
+        self._slow_masking = ThreadPoolExecutor(1, "slow mask", lower_thread_priority)
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
@@ -322,9 +320,3 @@ class Constraints:
 
 def _seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.perf_counter())
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority, so that it delays neither the forward pass nor fast masks."""
-    if sys.platform == "linux":  # elsewhere the call would be for the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)

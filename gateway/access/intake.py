@@ -1,0 +1,138 @@
+"""Intake: a bound on the event loop's time for requests that do not generate yet.
+
+The loop that hands tokens to streams also receives, decodes and rejects requests. A client that
+sends bodies as fast as they are read, or requests that are rejected, could take all of its time.
+So while the engine generates, these parts of requests together get at most `SHARE` of the loop's
+time, and in each cycle of the loop at most one request continues; the others wait, in order of
+arrival, and one client's requests wait in a queue of their own: clients alternate. Clients are told
+apart by their network address. Without running requests there is no bound.
+
+A part is measured whenever the request's task runs. A request is no longer measured once the engine
+has it, and never waits after its body has arrived.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from types import coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive
+
+    from engine.ports import Clock
+    from gateway.observe.request_log import RequestRecord
+
+SHARE = 0.4  # of the loop's time, while the engine generates
+MAX_CREDIT_SECONDS = 0.004  # of unused time that may be used at once
+
+
+@dataclass(slots=True, eq=False)
+class Intake:
+    """Meters what requests take of the loop's time, and lets them wait."""
+
+    clock: "Clock"
+    is_generating: Callable[[], bool]
+    share: float = SHARE
+    _credit: float = MAX_CREDIT_SECONDS  # seconds; negative if more was used
+    _credited_at: float = 0.0
+    _waiting: OrderedDict[str, deque[asyncio.Future[None]]] = field(default_factory=OrderedDict)
+    _timer: asyncio.Handle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their part of the loop's time."""
+        return sum(len(queue) for queue in self._waiting.values())
+
+    def charge(self, seconds: float) -> None:
+        """A request has taken so much of the loop's time."""
+        self._refill()
+        self._credit -= seconds
+
+    async def enter(self, client: str) -> None:
+        """Wait until a request of this client may take time of the loop."""
+        if not self._waiting and self._may_continue():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(future)
+        self._schedule()
+        await future
+
+    def gated(self, receive: "Receive", client: str) -> "Receive":
+        """`receive`, which waits as `enter` does until the body has arrived."""
+        is_whole = False
+
+        async def receive_in_order() -> "Message":
+            nonlocal is_whole
+            if not is_whole:
+                await self.enter(client)
+            message = await receive()
+            is_whole = is_whole or not message.get("more_body", False)
+            return message
+
+        return receive_in_order
+
+    @coroutine
+    def metered(self, work: Awaitable[None], record: "RequestRecord") -> Generator[Any, Any, None]:
+        """Await `work`, and charge the time that it takes until the engine has the request."""
+        running = work.__await__()
+        resume = partial(next, running)
+        try:
+            while True:
+                awaited = self._charged(resume)
+                try:
+                    yield awaited
+                except BaseException as error:  # of whatever the task awaits, or a cancellation
+                    resume = partial(running.throw, error)
+                else:
+                    if record.num_running:
+                        break
+                    resume = partial(next, running)
+        except StopIteration:
+            return
+        yield from running
+
+    def _charged(self, resume: Callable[[], Any]) -> Any:
+        """Resume a coroutine; the future that it awaits next."""
+        started = self.clock()
+        try:
+            return resume()
+        finally:
+            self.charge(self.clock() - started)
+
+    def _refill(self) -> None:
+        now = self.clock()
+        earned = (now - self._credited_at) * self.share
+        self._credit = min(MAX_CREDIT_SECONDS, self._credit + earned)
+        self._credited_at = now
+
+    def _may_continue(self) -> bool:
+        if not self.is_generating():
+            return True
+        self._refill()
+        return self._credit > 0
+
+    def _schedule(self) -> None:
+        """Let the next request continue in the next cycle of the loop, or once there is credit."""
+        if self._timer is not None or not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        if self._may_continue():
+            self._timer = loop.call_soon(self._continue_one)
+        else:
+            self._timer = loop.call_later(-self._credit / self.share, self._continue_one)
+
+    def _continue_one(self) -> None:
+        """Let the next client's first request continue, if there is credit."""
+        self._timer = None
+        while self._waiting and self._may_continue():
+            client, queue = self._waiting.popitem(last=False)
+            future = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the other clients
+            if not future.done():  # its task was not cancelled
+                future.set_result(None)
+                break
+        self._schedule()

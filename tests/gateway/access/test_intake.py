@@ -1,0 +1,175 @@
+"""Intake: requests that do not generate yet get a bounded share of the loop's time."""
+
+import asyncio
+from collections.abc import Awaitable, MutableMapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gateway.access.intake import MAX_CREDIT_SECONDS, Intake
+from gateway.observe.request_log import RequestRecord
+
+COST = 0.010  # seconds that a request takes of the loop's time
+
+
+class Loop:
+    """A clock that a test advances, and whether the engine generates."""
+
+    def __init__(self, *, generates: bool = True) -> None:
+        self.now = 0.0
+        self.generates = generates
+        self.order: list[str] = []
+        self.intake = Intake(lambda: self.now, lambda: self.generates, share=0.5)
+
+    async def request(self, client: str, record: RequestRecord | None = None) -> None:
+        await self.intake.enter(client)
+        await self.intake.metered(self._work(client), record or RequestRecord("r", 0.0))
+
+    async def _work(self, client: str) -> None:
+        self.order.append(client)
+        self.now += COST
+
+
+async def cycles(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def started(awaitable: Awaitable[None]) -> "asyncio.Task[None]":
+    return asyncio.ensure_future(awaitable)
+
+
+async def test_beside_generation_requests_wait_until_their_share_allows_another_one() -> None:
+    loop = Loop()
+    tasks = [started(loop.request("a")) for _ in range(4)]
+    await cycles(10)
+    assert loop.order == ["a"], "it took more than there was"
+    assert loop.intake.num_waiting == 3
+    loop.now += 2 * COST  # of which half is for requests
+    loop.intake._continue_one()
+    await cycles(10)
+    assert loop.order == ["a"] * 2
+    for task in tasks:
+        task.cancel()
+
+
+async def test_without_generation_no_request_waits() -> None:
+    loop = Loop(generates=False)
+    for _ in range(100):
+        await loop.request("a")
+    assert len(loop.order) == 100
+
+
+async def test_unused_time_is_not_saved_beyond_a_bound() -> None:
+    loop = Loop()
+    loop.intake.charge(0.0)
+    loop.now += 1000.0
+    loop.intake.charge(MAX_CREDIT_SECONDS)
+    waiting = started(loop.intake.enter("a"))
+    await cycles(5)
+    assert not waiting.done()
+    loop.now += 1e-6
+    loop.generates = False
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_one_request_continues_in_each_cycle_of_the_loop_and_clients_alternate() -> None:
+    loop = Loop()
+    loop.intake.charge(1.0)
+    order: list[str] = []
+
+    async def enter(client: str) -> None:
+        await loop.intake.enter(client)
+        order.append(client)
+
+    tasks = [started(enter(client)) for client in ("a", "a", "a", "b")]
+    await cycles(3)
+    assert order == []
+    loop.now += 3.0  # the timer of the real loop comes later
+    loop.intake._continue_one()
+    seen = []
+    for _ in range(6):
+        await cycles(1)
+        seen.append(len(order))
+    assert order == ["a", "b", "a", "a"]
+    assert max(after - before for before, after in pairwise(seen)) == 1
+    await asyncio.gather(*tasks)
+
+
+async def test_a_cancelled_request_leaves_the_queue_to_the_others() -> None:
+    loop = Loop()
+    loop.intake.charge(1.0)
+    tasks = [started(loop.intake.enter("a")) for _ in range(3)]
+    await cycles(2)
+    tasks[0].cancel()
+    await cycles(2)
+    loop.generates = False
+    loop.intake._continue_one()
+    await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10)
+
+
+async def test_a_body_is_received_in_shares_and_the_disconnect_without_waiting() -> None:
+    loop = Loop()
+    messages: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"1", "more_body": True},
+        {"type": "http.request", "body": b"2"},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> MutableMapping[str, Any]:
+        return messages.pop(0)
+
+    gated = loop.intake.gated(receive, "a")
+    assert (await gated())["body"] == b"1"
+    loop.intake.charge(1.0)
+    second = started(gated())  # type: ignore[arg-type] # only whether it is done counts
+    await cycles(5)
+    assert not second.done()
+    loop.now += 10.0
+    loop.intake._continue_one()
+    await asyncio.wait_for(second, 10)
+    loop.intake.charge(1.0)
+    assert (await asyncio.wait_for(gated(), 10))["type"] == "http.disconnect"
+
+
+async def test_time_is_charged_until_the_engine_has_the_request() -> None:
+    loop, record = Loop(), RequestRecord("r", 0.0)
+
+    async def work() -> None:
+        loop.now += 0.25
+        await asyncio.sleep(0)
+        record.num_running = 1
+        loop.now += 0.5
+        await asyncio.sleep(0)
+        loop.now += 1000.0  # tokens are sent
+
+    before = loop.intake._credit
+    await loop.intake.metered(work(), record)
+    assert loop.intake._credit == pytest.approx(before - 0.75 + 0.5 * 0.5, abs=0.26)
+    assert loop.intake._credit < 0
+
+
+async def test_errors_and_cancellations_reach_the_metered_request() -> None:
+    loop, seen = Loop(), []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    task = started(loop.intake.metered(work(), RequestRecord("r", 0.0)))
+    await cycles(2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["cancelled"]
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("wrong")
+
+    with pytest.raises(KeyError):
+        await loop.intake.metered(fails(), RequestRecord("r", 0.0))
