@@ -182,6 +182,16 @@ class Engine:
         self._wakeup.set()
         return len(named)
 
+    def fail_lora(self, lora_id: int, error: EngineError) -> None:
+        """End the live requests of a LoRA adapter that the workers do not have any more; their
+        readers get the error."""
+        streams = self._streams.values()
+        named = [s.request for s in streams if s.spec.lora and s.spec.lora.lora_id == lora_id]
+        for request in named:
+            request.error = error
+            self.scheduler.cancel(request, Abort.EXPLICIT, self._clock())
+        self._wake(named)
+
     async def run(self) -> None:
         """Run iterations until cancelled."""
         while True:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from engine.lora import LoraReport, LoraSpec
     from engine.step import Step, StepResult
 
 
@@ -51,6 +52,23 @@ class StepExecutor(Protocol):
 
         Raises `Unavailable` if they crashed too often in a row without completing a step.
         """
+        ...
+
+
+class LoraLoader(Protocol):
+    """Loads LoRA adapters in the workers, beside their steps."""
+
+    async def load_lora(self, spec: "LoraSpec") -> "LoraReport":
+        """The report has the error if it cannot be loaded. Raises `WorkerLost`."""
+        ...
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Free an adapter, which no step in flight uses and no later one will use."""
+        ...
+
+    def watch_loras(self, on_lost: "Callable[[LoraReport], object]") -> None:
+        """Call `on_lost` for each adapter that restarted workers could not load again, before any
+        step is submitted to them."""
         ...
 
 

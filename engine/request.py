@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
+    from engine.lora import LoraAdapter
     from engine.step import (
         Grammar,
         RequestId,
@@ -163,6 +164,9 @@ class RequestSpec:
     after its first token, each with that many of the most likely tokens. The output matches
     `grammar`; under one, `avoided_ids` (some of `end_ids`) are sampled only if nothing else is
     allowed. `prediction` is text that the output is expected to repeat, for speculation.
+
+    With a `lora` all tokens are computed with this LoRA adapter. Prefixes are shared only between
+    requests whose adapters have the same digest.
     """
 
     prompt: tuple[int, ...]
@@ -184,6 +188,12 @@ class RequestSpec:
     grammar: "Grammar | None" = None
     avoided_ids: frozenset[int] = frozenset()
     prediction: tuple[int, ...] = ()
+    lora: "LoraAdapter | None" = None
+
+    @property
+    def lora_digest(self) -> str:
+        """The digest of its LoRA adapter; "" without one."""
+        return "" if self.lora is None else self.lora.digest
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
+from engine.lora import NO_LORA, LoraReport, LoraSpec
+
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
@@ -130,6 +132,7 @@ class StepEntry(NamedTuple):
     sample: SampleSpec | None
     prompt_logprobs: PromptTargets | None = None
     num_drafts: int = 0
+    lora_id: int = NO_LORA
 
     @property
     def is_decode(self) -> bool:
@@ -320,7 +323,9 @@ class WorkerSettings:
     With `batch_invariant`, a GPU computes each request's tokens with the same bits whatever else is
     in the batch; otherwise the GEMM kernels that were fastest are kept in the directory
     `gemm_cache`. Packed weights are cached in the directory `packed_cache`, of which all files
-    together have at most `packed_cache_bytes`. A cache named "" is disabled.
+    together have at most `packed_cache_bytes`. A cache named "" is disabled. The LoRA adapters
+    `loras` are loaded with the model; no module of an adapter may have a higher rank than
+    `max_lora_rank`.
     """
 
     model: str
@@ -349,6 +354,8 @@ class WorkerSettings:
     gpu_memory_utilization: float = 0.9
     packed_cache: str = ""
     packed_cache_bytes: int = 32 << 30
+    loras: tuple[LoraSpec, ...] = ()
+    max_lora_rank: int = 64
     placement: Placement = Placement()
 
 
@@ -358,7 +365,8 @@ class WorkerReport:
 
     `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
     `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
-    tier's slots, `HASH_BYTES` each, zeros for an unused one.
+    tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
+    in their order.
     """
 
     architecture: str
@@ -378,3 +386,4 @@ class WorkerReport:
     num_host_blocks: int = 0
     disk_hashes: bytes = b""
     kernels: str = "torch"
+    loras: tuple[LoraReport, ...] = ()

@@ -42,6 +42,7 @@ class BatchBuilder:
         self.background: BackgroundTime | None = None  # set with the first background request
         self.decodes: list[tuple[Request, StepEntry]] = []  # `add_drafts` changes them
         self.prefills: list[tuple[Request, StepEntry]] = []
+        self._has_loras = False
 
     @property
     def is_full(self) -> bool:
@@ -74,6 +75,9 @@ class BatchBuilder:
         )
         blocks = kv.table(request)
         entry = StepEntry(request.request_id, start, tokens, blocks, sample, targets)
+        if request.spec.lora is not None:
+            entry = entry._replace(lora_id=request.spec.lora.lora_id)
+            self._has_loras = True
         rows.append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
@@ -102,7 +106,14 @@ class BatchBuilder:
         return not self.decodes and not self.prefills
 
     def iteration(self, swaps: Swaps = NO_SWAPS, itl_goal: float = inf) -> Iteration:
-        """The iteration with all collected entries and these KV moves."""
+        """The iteration with all collected entries and these KV moves.
+
+        The decodes of one LoRA adapter follow one another, and so do its prefills, so that workers
+        read its weights few times.
+        """
+        if self._has_loras:
+            for group in (self.decodes, self.prefills):
+                group.sort(key=lambda row: row[1].lora_id)
         rows = self.decodes + self.prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])

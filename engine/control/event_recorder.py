@@ -67,9 +67,11 @@ class _Blocks(NamedTuple):
     output: tuple[int, ...]
     block_size: int
     first: int
+    lora_digest: str
 
     def hashes(self) -> list[bytes]:
-        return hash_blocks(self.salt, self.prompt + self.output, self.block_size)[self.first :]
+        tokens = self.prompt + self.output
+        return hash_blocks(self.salt, tokens, self.block_size, self.lora_digest)[self.first :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,9 @@ class EventRecorder(NullObserver):
             if value != default:
                 row[name] = value
         if request.prompt_len >= self._block_size:
-            row["blocks"] = _Blocks(spec.salt, spec.prompt, (), self._block_size, 0)
+            row["blocks"] = _Blocks(
+                spec.salt, spec.prompt, (), self._block_size, 0, spec.lora_digest
+            )
         self._write(row)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
@@ -178,7 +182,8 @@ class EventRecorder(NullObserver):
         size, first = self._block_size, request.prompt_len // self._block_size
         if (request.num_tokens - 1) // size > first:
             output = tuple(request.output[:-1])
-            row["blocks"] = _Blocks(request.spec.salt, request.spec.prompt, output, size, first)
+            spec = request.spec
+            row["blocks"] = _Blocks(spec.salt, spec.prompt, output, size, first, spec.lora_digest)
         self._write(row)
 
     def worker_lost(self, now: float) -> None:

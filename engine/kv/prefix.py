@@ -24,18 +24,21 @@ def extend_hashes(request: "Request", block_size: int, num_blocks: int) -> None:
 
     The chain starts from the hash of the caller's salt, so requests with different salts share no
     block. The salt is hashed with its own personalization: no salt can be chosen that equals the
-    hash of another caller's block.
+    hash of another caller's block. The digest of a LoRA adapter is the key of this hash, so
+    requests share blocks only if the same adapter, by its bytes, computed them.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), num_blocks):
-        before = hashes[-1] if hashes else _root(request.spec.salt)
+        before = hashes[-1] if hashes else _root(request.spec.salt, request.spec.lora_digest)
         tokens = request.tokens(index * block_size, (index + 1) * block_size)
         hashes.append(_next(before, tokens))
 
 
-def hash_blocks(salt: str, tokens: "Sequence[int]", block_size: int) -> list[bytes]:
+def hash_blocks(
+    salt: str, tokens: "Sequence[int]", block_size: int, lora_digest: str = ""
+) -> list[bytes]:
     """The hashes of all full blocks of these tokens."""
-    hashes, before = [], _root(salt)
+    hashes, before = [], _root(salt, lora_digest)
     for start in range(0, len(tokens) - block_size + 1, block_size):
         before = _next(before, tokens[start : start + block_size])
         hashes.append(before)
@@ -48,5 +51,6 @@ def _next(before: bytes, tokens: "Sequence[int]") -> bytes:
     return digest.digest()
 
 
-def _root(salt: str) -> bytes:
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+def _root(salt: str, lora_digest: str) -> bytes:
+    key = bytes.fromhex(lora_digest)
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=key, person=b"salt").digest()

@@ -15,25 +15,35 @@ from functools import partial
 from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
+from engine.lora import LoraReport, LoraSpec, common_report
 from engine.step import Placement, Step, StepId, StepResult
 from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
 from engine.transport.wire import (
     FromWorker,
+    LoadLora,
+    LoraLoaded,
     RunStep,
     StepFailure,
     StepRan,
     TraceEvents,
+    UnloadLora,
     WireError,
     frame,
 )
 
 ResultFuture = asyncio.Future[StepResult]
+LoraFuture = asyncio.Future[LoraReport]
 
 
 class _PendingStep(NamedTuple):
     step_id: StepId
     result: ResultFuture
+
+
+class _PendingLora(NamedTuple):
+    reports: dict[Placement, LoraReport]  # of the workers that have answered
+    future: LoraFuture
 
 
 class StepChannel:
@@ -58,6 +68,7 @@ class StepChannel:
         self._in_flight: deque[_PendingStep] = deque()
         self._oldest_since = 0.0  # valid while a step is in flight
         self._watchdog: asyncio.TimerHandle | None = None
+        self._loras: dict[int, _PendingLora] = {}  # being loaded, by id
         self._ended: str | None = None
         self.num_results = 0  # results received; failed steps are not counted
         self.num_lost = 0  # steps that were in flight when the channel ended
@@ -100,11 +111,30 @@ class StepChannel:
         self._in_flight.append(_PendingStep(step.step_id, result))
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._step_seconds, self._check_overdue)
-        for connection in self._connections:
-            connection.write(data)
+        self._send_all(data)
         if self._trace is not None:
             self._trace.submitted(step)
         return result
+
+    def load_lora(self, spec: LoraSpec) -> LoraFuture:
+        """Let all workers load a LoRA adapter beside their steps; the future is their common
+        report. It fails with `WorkerLost` if the channel ends."""
+        future: LoraFuture = self._loop.create_future()
+        if self._ended is not None:
+            future.set_exception(WorkerLost(self._ended))
+            return future
+        self._loras[spec.lora_id] = _PendingLora({}, future)
+        self._send_all(frame(LoadLora(spec)))
+        return future
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Let all workers free an adapter, which no step in flight uses."""
+        if self._ended is None:
+            self._send_all(frame(UnloadLora(lora_id)))
+
+    def _send_all(self, data: bytearray) -> None:
+        for connection in self._connections:
+            connection.write(data)
 
     def close(self, reason: str) -> None:
         """Send every worker a goodbye and fail the futures in flight with `reason`. Idempotent."""
@@ -136,11 +166,17 @@ class StepChannel:
             future = self._in_flight.popleft().result
             if not future.done():
                 future.set_exception(WorkerLost(reason))
+        for pending in self._loras.values():
+            if not pending.future.done():
+                pending.future.set_exception(WorkerLost(reason))
+        self._loras.clear()
 
     def _receive(self, placement: Placement, message: FromWorker) -> None:
         match message:
             case TraceEvents() if self._trace is not None:
                 self._trace.step_traced(placement, message)
+            case LoraLoaded(report) if report.lora_id in self._loras:
+                self._collect_lora(placement, report)
             case StepRan(result) if placement.returns_results:
                 self._resolve(result.step_id, result)
             case StepFailure(step_id, text) if placement.returns_results:
@@ -162,6 +198,14 @@ class StepChannel:
             future.set_result(result)
         else:
             future.set_exception(result)
+
+    def _collect_lora(self, placement: Placement, report: LoraReport) -> None:
+        reports, future = self._loras[report.lora_id]
+        reports[placement] = report
+        if len(reports) == len(self._connections):
+            del self._loras[report.lora_id]
+            if not future.done():
+                future.set_result(common_report([*reports.values()]))
 
     def _check_overdue(self) -> None:
         """Lose the channel if the oldest step is overdue; otherwise set the timer again."""

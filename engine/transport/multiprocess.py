@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from engine.errors import EngineError, StartupError, Unavailable
+from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
+from engine.lora import LoraReport, LoraSpec
 from engine.ports import Clock
 from engine.step import (
     RequestId,
@@ -92,6 +93,7 @@ class MultiprocessExecutor:
         self._num_restarts = 0
         self._closed = asyncio.Event()
         self._on_lost: Callable[[], object] = _ignore_loss
+        self._on_lora_lost: Callable[[LoraReport], object] = _ignore_lora
 
     def __repr__(self) -> str:
         in_flight = self._channel.num_in_flight if self._channel else 0
@@ -125,15 +127,55 @@ class MultiprocessExecutor:
         """Call `on_lost` whenever the workers are lost. A later call replaces the callback."""
         self._on_lost = on_lost
 
+    def watch_loras(self, on_lost: Callable[[LoraReport], object]) -> None:
+        """Call `on_lost` for each LoRA adapter that restarted workers could not load again."""
+        self._on_lora_lost = on_lost
+
     async def start(self, on_progress: OnProgress) -> WorkerReport:
         """Launch the workers and load the model; calls `on_progress(what, done, total)`.
 
         Raises `StartupError` with a worker's own message, or with how its process ended.
         """
         report = await self._open(self._worker, on_progress)
+        if failed := [lora for lora in report.loras if lora.error]:
+            await self._end("a LoRA adapter cannot be loaded", grace=0.0)
+            raise StartupError(failed[0].error)
         # The KV ledger is built for this many blocks, so restarted workers must have as many.
-        self._worker = replace(self._worker, kv_slots=report.num_blocks * report.block_size)
+        # Their LoRA adapters must have the same bytes.
+        self._worker = replace(
+            self._worker,
+            kv_slots=report.num_blocks * report.block_size,
+            loras=tuple(
+                spec._replace(digest=lora.digest)
+                for spec, lora in zip(self._worker.loras, report.loras, strict=True)
+            ),
+        )
         return report
+
+    async def load_lora(self, spec: LoraSpec) -> LoraReport:
+        """Load an adapter in all workers; restarted workers load it again.
+
+        The report has the error if it cannot be loaded. Raises `WorkerLost`.
+        """
+        channel = self._channel
+        assert channel is not None, "load_lora before start"
+        report = await channel.load_lora(spec)
+        if channel.ended is not None:  # restarted workers do not have it
+            raise WorkerLost(channel.ended)
+        if not report.error:
+            loaded = spec._replace(digest=report.digest)
+            self._worker = replace(self._worker, loras=(*self._worker.loras, loaded))
+        return report
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Free an adapter, which no step in flight uses, in all workers."""
+        self._forget_lora(lora_id)
+        if self._channel is not None:
+            self._channel.unload_lora(lora_id)
+
+    def _forget_lora(self, lora_id: int) -> None:
+        left = tuple(spec for spec in self._worker.loras if spec.lora_id != lora_id)
+        self._worker = replace(self._worker, loras=left)
 
     def submit(self, step: Step) -> ResultFuture:
         """Send the step to the workers. If they are lost, the future has already failed."""
@@ -154,13 +196,22 @@ class MultiprocessExecutor:
             await self._pause(failure)
             self._num_restarts += 1
             try:
-                await self._open(self._worker, _no_progress, is_restart=True)
+                report = await self._open(self._worker, _no_progress, is_restart=True)
             except StartupError as error:
                 logger.warning("the new workers could not start: %s", error)
                 failure = error
                 self._backoff.crashed(is_kill=isinstance(error, WorkerKilled))
             else:
+                self._drop_failed_loras(report)
                 return
+
+    def _drop_failed_loras(self, report: WorkerReport) -> None:
+        """Adapters whose files are gone or have other bytes are not served any more."""
+        for lora in report.loras:
+            if lora.error:
+                logger.error("%s", lora.error)
+                self._forget_lora(lora.lora_id)
+                self._on_lora_lost(lora)
 
     async def close(self) -> None:
         """End the workers: send a goodbye, wait, terminate, kill. Idempotent.
@@ -262,6 +313,10 @@ def _trial_step() -> Step:
     block = array("i", [0]).tobytes()
     entry = StepEntry(RequestId(_TRIAL_ID), 0, (0,), block, SampleSpec(SamplingParams()))
     return Step(StepId(_TRIAL_ID), (entry,))
+
+
+def _ignore_lora(report: LoraReport) -> None:
+    """The callback before `watch_loras` is called."""
 
 
 def _ignore_loss() -> None:

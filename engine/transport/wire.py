@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
@@ -30,6 +31,18 @@ class RunStep(Struct, frozen=True, tag="run", array_like=True):
     """Run one step."""
 
     step: Step
+
+
+class LoadLora(Struct, frozen=True, tag="load_lora", array_like=True):
+    """Load a LoRA adapter beside the steps; answered by a `LoraLoaded`."""
+
+    spec: LoraSpec
+
+
+class UnloadLora(Struct, frozen=True, tag="unload_lora", array_like=True):
+    """Free a LoRA adapter, which no later step uses."""
+
+    lora_id: int
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye", array_like=True):
@@ -62,6 +75,12 @@ class StepRan(Struct, frozen=True, tag="ran", array_like=True):
     result: StepResult
 
 
+class LoraLoaded(Struct, frozen=True, tag="lora", array_like=True):
+    """The answer to a `LoadLora`, also if the adapter could not be loaded."""
+
+    report: LoraReport
+
+
 class StepFailure(Struct, frozen=True, tag="failed", array_like=True):
     """The step of a `RunStep` raised; the worker can run further steps."""
 
@@ -77,9 +96,9 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
     times: StepTimes
 
 
-ToWorker: TypeAlias = LoadWorker | RunStep | Goodbye
+ToWorker: TypeAlias = LoadWorker | RunStep | LoadLora | UnloadLora | Goodbye
 FromWorker: TypeAlias = (
-    LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | TraceEvents
+    LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | LoraLoaded | TraceEvents
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.errors import StartupError
+from engine.lora import common_report
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
@@ -31,7 +32,8 @@ OnProgress = Callable[[str, int, int], None]  # what, done, total
 async def load_all(
     workers: Sequence[LaunchedWorker], settings: WorkerSettings, on_progress: OnProgress
 ) -> WorkerReport:
-    """Load all workers. Returns the last one's report with `bytes_per_block` summed over all.
+    """Load all workers. Returns the last one's report with `bytes_per_block` summed over all, and
+    their common reports of LoRA adapters.
 
     Raises `StartupError` with one line; if there are several workers, it names stage and rank.
     """
@@ -57,7 +59,8 @@ async def load_all(
         await asyncio.wait(tasks)
     reports = [task.result() for task in tasks]
     bytes_per_block = sum(report.bytes_per_block for report in reports)
-    return replace(reports[-1], bytes_per_block=bytes_per_block)
+    loras = tuple(map(common_report, zip(*(report.loras for report in reports), strict=True)))
+    return replace(reports[-1], bytes_per_block=bytes_per_block, loras=loras)
 
 
 class WorkerKilled(StartupError):

@@ -29,7 +29,7 @@ from engine.step import Tier
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.request import Request
+    from engine.request import Request, RequestSpec
     from gateway.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prefix are cached. `extra_keys` has the salt of a first block."""
+    """Consecutive blocks of one prefix are cached. `extra_keys` has, for each block, the digest of
+    the LoRA adapter that computed it, and the salt of a first block."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -127,19 +128,17 @@ class KVEvents(NullObserver):
             self._events.append(self._stored(request, first, last + 1))
 
     def _stored(self, request: "Request", first: int, stop: int) -> BlockStored:
-        hashes, size, salt = request.block_hashes, self._block_size, request.spec.salt
-        extra: list[tuple[str, ...] | None] | None = None
-        if salt and first == 0:
-            extra = [(salt,), *[None] * (stop - 1)]
+        hashes, size, spec = request.block_hashes, self._block_size, request.spec
+        lora = spec.lora
         return BlockStored(
             block_hashes=[_integer(one) for one in hashes[first:stop]],
             parent_block_hash=_integer(hashes[first - 1]) if first else None,
             token_ids=list(request.tokens(first * size, stop * size)),
             block_size=size,
-            lora_id=None,
+            lora_id=None if lora is None else lora.lora_id,
             medium=DEVICE,
-            lora_name=None,
-            extra_keys=extra,
+            lora_name=None if lora is None else lora.name,
+            extra_keys=_extra_keys(spec, first, stop),
         )
 
     def removed(self, block_hash: bytes) -> None:
@@ -174,6 +173,15 @@ class KVEvents(NullObserver):
         if self._events:
             self._publish(Batch(datetime.now(UTC).timestamp(), self._events))
             self._events = []
+
+
+def _extra_keys(spec: "RequestSpec", first: int, stop: int) -> list[tuple[str, ...] | None] | None:
+    """What the hash of each block depends on besides its tokens; None if on nothing."""
+    lora = (spec.lora_digest,) if spec.lora_digest else ()
+    salt = (spec.salt,) if spec.salt and first == 0 else ()
+    if not lora and not salt:
+        return None
+    return [(lora + salt) or None, *[lora or None] * (stop - first - 1)]
 
 
 def _integer(block_hash: bytes) -> int:

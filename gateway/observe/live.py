@@ -41,7 +41,7 @@ class _Recorded(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         rows = [
             (request_id, len(tokens), len(tokens) > 1 + num_drafts)
-            for request_id, _, tokens, _, _, _, num_drafts in self.entries
+            for request_id, _, tokens, _, _, _, num_drafts, _ in self.entries
         ]
         return {"number": self.number, "seconds": self.seconds, "rows": rows}
 

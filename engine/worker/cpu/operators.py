@@ -15,7 +15,8 @@ from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import elementwise, experts, sampling
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
-from engine.worker.cpu.linears.packed import MixedLinear, PackedLinear
+from engine.worker.cpu.linears.floats import FLOAT32
+from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -26,6 +27,7 @@ from engine.worker.ports import (
     ExpertWeights,
     Linear,
     LinearWeight,
+    LowRankUp,
     Routing,
     StageModel,
     ThreadPool,
@@ -161,6 +163,9 @@ class NativeOperators:
             made.append(ExpertLinear(self._pool, linears, packed, own, f"expert {kind}"))
             first += outputs
         return made
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> NativeLowRank:
+        return NativeLowRank(self._pool, FLOAT32, down, ups)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -1,7 +1,8 @@
 """A decoder whose decode steps are recorded once for each shape, and replayed afterwards.
 
 For a number of rows the kernel calls of all layers are the same from step to step, unless attention
-plans them differently. Prompts, whose shapes seldom repeat, are computed without a recording.
+plans them differently or other rows use LoRA adapters. Prompts, whose shapes seldom repeat, are
+computed without a recording.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import RecordableAttention, RopeAngles, StepContext
+from engine.worker.ports import LoraSegment, RecordableAttention, RopeAngles, StepContext
 
 MAX_ROWS = 512
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one
@@ -39,7 +40,7 @@ class RecordedDecoder:
     def __init__(self, decoder: Decoder, pool: NativeThreadPool) -> None:
         self._decoder = decoder
         self._pool = pool
-        self._recordings: dict[tuple[int, bytes], DecodeRecording] = {}
+        self._recordings: dict[tuple[int, bytes, tuple[LoraSegment, ...]], DecodeRecording] = {}
         self.embed = decoder.embed
         self.logits = decoder.logits
 
@@ -49,7 +50,7 @@ class RecordedDecoder:
         if not plan or context.rows is not None or len(hidden) > MAX_ROWS:
             return self._decoder.layers(hidden, context)
         ropes = self._decoder.rope_angles(context.positions)
-        key = (len(hidden), plan)
+        key = (len(hidden), plan, context.loras)
         recording = self._recordings.get(key)
         if recording is None:
             recording = self._recordings[key] = self._record(hidden, replace(context, ropes=ropes))

@@ -5,12 +5,13 @@ outside its bounds.
 """
 
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 
+from engine.lora import NO_LORA
 from engine.step import LAST_TOKEN, Step, StepEntry
-from engine.worker.ports import Int32s, Int64s, RaggedLayout
+from engine.worker.ports import Int32s, Int64s, LoraSegment, RaggedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,17 @@ def _scored_rows(entries: tuple[StepEntry, ...], first_rows: Int32s, vocab_size:
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
+def _lora_segments(entries: tuple[StepEntry, ...], first_rows: Int32s) -> tuple[LoraSegment, ...]:
+    """One segment for each run of neighbouring entries with the same LoRA adapter."""
+    segments, first = [], 0
+    for lora_id, run in groupby(entries, lambda entry: entry.lora_id):
+        last = first + sum(1 for _ in run)
+        if lora_id != NO_LORA:
+            segments.append(LoraSegment(lora_id, int(first_rows[first]), int(first_rows[last])))
+        first = last
+    return tuple(segments)
+
+
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     """The layout of a step; raises `ValueError` if an index is out of bounds."""
     entries, size = step.entries, limits.block_size
@@ -141,6 +153,7 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     page_at, offset = np.divmod(positions, size)
     last_rows = qo_indptr[1:].astype(np.int64) - 1
     is_sampled = [entry.sample is not None for entry in entries]
+    has_loras = any(entry.lora_id for entry in entries)
     return RaggedLayout(
         token_ids=token_ids,
         last_token_rows=last_token_rows,
@@ -155,4 +168,5 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
         scored_rows=_scored_rows(entries, qo_indptr[:-1], limits.vocab_size),
         num_decodes=num_decodes,
         block_size=size,
+        lora_segments=_lora_segments(entries, qo_indptr) if has_loras else (),
     )

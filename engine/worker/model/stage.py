@@ -53,7 +53,8 @@ class Stage:
         if hidden is None:
             hidden = self.model.embed(self._put(layout.token_ids), positions)
         self.attention.plan(layout)
-        return self.model.layers(hidden, StepContext(positions, self.attention, rows))
+        context = StepContext(positions, self.attention, rows, loras=layout.lora_segments)
+        return self.model.layers(hidden, context)
 
     def _put(self, array: Int64s) -> Tensor:
         """The array on this stage's device; on the CPU it is not copied."""

@@ -15,6 +15,7 @@ from engine.worker.ports import (
     ExpertWeights,
     Linear,
     LinearWeight,
+    LowRankUp,
     Norm,
     Routing,
     dequantize,
@@ -41,6 +42,23 @@ class TorchLinear:
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
         return y if add_to is None else add_to.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLowRank:
+    """What a LoRA adapter adds to a linear, as torch products."""
+
+    down: Tensor  # [ranks, in]
+    ups: tuple[LowRankUp, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.down, *(up.weight for up in self.ups)))
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        inner = F.linear(x, self.down)
+        for ranks, columns, weight in self.ups:
+            y[:, columns] += F.linear(inner[:, ranks], weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +113,9 @@ class TorchOperators:
             for each in experts
         ]
         return TorchExperts(pairs, routing, activation)
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
+        return TorchLowRank(down, tuple(ups))
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

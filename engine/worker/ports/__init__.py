@@ -16,9 +16,9 @@ from engine.worker.ports.attention import (
 )
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
-from engine.worker.ports.layout import Int32s, Int64s, RaggedLayout
+from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
-from engine.worker.ports.operators import Argmax, Linear, Norm, Operators
+from engine.worker.ports.operators import Argmax, Linear, LowRank, LowRankUp, Norm, Operators
 from engine.worker.ports.shapes import (
     FULL_ATTENTION,
     AttentionOptions,
@@ -65,6 +65,9 @@ __all__ = [
     "Linear",
     "LinearFormat",
     "LinearWeight",
+    "LoraSegment",
+    "LowRank",
+    "LowRankUp",
     "MakesAttention",
     "ModelFamily",
     "ModelShape",

@@ -1,12 +1,21 @@
 """The index arrays of one step, which every attention backend reads."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+
+
+class LoraSegment(NamedTuple):
+    """Rows `[start, stop)` of a step, which are computed with one LoRA adapter."""
+
+    lora_id: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,7 @@ class RaggedLayout:
     scored_rows: Int64s  # [P], row before each prompt token whose log-probability is requested
     num_decodes: int
     block_size: int
+    lora_segments: tuple[LoraSegment, ...] = ()  # ascending; rows in none use no adapter
 
     @property
     def num_requests(self) -> int:

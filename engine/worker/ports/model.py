@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.worker.ports.attention import AttentionBackend, RopeAngles
+from engine.worker.ports.layout import LoraSegment
 from engine.worker.ports.operators import Operators
 from engine.worker.ports.shapes import ModelShape
 from engine.worker.ports.shard import Shard
@@ -24,13 +25,15 @@ class StepContext:
     `positions` are int64 `[tokens]`; `attention` has been planned for the step. Only `rows`
     (int64, None for all) of the hidden states after the last layer are needed: the last layer
     skips what it would compute for other rows only. `ropes` is filled in by models that use RoPE:
-    one set of angles for each kind of RoPE among their layers.
+    one set of angles for each kind of RoPE among their layers. The rows of `loras` are computed
+    with LoRA adapters.
     """
 
     positions: Tensor
     attention: AttentionBackend
     rows: Tensor | None = None
     ropes: tuple[RopeAngles, ...] = ()
+    loras: tuple[LoraSegment, ...] = ()
 
 
 class StageModel(Protocol):

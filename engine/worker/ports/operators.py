@@ -18,6 +18,27 @@ class Linear(Protocol):
         ...
 
 
+class LowRankUp(NamedTuple):
+    """A second factor of a LoRA adapter: from some of the ranks to some columns of a linear."""
+
+    ranks: slice  # rows of the first factor
+    columns: slice  # of the linear's output
+    weight: Tensor  # [columns, ranks], with the adapter's scale
+
+
+class LowRank(Protocol):
+    """What a LoRA adapter adds to one linear, in floats whatever the format of the linear."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights."""
+        ...
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """Add to `y` `[tokens, out]`, the linear's output of `x` `[tokens, in]`, in place."""
+        ...
+
+
 class Norm(Protocol):
     """A norm over the last dimension."""
 
@@ -61,6 +82,13 @@ class Operators(Protocol):
         """The experts of one layer; `activation` is a gated one of these operators.
 
         All experts have the same sizes. Weights are used as `linear` describes.
+        """
+        ...
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> LowRank:
+        """A LoRA adapter's share of a linear: `ups` read the product with `down` `[ranks, in]`.
+
+        The tensors are float32 on the host; they are copied to where steps read them.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, open_device
+from engine.worker.lora.loading import Loras
 from engine.worker.model.data_plane import DataPlane
 from engine.worker.model.disk_pool import DiskFiles, TieredPool, folder_of
 from engine.worker.model.host_pool import choose_num_host_blocks
@@ -25,6 +26,7 @@ from engine.worker.ports import (
     StepLimits,
 )
 from engine.worker.process.attention_choice import StageAttention, attention_specs
+from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
@@ -134,6 +136,7 @@ class WorkerParts:
     mover: BlockMover
     files: DiskFiles | None  # of the disk tier
     launcher: LaunchesSteps | None  # None with several workers, or on the CPU
+    loras: Loras
     limits: LayoutLimits
     report: WorkerReport
     placement: Placement
@@ -164,16 +167,18 @@ def build_worker(
     constraints = Constraints(checkpoint.open_grammars)
 
     device.prepare(progress)
-    operators = device.operators()
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
     own_bytes = _weight_bytes(checkpoint, device, num_parameters) // placement.num_workers
     device.check_weights(own_bytes)
     packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
-    with device.source(weights, packed, own_bytes) as source:
-        model = checkpoint.family.build(source, shard, operators)
-    model = device.recorded(model, operators, shard.num_ranks)
-    weights.drop_pages()
+    model, operators = build_model(checkpoint, weights, shard, device, packed, own_bytes)
+    loras = Loras(
+        model,
+        operators,
+        partial(linear_sizes_of, checkpoint, weights, shape),
+        settings.max_lora_rank,
+    )
 
     def make_stage(cache: KVTensors) -> Stage:
         return Stage(model, attention.over(cache), device.place, _gathering(shard, plane))
@@ -208,6 +213,7 @@ def build_worker(
         mover=whole.mover,
         files=files,
         launcher=None if plane is not None else device.launcher(whole, progress),
+        loras=loras,
         limits=whole.limits,
         report=WorkerReport(
             architecture=checkpoint.architecture,
@@ -227,6 +233,7 @@ def build_worker(
             num_host_blocks=num_host_blocks,
             disk_hashes=b"" if files is None else files.hashes(),
             kernels=device.kernels,
+            loras=tuple(load_loras(loras, settings, progress)),
         ),
         placement=placement,
         shard=shard,

@@ -8,6 +8,7 @@ readable line is sent.
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -27,14 +28,19 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
 from engine.errors import StartupError, WorkerLost
+from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
 from engine.transport.wire import (
     FrameReader,
+    Goodbye,
     LoadFailed,
+    LoadLora,
     LoadProgress,
     LoadWorker,
+    LoraLoaded,
     RunStep,
     ToWorker,
+    UnloadLora,
     WireError,
     WorkerLoaded,
     frame,
@@ -79,6 +85,14 @@ class LoadableWorker(Protocol):
         """Called once, when no step has come for `IDLE_SECONDS`, in the thread that runs steps."""
         ...
 
+    def load_lora(self, spec: LoraSpec) -> LoraReport:
+        """Load a LoRA adapter, in another thread than the one that runs steps."""
+        ...
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Free a LoRA adapter, in that thread."""
+        ...
+
     def learn(self, step: Step) -> None:
         """Start preparing a step, in another thread than the one that runs earlier steps."""
         ...
@@ -100,6 +114,7 @@ class Parent:
         self._frames = FrameReader()
         self._payloads: deque[bytearray] = deque()
         self._room = memoryview(bytearray(RECEIVE_BYTES))
+        self._sending = threading.Lock()  # several threads send
 
     def receive(self) -> ToWorker:
         """Wait for the next message. Raises `EOFError` when the parent has hung up."""
@@ -112,7 +127,8 @@ class Parent:
 
     def send(self, data: bytearray) -> None:
         """Send one frame. Raises `ConnectionError` when the parent has closed the connection."""
-        self._connection.sendall(data)
+        with self._sending:
+            self._connection.sendall(data)
 
     def progress(self, what: str, done: int, total: int) -> None:
         self.send(frame(LoadProgress(what, done, total)))
@@ -206,11 +222,18 @@ def _without_gc() -> Iterator[None]:
 
 
 def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterator[ReceivedStep]:
-    """Steps in order until a goodbye, received in a thread; raises the error that ended it."""
+    """Steps in order until a goodbye, received in a thread; raises the error that ended it.
+
+    LoRA adapters are loaded in a third thread, so that neither steps nor messages wait for files.
+    """
+    lora_thread = LoraThread(parent, worker)
 
     def listen() -> None:
         try:
-            while isinstance(message := parent.receive(), RunStep):
+            while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
+                if not isinstance(message, RunStep):
+                    lora_thread.put(message)
+                    continue
                 order = ReceivedStep(message.step, time.monotonic())
                 worker.learn(order.step)
                 received.put(order)
@@ -232,6 +255,37 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
         if isinstance(found, Exception):
             raise found
         yield found
+
+
+class LoraThread:
+    """Loads and unloads LoRA adapters in the order of the messages, in a thread of its own, which
+    starts with the first one and ends with the process."""
+
+    def __init__(self, parent: Parent, worker: LoadableWorker) -> None:
+        self._parent = parent
+        self._worker = worker
+        self._messages: SimpleQueue[LoadLora | UnloadLora] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, message: LoadLora | UnloadLora) -> None:
+        self._messages.put(message)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="podway-lora", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            message = self._messages.get()
+            if isinstance(message, UnloadLora):
+                self._worker.unload_lora(message.lora_id)
+                continue
+            try:
+                report = self._worker.load_lora(message.spec)
+            except Exception as error:  # only this adapter fails
+                logger.exception("a LoRA adapter could not be loaded")
+                report = LoraReport(message.spec.lora_id, error=describe(error))
+            with contextlib.suppress(ConnectionError):  # the thread that receives reports it
+                self._parent.send(frame(LoraLoaded(report)))
 
 
 def class_of(worker_path: str) -> type[LoadableWorker]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError, StepFailed, WorkerLost
+from engine.lora import LoraReport, LoraSpec
 from engine.step import (
     Fault,
     RequestId,
@@ -52,6 +53,7 @@ class Worker:
         self._mover = parts.mover
         self._files = parts.files
         self._launcher = parts.launcher
+        self._loras = parts.loras
         self._device = parts.device
         self._limits = parts.limits
         self._shard = parts.shard
@@ -79,6 +81,14 @@ class Worker:
         """Do what can wait until no step runs: open the grammar compiler."""
         if self._samples:
             self._constraints.open()
+
+    def load_lora(self, spec: LoraSpec) -> LoraReport:
+        """Load a LoRA adapter beside the steps; the report has the error if that fails."""
+        return self._loras.load(spec)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Free a LoRA adapter that no step will use any more."""
+        self._loras.unload(lora_id)
 
     def learn(self, step: Step) -> None:
         """Start preparing a step before it runs; may be called in another thread than `launch`."""

@@ -50,7 +50,7 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
     return load_by_name(table[name])
 
 
-class _NoOperators(TorchOperators):
+class NoOperators(TorchOperators):
     """Builds a model from tensors without contents, and so allocates nothing large."""
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> TorchLinear:
@@ -128,9 +128,9 @@ class Checkpoint:
         Returns the number of parameters of the whole model. Raises `StartupError`.
         """
         whole, own = weights.outline(), weights.outline()
-        self.family.build(whole, Shard.whole(shard.shape), _NoOperators())
+        self.family.build(whole, Shard.whole(shard.shape), NoOperators())
         whole.check_all_requested(self.family.ignored_weights)
-        self.family.build(own, shard, _NoOperators())
+        self.family.build(own, shard, NoOperators())
         weights.expect(len(own.requested))
         return whole.num_parameters
 

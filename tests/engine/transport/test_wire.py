@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.lora import LoraReport, LoraSpec
 from engine.step import (
     BlockMove,
     Direction,
@@ -26,11 +27,14 @@ from engine.transport.wire import (
     FrameReader,
     Goodbye,
     LoadFailed,
+    LoadLora,
     LoadProgress,
     LoadWorker,
+    LoraLoaded,
     RunStep,
     StepFailure,
     StepRan,
+    UnloadLora,
     WireError,
     WorkerLoaded,
     frame,
@@ -79,6 +83,7 @@ entries = st.builds(
     sample=st.none() | draws,
     prompt_logprobs=st.none() | targets,
     num_drafts=counts,
+    lora_id=counts,
 )
 moves = st.builds(
     BlockMove,
@@ -115,13 +120,20 @@ results = st.builds(
     unread=st.lists(counts, max_size=3).map(tuple),
 )
 
+lora_specs = st.builds(LoraSpec, lora_id=counts, name=lines, path=lines, digest=lines)
+lora_reports = st.builds(
+    LoraReport, lora_id=counts, digest=lines, rank=counts, num_bytes=ids, error=lines
+)
 to_worker = st.one_of(
     steps.map(RunStep),
+    lora_specs.map(LoadLora),
+    counts.map(UnloadLora),
     st.builds(WorkerSettings, model=lines, kv_bytes=ids).map(LoadWorker),
     st.just(Goodbye()),
 )
 from_worker = st.one_of(
     results.map(StepRan),
+    lora_reports.map(LoraLoaded),
     st.builds(StepFailure, step_id=ids, message=lines),
     st.builds(LoadProgress, what=lines, done=ids, total=ids),
     st.just(WorkerLoaded(REPORT)),

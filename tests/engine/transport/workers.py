@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 from engine.errors import StartupError, WorkerLost
+from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
 from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
 
@@ -42,6 +43,7 @@ class Command(IntEnum):
     OTHER_STEP = 906
     ENVIRONMENT = 907
     IDLE = 908
+    LORAS = 909
 
 
 class RunsSteps(Protocol):
@@ -59,8 +61,24 @@ class UnconnectedWorker:
 
     num_idle = 0  # calls of `idle`
 
+    loras: tuple[int, ...] = ()  # ids of the loaded adapters
+
     def idle(self) -> None:
         self.num_idle += 1
+
+    def load_lora(self, spec: LoraSpec) -> LoraReport:
+        """The digest is the path; a path with "bad" has an error, "raise" raises."""
+        if spec.path == "raise":
+            raise ValueError("no\nadapter")
+        if spec.path == "hang":
+            signal.pause()
+        if "bad" in spec.path or (spec.path == "gone later" and spec.digest):
+            return LoraReport(spec.lora_id, error=f"{spec.path} cannot be loaded")
+        self.loras = (*self.loras, spec.lora_id)
+        return LoraReport(spec.lora_id, digest=spec.path, num_bytes=5)
+
+    def unload_lora(self, lora_id: int) -> None:
+        self.loras = tuple(each for each in self.loras if each != lora_id)
 
     def learn(self, step: Step) -> None:
         """Nothing to prepare."""
@@ -100,7 +118,9 @@ class EchoWorker(UnconnectedWorker):
             case "fails later" if settings.kv_slots:
                 return cls(REPORT, fails=True)
         progress("weights", 2, 2)
-        return cls(REPORT)
+        made = cls(REPORT)
+        made.report = replace(REPORT, loras=tuple(map(made.load_lora, settings.loras)))
+        return made
 
     def run(self, step: Step) -> StepResult:
         tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.sample is not None]
@@ -116,8 +136,9 @@ class EchoWorker(UnconnectedWorker):
                 signal.pause()
             case Command.SEND_GARBAGE:
                 send_garbage()
-            case Command.IDLE:
-                tokens = [self.num_idle]
+            case Command.IDLE | Command.LORAS as asked:
+                loaded = sum(10**lora_id for lora_id in self.loras)
+                tokens = [loaded if asked == Command.LORAS else self.num_idle]
             case Command.UNSENDABLE:
                 tokens = [2**64]
             case Command.OTHER_STEP:

@@ -12,6 +12,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
+from engine.lora import LoraAdapter
 from engine.policy import build
 from engine.request import Request, RequestSpec
 from engine.step import Tier
@@ -46,9 +47,11 @@ class Rig:
         policy = build("fcfs", HAND_COST)
         self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
 
-    def serve(self, *prompts: tuple[int, ...], salt: str = "") -> list[Request]:
+    def serve(
+        self, *prompts: tuple[int, ...], salt: str = "", lora: LoraAdapter | None = None
+    ) -> list[Request]:
         """Serve these prompts with two output tokens each, all at once."""
-        specs = [RequestSpec(prompt, 2, GREEDY, salt=salt) for prompt in prompts]
+        specs = [RequestSpec(prompt, 2, GREEDY, salt=salt, lora=lora) for prompt in prompts]
         requests = [self.scheduler.add(spec, 0.0) for spec in specs]
         while len(self.scheduler.pool):
             run_iteration(self.scheduler, 0.0)
@@ -114,6 +117,15 @@ def test_the_first_block_of_a_salted_prompt_has_the_salt() -> None:
     assert salted.extra_keys == [("mine",), None]
     assert plain.extra_keys is None
     assert set(salted.block_hashes).isdisjoint(plain.block_hashes)
+
+
+def test_blocks_of_a_lora_adapter_have_its_name_and_digest() -> None:
+    rig = Rig()
+    rig.serve(prompt(100), salt="mine", lora=LoraAdapter(3, "sql", "ab"))
+    (stored,) = rig.all_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.lora_id, stored.lora_name) == (3, "sql")
+    assert stored.extra_keys == [("ab", "mine"), ("ab",)]
 
 
 def test_a_router_that_follows_the_events_knows_exactly_the_cached_blocks() -> None:

@@ -19,12 +19,13 @@ from engine.worker.cuda.model.linears import (
     fp8_linear,
     int8_linear,
 )
-from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.model.torch_operators import TorchLowRank, TorchOperators
 from engine.worker.ports import (
     Experts,
     ExpertWeights,
     Linear,
     LinearWeight,
+    LowRankUp,
     Norm,
     Routing,
     common_format,
@@ -133,6 +134,12 @@ class CudaOperators(TorchOperators):
         is_gpu = self._place.type == "cuda"
         capability = torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)
         return why_not_grouped(capability, self._dtype, self._weights, sizes)
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
+        """In the dtype of the activations."""
+        place, dtype = self._place, self._dtype
+        moved = [up._replace(weight=up.weight.to(place, dtype)) for up in ups]
+        return super().low_rank(down.to(place, dtype), moved)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

@@ -71,8 +71,8 @@ class Forward:
         rows = _rows(layout)
         is_all = np.array_equal(rows, np.arange(layout.num_tokens))
         wanted = None if is_all or not len(rows) else inputs.rows
-        hidden = self._model.layers(hidden, StepContext(inputs.positions, self._attention, wanted))
-        return hidden[: len(rows)]
+        context = StepContext(inputs.positions, self._attention, wanted, loras=layout.lora_segments)
+        return self._model.layers(hidden, context)[: len(rows)]
 
     def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:
         """The inputs of the layers; tokens that only the device knows are copied there."""

@@ -1,8 +1,8 @@
 """CUDA graphs of decode-only steps, one for each captured batch size.
 
 A step is padded to the next captured size. Steps with prefill run eagerly: their kernels take
-longer than their launches. A graph holds embedding and layers; logits and sampling run after it,
-for the real rows only.
+longer than their launches. So do steps with rows of LoRA adapters, whose segments vary. A graph
+holds embedding and layers; logits and sampling run after it, for the real rows only.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class DecodeGraphs:
 
     def size_for(self, layout: RaggedLayout) -> int | None:
         """The batch size to pad this layout to; None if the step has to run eagerly."""
-        if not layout.is_decode_only:
+        if not layout.is_decode_only or layout.lora_segments:
             return None
         return next((size for size in self.sizes if size >= layout.num_requests), None)
 

@@ -8,6 +8,8 @@ import torch
 
 from engine.worker.cpu import recorded_decoder as recorded
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
+from engine.worker.lora.model import LoraModel
+from engine.worker.ports import StageModel
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
@@ -16,8 +18,15 @@ VOCAB = 97
 
 
 def recordings(worker: Worker) -> int:
-    model = worker._stage.model
+    model = base_of(worker)
     return len(model._recordings) if isinstance(model, RecordedDecoder) else 0
+
+
+def base_of(worker: Worker) -> StageModel:
+    """The model that computes rows without LoRA adapters."""
+    model = worker._stage.model
+    assert isinstance(model, LoraModel)
+    return model.base
 
 
 def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Tensor], int]:
@@ -65,4 +74,4 @@ def test_a_decoder_with_operators_of_torch_is_not_recorded(tmp_path: Path) -> No
     config.write_text(config.read_text().replace('"silu"', '"relu"'))
     worker = load_worker(tmp_path, attention="cpu")
     Driver(worker).logits((0, [5]))
-    assert not isinstance(worker._stage.model, RecordedDecoder)
+    assert not isinstance(base_of(worker), RecordedDecoder)

@@ -1,0 +1,149 @@
+"""A model with LoRA adapters (Hu et al., 2021): `y = W x + scale · B A x`, A and B of low rank.
+
+Each linear of the blocks gets a `LoraLinear` around it, in a second tree of layers that shares all
+weights with the first. Steps without rows of adapters run the first tree, so they cost the same as
+without LoRA. In the others, a linear computes all rows as before, and then adds what each adapter
+adds to its own rows. So the rows of a request have the same bits whatever else is in the step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar, cast
+
+from torch import Tensor
+
+from engine.worker.lora.named_linears import LinearPart, NamedLinear, NamedLinears
+from engine.worker.model.layers import Decoder
+from engine.worker.ports import Linear, LoraSegment, LowRank, StageModel, StepContext
+
+T = TypeVar("T")
+
+
+class StepSegments:
+    """The rows of adapters in the step that is being computed."""
+
+    def __init__(self) -> None:
+        self.now: tuple[LoraSegment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraLinear:
+    """A linear, and what the adapters that are loaded add to it, by their ids."""
+
+    linear: Linear
+    parts: tuple[LinearPart, ...]
+    segments: StepSegments
+    loras: dict[int, LowRank]
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        y = self.linear(x, add_to)
+        for lora_id, start, stop in self.segments.now:
+            lora = self.loras.get(lora_id)
+            if lora is not None:
+                lora(x[start:stop], y[start:stop])
+        return y
+
+
+class LoraModel:
+    """A `StageModel` whose steps may have rows of LoRA adapters."""
+
+    def __init__(
+        self,
+        base: StageModel,
+        adapted: StageModel,
+        linears: tuple[LoraLinear, ...],
+        segments: StepSegments,
+    ) -> None:
+        """`base` and `adapted` share all weights; `linears` are those of `adapted`."""
+        self.embed = base.embed
+        self.logits = base.logits
+        self.base = base
+        self._adapted = adapted
+        self._linears = linears
+        self._segments = segments
+        self._loaded: dict[int, int] = {}  # bytes, by id
+
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        """The linears that adapters can change."""
+        return self._linears
+
+    def add(self, lora_id: int, changes: Mapping[LoraLinear, LowRank]) -> int:
+        """Load an adapter; it may be used in steps from now on. Returns its bytes."""
+        for linear, change in changes.items():
+            linear.loras[lora_id] = change
+        self._loaded[lora_id] = sum(change.num_bytes for change in changes.values())
+        return self._loaded[lora_id]
+
+    def remove(self, lora_id: int) -> None:
+        """Unload an adapter, which no step in flight may use."""
+        self._loaded.pop(lora_id, None)
+        for linear in self._linears:
+            linear.loras.pop(lora_id, None)
+
+    def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Raises `ValueError` for rows of an adapter that is not loaded."""
+        if not context.loras:
+            return self.base.layers(hidden, context)
+        for segment in context.loras:
+            if segment.lora_id not in self._loaded:
+                raise ValueError(f"LoRA adapter {segment.lora_id} is not loaded")
+        self._segments.now = context.loras
+        if context.rows is None:
+            return self._adapted.layers(hidden, context)
+        hidden = self._adapted.layers(hidden, replace(context, rows=None))
+        return hidden.index_select(0, context.rows)
+
+
+def with_loras(
+    base: StageModel,
+    built: StageModel,
+    named: NamedLinears,
+    recorded: Callable[[StageModel], StageModel],
+) -> LoraModel:
+    """The model `base` with LoRA. `built` is as the family built it; `recorded` gives a model the
+    form in which the device runs it. A model that is not a `Decoder` has no linears for LoRA."""
+    segments = StepSegments()
+    linears: list[LoraLinear] = []
+
+    def wrap(found: NamedLinear) -> LoraLinear:
+        linears.append(LoraLinear(found.linear, found.parts, segments, {}))
+        return linears[-1]
+
+    adapted = built
+    if isinstance(built, Decoder):
+        adapted = replace(built, blocks=_replaced(built.blocks, named, wrap))
+    return LoraModel(base, recorded(adapted), tuple(linears), segments)
+
+
+def linear_sizes(built: StageModel, named: NamedLinears) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each module in the blocks of a model, by name."""
+    found = with_loras(built, built, named, lambda model: model).linears
+    return {part.module: part.sizes for linear in found for part in linear.parts}
+
+
+def _replaced(part: T, named: NamedLinears, wrap: Callable[[NamedLinear], LoraLinear]) -> T:
+    """A copy of a tree of frozen dataclasses and tuples in which all named linears are wrapped."""
+    found = named.find(part)
+    if found is not None:
+        return cast(T, wrap(found))  # a linear for a linear
+    if isinstance(part, tuple) and type(part) is tuple:
+        copy = tuple(_replaced(each, named, wrap) for each in part)
+        is_same = all(one is other for one, other in zip(copy, part, strict=True))
+        return part if is_same else cast(T, copy)
+    if is_dataclass(part) and not isinstance(part, type):
+        changes = dict(_changes(part, named, wrap))
+        return cast(T, replace(part, **changes)) if changes else part
+    return part
+
+
+def _changes(
+    part: object, named: NamedLinears, wrap: Callable[[NamedLinear], LoraLinear]
+) -> Iterator[tuple[str, object]]:
+    """The fields of a dataclass that have linears, with their new values."""
+    assert is_dataclass(part), "checked by the caller"
+    for field in fields(part):
+        before = getattr(part, field.name)
+        after = _replaced(before, named, wrap)
+        if after is not before:
+            yield field.name, after

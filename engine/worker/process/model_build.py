@@ -1,0 +1,51 @@
+"""Builds this worker's layers, in a form that can have LoRA adapters."""
+
+from engine.lora import LoraReport
+from engine.step import WorkerSettings
+from engine.worker.device import Device, Progress
+from engine.worker.lora.loading import Loras
+from engine.worker.lora.model import LoraModel, linear_sizes, with_loras
+from engine.worker.lora.named_linears import NamedLinears
+from engine.worker.ports import ModelShape, Operators, Shard, StageModel
+from engine.worker.weights.checkpoint import Checkpoint, NoOperators
+from engine.worker.weights.packed_cache import PackedCache
+from engine.worker.weights.random import RandomWeights
+from engine.worker.weights.source import Weights
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    weights: Weights | RandomWeights,
+    shard: Shard,
+    device: Device,
+    packed: PackedCache,
+    own_bytes: int,
+) -> tuple[LoraModel, Operators]:
+    """This worker's layers, whose linears can have LoRA adapters."""
+    operators, named = device.operators(), NamedLinears()
+    with device.source(weights, packed, own_bytes) as source:
+        built = checkpoint.family.build(named.source(source), shard, named.operators(operators))
+    weights.drop_pages()
+
+    def recorded(model: StageModel) -> StageModel:
+        return device.recorded(model, operators, shard.num_ranks)
+
+    return with_loras(recorded(built), built, named, recorded), operators
+
+
+def linear_sizes_of(
+    checkpoint: Checkpoint, weights: Weights | RandomWeights, shape: ModelShape
+) -> dict[str, tuple[int, int]]:
+    """The linears of the whole model by name, from a model without contents."""
+    named = NamedLinears()
+    source, operators = named.source(weights.outline()), named.operators(NoOperators())
+    return linear_sizes(checkpoint.family.build(source, Shard.whole(shape), operators), named)
+
+
+def load_loras(loras: Loras, settings: WorkerSettings, progress: Progress) -> list[LoraReport]:
+    """Load the adapters of the settings; a report may have an error."""
+    reports = []
+    for done, spec in enumerate(settings.loras):
+        progress("LoRA adapters", done, len(settings.loras))
+        reports.append(loras.load(spec))
+    return reports
