@@ -71,7 +71,7 @@ def test_the_oldest_recording_is_dropped_for_a_new_one(
 def test_a_decoder_with_operators_of_torch_is_not_recorded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"silu"', '"relu"'))
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
     worker = load_worker(tmp_path, attention="cpu")
     Driver(worker).logits((0, [5]))
     assert not isinstance(base_of(worker), RecordedDecoder)
