@@ -2,6 +2,8 @@
 
 A step reads every matrix once, and the KV that its tokens attend to, and multiplies each token by
 each matrix. In the last layer only the rows that sample need more than the matrices of k and v.
+Of a mixture of experts a step reads those that its tokens choose: as many as if every token chose
+evenly among all experts, independently of the others.
 Norms, embeddings and biases are small and left out, so no bound is too high.
 """
 
@@ -50,16 +52,22 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Matrix elements and attention sizes of a model, from its config.json."""
+    """Matrix elements and attention sizes of a model, from its config.json.
+
+    In a mixture of experts each token uses `top_k` of `num_experts` in every layer.
+    """
 
     num_layers: int
     kv_elements: int  # of the matrices that make k and v, in one layer
-    other_elements: int  # of the other matrices of a layer
+    other_elements: int  # of the other matrices of a layer that one token uses
     head_elements: int
     attention_width: int  # heads × head size
     kv_width: int  # KV heads × head size
     max_positions: int
     window: int | None
+    num_experts: int = 0
+    top_k: int = 0
+    expert_elements: int = 0  # of one expert
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "WeightSizes":
@@ -84,21 +92,43 @@ class WeightSizes:
         width, kv_width = heads * dim, (kv_heads or heads) * dim
         window = config.get("sliding_window")
         has_window = isinstance(window, int) and config.get("use_sliding_window", True)
+        num_experts, top_k, expert = _experts(config, hidden)
+        mlp = 3 * hidden * _number(config, "intermediate_size")
         return cls(
             num_layers=_number(config, "num_hidden_layers"),
             kv_elements=2 * hidden * kv_width,
-            other_elements=2 * hidden * width + 3 * hidden * _number(config, "intermediate_size"),
+            other_elements=2 * hidden * width
+            + (top_k * expert + num_experts * hidden if num_experts else mlp),
             head_elements=hidden * _number(config, "vocab_size"),
             attention_width=width,
             kv_width=kv_width,
             max_positions=_number(config, "max_position_embeddings"),
             window=window if has_window and isinstance(window, int) else None,
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_elements=expert,
         )
 
     @property
     def elements(self) -> int:
-        """Elements of all matrices that a step reads."""
-        return self.num_layers * (self.kv_elements + self.other_elements) + self.head_elements
+        """Elements of all matrices but the embedding."""
+        idle = (self.num_experts - self.top_k) * self.expert_elements
+        layer = self.kv_elements + self.other_elements + idle
+        return self.num_layers * layer + self.head_elements
+
+    def read_elements(self, work: Work) -> float:
+        """Elements of the matrices that a step reads."""
+        tokens, rows = work.num_requests * work.num_tokens, work.num_requests
+        layer = self.kv_elements + self.other_elements
+        beyond = (self.num_layers - 1) * self._more_experts(tokens) + self._more_experts(rows)
+        return self.num_layers * layer + self.head_elements + beyond * self.expert_elements
+
+    def _more_experts(self, tokens: int) -> float:
+        """How many experts so many tokens are expected to use, beyond those of one token."""
+        if not self.num_experts:
+            return 0.0
+        idle = (1 - self.top_k / self.num_experts) ** tokens
+        return self.num_experts * (1 - idle) - self.top_k
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a KV block in float32, the largest format."""
@@ -128,7 +158,7 @@ def lower_bound_of(
     attended = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
-    weights = sizes.elements * ITEM_BYTES[weights_of(report)]
+    weights = sizes.read_elements(work) * ITEM_BYTES[weights_of(report)]
     num_bytes = weights + work.num_requests * attended * token_bytes + written
     products = sizes.products(work) / limits[weights_of(report)].rate
     attention = sizes.attention(work) / limits[report.dtype].rate
@@ -145,6 +175,16 @@ def _attended(length: int, window: int | None) -> int:
     if window is None or length <= window:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
+
+
+def _experts(config: Mapping[str, object], hidden: int) -> tuple[int, int, int]:
+    """The number of experts, how many a token uses, and the matrix elements of one; or zeros."""
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if not isinstance(count, int):
+        return 0, 0, 0
+    has_own = "moe_intermediate_size" in config
+    inner = _number(config, "moe_intermediate_size" if has_own else "intermediate_size")
+    return count, _number(config, "num_experts_per_tok"), 3 * hidden * inner
 
 
 def _number(config: Mapping[str, object], name: str) -> int:

@@ -1,5 +1,7 @@
 """Floors worked out by hand, and sizes beside the models' own counts."""
 
+from dataclasses import replace
+
 import pytest
 
 from adapters.models.named_shapes import SHAPES
@@ -49,6 +51,8 @@ def test_matrices_are_those_that_the_checkpoints_have() -> None:
     assert elements["Qwen2.5-0.5B"] == 494_032_768 - 49 * 896 - 24 * (896 + 2 * 128)
     norms_and_biases = 25 * 2 * 768 + 12 * (3 + 1 + 4 + 1) * 768
     assert elements["GPT-2"] == 124_439_808 - 1024 * 768 - norms_and_biases
+    embedding, norms = 151936 * 2048, 97 * 2048 + 48 * 2 * 128
+    assert elements["Qwen3-30B-A3B"] == 30_532_122_624 - embedding - norms
     assert elements["Qwen3-0.6B"] == 596_049_920 - 57 * 1024 - 28 * 2 * 128
 
 
@@ -62,6 +66,17 @@ def test_a_decode_reads_all_matrices_and_the_context_of_each_request() -> None:
     assert found.computing == pytest.approx((2 * 2 * 1330 + 4 * 8 * 2 * pairs) / 100)
     assert found.bound == "read"
     assert found.seconds == found.reading
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
+    sizes = replace(SMALL, num_experts=8, top_k=2, expert_elements=30)  # 60 of the 100 are experts'
+    assert sizes.elements == 1330 + 3 * 6 * 30
+    assert sizes.read_elements(Work(1, 1, 6)) == 1330
+    two_tokens = 8 * (1 - 0.75**2) - 2  # experts beyond those of one token
+    assert sizes.read_elements(Work(2, 1, 6)) == pytest.approx(1330 + 3 * two_tokens * 30)
+    prompt = Work(num_requests=1, num_tokens=100, context=100)  # one row in the last layer
+    assert sizes.read_elements(prompt) == pytest.approx(1330 + 2 * 6 * 30)
+    assert sizes.products(Work(1, 1, 6)) == SMALL.products(Work(1, 1, 6))
 
 
 def test_a_prefill_computes_only_sampled_rows_in_the_last_layer() -> None:
