@@ -64,6 +64,23 @@ LONGROPE: dict[str, Any] = {
 FROM_128 = {"original_max_position_embeddings": 128}
 FROM_1 = {"original_max_position_embeddings": 1}
 
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -139,6 +156,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "gpt_oss_clamped": ("GptOssConfig", GPT_OSS | {"swiglu_limit": 0.5}),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from adapters.models.fields import Fields
@@ -16,7 +17,14 @@ from adapters.models.projections import Projections
 from adapters.models.rotary import RotaryFamily
 from engine.errors import StartupError
 from engine.worker.model.experts import SparseMlp
-from engine.worker.ports import ExpertShape, ExpertWeights, ModelShape, Routing, TensorSlice
+from engine.worker.ports import (
+    ExpertShape,
+    ExpertWeights,
+    ModelShape,
+    Operators,
+    Routing,
+    TensorSlice,
+)
 
 
 class ExpertNames(NamedTuple):
@@ -27,6 +35,7 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    has_biases: bool = False  # of the router and of all linears
 
 
 class ExpertFamily(RotaryFamily):
@@ -59,31 +68,42 @@ class ExpertFamily(RotaryFamily):
         )
 
     def _mlp(self, projections: Projections, at: str) -> SparseMlp:
-        shape, operators = projections.shard.shape, projections.operators
+        shape, operators, names = projections.shard.shape, projections.operators, self.names
         assert shape.experts is not None, "`sized` has filled it in"
-        at = f"{at.rpartition('.')[0]}.{self.names.block}"
+        at = f"{at.rpartition('.')[0]}.{names.block}"
         count, hidden = shape.experts.num_experts, shape.hidden_size
-        router = projections.weights.tensor(
-            TensorSlice(f"{at}.{self.names.router}.weight", (count, hidden))
-        )
+        weights = projections.weights
+        router = weights.tensor(TensorSlice(f"{at}.{names.router}.weight", (count, hidden)))
+        bias = None
+        if names.has_biases:
+            bias = weights.tensor(TensorSlice(f"{at}.{names.router}.bias", (count,)))
         experts = [self._expert(projections, f"{at}.experts.{each}") for each in range(count)]
         return SparseMlp(
-            router=operators.linear([router], None),
-            experts=operators.experts(experts, self._routing, self._activation(projections)),
+            router=operators.linear([router], bias),
+            experts=operators.experts(experts, self._routing, self.activation(operators)),
             all_reduce=projections.shard.all_reduce,
         )
 
-    def _activation(self, projections: Projections) -> Callable[[Tensor], Tensor]:
-        return projections.operators.activation(self._settings.activation, is_gated=True)
+    def activation(self, operators: Operators) -> Callable[[Tensor], Tensor]:
+        """The gate of an expert's MLP."""
+        return operators.activation(self._settings.activation, is_gated=True)
 
     def _expert(self, projections: Projections, at: str) -> ExpertWeights:
-        weights, inner = projections.weights, projections.shard.inner
+        weights, inner, names = projections.weights, projections.shard.inner, self.names
         hidden = projections.shard.shape.hidden_size
         gate, up = (
             weights.weight(TensorSlice(f"{at}.{name}.weight", (inner.size, hidden), rows=inner.run))
-            for name in (self.names.gate, self.names.up)
+            for name in (names.gate, names.up)
         )
         down = weights.weight(
-            TensorSlice(f"{at}.{self.names.down}.weight", (hidden, inner.size), columns=inner.run)
+            TensorSlice(f"{at}.{names.down}.weight", (hidden, inner.size), columns=inner.run)
         )
-        return ExpertWeights(gate, up, down)
+        if not names.has_biases:
+            return ExpertWeights(gate, up, down)
+        up_biases = [
+            weights.tensor(TensorSlice(f"{at}.{name}.bias", (inner.size,), rows=inner.run))
+            for name in (names.gate, names.up)
+        ]
+        down_bias = weights.tensor(TensorSlice(f"{at}.{names.down}.bias", (hidden,)))
+        is_first = projections.shard.rank == 0  # the ranks' results are summed
+        return ExpertWeights(gate, up, down, torch.cat(up_biases), down_bias if is_first else None)

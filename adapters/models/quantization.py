@@ -1,8 +1,9 @@
 """Checks `quantization_config` of config.json, which describes checkpoints of integer weights.
 
 Supported are W8A8 as `compressed-tensors` writes it (int8 weights, one scale per output channel,
-activations quantized at run time), and int4 weights with scales of groups: `compressed-tensors`'
-`pack-quantized`, GPTQ and AWQ. Every other scheme is rejected with an error that names the field.
+activations quantized at run time), int4 weights with scales of groups: `compressed-tensors`'
+`pack-quantized`, GPTQ and AWQ; and experts in MXFP4 (gpt-oss). Every other scheme is rejected with
+an error that names the field.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,17 @@ INT8, INT4 = "int-quantized", "pack-quantized"  # formats of compressed-tensors
 
 
 def stored_scheme(config: Mapping[str, object]) -> str:
-    """How linears are stored: "int8", a key of `int4_files.SCHEMES`, or "" for floats.
+    """How linears are stored: "int8", "mxfp4", a key of `int4_files.SCHEMES`, or "" for floats.
 
     Raises `StartupError` for any other scheme.
     """
     scheme = Fields(config).child("quantization_config")
     if scheme is None:
         return ""
-    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq")
+    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq", "mxfp4")
     method = scheme.get("quant_method")
+    if method == "mxfp4":
+        return "mxfp4"
     if method == "gptq":
         return _check_gptq(scheme)
     if method == "awq":

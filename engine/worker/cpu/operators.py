@@ -96,6 +96,25 @@ class NativeActivation:
         return y
 
 
+class NativeSwiglu:
+    """gpt-oss' gate, `Operators.clamped_swiglu`."""
+
+    def __init__(self, pool: ThreadPool, alpha: float, limit: float) -> None:
+        self._pool = pool
+        operands = elementwise.SwigluOperands(alpha=alpha, limit=limit)
+        self._call = KernelCall(pool, elementwise.clamped_swiglu, operands)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = len(x), x.shape[1] // 2
+        y = self._pool.empty("activation", (rows, width))
+        operands = self._call.operands
+        operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
+        operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
+        operands.width = width
+        self._call.over_rows(rows)
+        return y
+
+
 class NativeOperators:
     """`Operators` over native kernels. Activations without a kernel are torch's."""
 
@@ -181,6 +200,9 @@ class NativeOperators:
             return NativeActivation(self._pool, ACTIVATIONS[name], is_gated)
         self.is_native = False
         return self._torch.activation(name, is_gated=is_gated)
+
+    def clamped_swiglu(self, alpha: float, limit: float) -> NativeSwiglu:
+        return NativeSwiglu(self._pool, alpha, limit)
 
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape

@@ -137,6 +137,14 @@ class TorchOperators:
 
         return gate
 
+    def clamped_swiglu(self, alpha: float, limit: float) -> Callable[[Tensor], Tensor]:
+        def gate(x: Tensor) -> Tensor:
+            left, right = x.chunk(2, dim=-1)
+            left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+            return left * torch.sigmoid(alpha * left) * (right + 1)
+
+        return gate
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]

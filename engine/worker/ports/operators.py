@@ -104,6 +104,11 @@ class Operators(Protocol):
         """`act(x)`; gated: `act(left half of x) * right half`. Names are Hugging Face's."""
         ...
 
+    def clamped_swiglu(self, alpha: float, limit: float) -> Callable[[Tensor], Tensor]:
+        """gpt-oss' gate: with g the left half of x, at most `limit`, and u the right half, between
+        `-limit` and `limit`, it is `g * sigmoid(alpha * g) * (u + 1)`."""
+        ...
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE in place on `[tokens, heads, dim]`; pairs are made of the two halves of dim.
 

@@ -29,7 +29,9 @@ from engine.worker.weights.checkpoint_files import (
     QuantizedFiles,
     SafetensorsFiles,
 )
+from engine.worker.weights.expert_files import ExpertFiles, has_fused_experts
 from engine.worker.weights.formats.int8 import INT8
+from engine.worker.weights.formats.mxfp4 import MXFP4
 from engine.worker.weights.int4_files import Int4Files
 from engine.worker.weights.packed_cache import PackedCache, source_digest
 from engine.worker.weights.random import RandomWeights
@@ -69,8 +71,9 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
         load_by_name("adapters.models.quantization:stored_scheme"),
     )
     scheme = stored_scheme(config)
-    if not scheme:
-        return SafetensorsFiles(checkpoint)
+    if scheme in ("", MXFP4.name):
+        files = SafetensorsFiles(checkpoint)
+        return ExpertFiles(checkpoint) if has_fused_experts(files.names) else files
     return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
 
 

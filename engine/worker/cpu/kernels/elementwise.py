@@ -199,4 +199,38 @@ def activation(operands, chunk, thread):
                 y[k] *= up[k]
 
 
-KERNELS = (layer_norm, rms_norm, apply_rope, activation)
+@operands
+class SwigluOperands(ctypes.Structure):
+    """`y = g * sigmoid(alpha * g) * (u + 1)`: g is `x[:, :width]`, at most `limit`, and u is
+    `x[:, width:]`, at most `limit` in size."""
+
+    alpha: float
+    limit: float
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    rows: int
+    width: int
+    rows_per_chunk: int
+
+
+_swiglu_operands = make_reader(SwigluOperands)
+
+
+def clamped_swiglu(operands, chunk, thread):
+    """`SwigluOperands` for a run of rows (gpt-oss)."""
+    a = _swiglu_operands(operands)
+    alpha, limit, one = np.float32(a.alpha), np.float32(a.limit), np.float32(1)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        gate = float32s(a.x + row * a.x_stride * BYTES, a.width)
+        up = float32s(a.x + (row * a.x_stride + a.width) * BYTES, a.width)
+        y = float32s(a.y + row * a.y_stride * BYTES, a.width)
+        for k in range(a.width):
+            g, u = gate[k], up[k]
+            g = limit if g > limit else g
+            u = limit if u > limit else (-limit if u < -limit else u)
+            y[k] = g / (one + exp_float(-alpha * g)) * (u + one)
+
+
+KERNELS = (clamped_swiglu, layer_norm, rms_norm, apply_rope, activation)

@@ -6,11 +6,12 @@ channels of the panel:
     scales float16, [minimums float16]
     for each group: [factors int8], [minimum factors or zero points int8], steps
 
-Steps are stored in planes of bits: the low 4 (or all 8) bits, then the remaining ones. In a plane
-each lane has words of 32 bits with the bits of 32 / (bits of the plane) inputs. For each group a
-row of x holds the sum of the group's inputs and then the inputs. Without minimums the sum is an
-int32, multiplied by `-middle`, at which the sums of a group start: so steps are multiplied as
-unsigned numbers. With minimums the sum is a float32, which is multiplied by the group's minimum.
+Steps or codes of steps are stored in planes of bits: the low 4 (or all 8) bits, then the remaining
+ones. In a plane each lane has words of 32 bits with the bits of 32 / (bits of the plane) inputs.
+For each group a row of x holds the sum of the group's inputs and then the inputs. Without minimums
+the sum is an int32, multiplied by `-middle`, at which the sums of a group start: so steps are
+multiplied as unsigned numbers. With minimums the sum is a float32, which is multiplied by the
+group's minimum.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
@@ -20,6 +21,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
+from engine.worker.cpu.kernels.code_tables import look_up
 from engine.worker.cpu.kernels.dtypes import FLOAT16, INT8, load
 from engine.worker.cpu.kernels.packed_tiles import VECTORS, WIDTH, make_tile, pinned
 from engine.worker.cpu.kernels.tile_formats import (
@@ -264,6 +266,8 @@ class _Tile:
                 bits = builder.lshr(bits, _all(plane.bits * part))
             if (plane.bits, self.steps.inputs) != (8, QUAD):
                 bits = builder.and_(bits, _all(self.steps.mask(plane.bits)))
+            if self.layout.codes:
+                bits = look_up(builder, self.layout.codes, bits, WORD // self.steps.inputs)
             if plane.shift:
                 bits = builder.shl(bits, _all(plane.shift))
             found = bits if found is None else builder.or_(found, bits)

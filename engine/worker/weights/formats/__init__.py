@@ -14,6 +14,7 @@ from engine.worker.weights.formats.floats import FloatFormat
 from engine.worker.weights.formats.grouped import GroupLayout
 from engine.worker.weights.formats.int4 import INT4, SYMMETRIC, WITH_ZEROS
 from engine.worker.weights.formats.int8 import INT8
+from engine.worker.weights.formats.mxfp4 import MXFP4
 
 FORMATS: dict[str, LinearFormat] = {
     "float32": FloatFormat(torch.float32),
@@ -23,5 +24,5 @@ FORMATS: dict[str, LinearFormat] = {
 }
 LAYOUTS: dict[str, GroupLayout] = {
     layout.name: layout
-    for layout in (*SYMMETRIC.values(), *WITH_ZEROS.values(), *llama_cpp.LAYOUTS)
+    for layout in (*SYMMETRIC.values(), *WITH_ZEROS.values(), *llama_cpp.LAYOUTS, MXFP4)
 }

@@ -2,8 +2,9 @@
 
     weight = scale * (step - middle) - minimum
 
-A step is an unsigned integer of 4 to 8 bits. The formats of llama.cpp (Q4_0, Q4_K, Q6_K, …), of
-compressed-tensors, GPTQ and AWQ differ in their `GroupLayout`, and in the order of bits in a file.
+A step is an unsigned integer of 4 to 8 bits, or one that a 4-bit code stands for. The formats of
+llama.cpp (Q4_0, Q4_K, Q6_K, …), of compressed-tensors, GPTQ and AWQ differ in their `GroupLayout`,
+and in the order of bits in a file.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,16 +24,18 @@ class GroupLayout(NamedTuple):
     A block is `groups` groups with one float16 scale. A block of several groups (llama.cpp's K
     formats) also has an int8 factor for each: a group's scale is their product. A minimum is a
     float16 of the block, times the group's own int8 factor if the block has several groups. A zero
-    point is an int8 per group, and its minimum is `scale * zero`.
+    point is an int8 per group, and its minimum is `scale * zero`. With `codes` the weights are
+    stored as 4-bit codes, and `codes[code]` is the step.
     """
 
     name: str
     group: int  # inputs
-    bits: int  # of a step: 4, 5, 6 or 8
+    bits: int  # of a step as it is stored: 4, 5, 6 or 8
     middle: int
     groups: int = 1
     has_minimums: bool = False
     has_zeros: bool = False
+    codes: tuple[int, ...] = ()
 
     @property
     def block(self) -> int:
@@ -59,7 +62,7 @@ class GroupLayout(NamedTuple):
 class Groups(NamedTuple):
     """Weights of one layout; all tensors are padded to whole blocks. Fields it lacks are None."""
 
-    steps: Tensor  # uint8 [out, padded in]
+    steps: Tensor  # uint8 [out, padded in]; codes if the layout has them
     scales: Tensor  # float16 [out, blocks]
     factors: Tensor | None = None  # int8 [out, groups]
     minimums: Tensor | None = None  # float16 [out, blocks]
@@ -114,7 +117,10 @@ def dequantize_groups(groups: Groups, layout: GroupLayout) -> Tensor:
     """The weights in float32, `[out, padded in]`."""
     outputs = len(groups.steps)
     scales = _times(groups.scales, groups.factors, layout)
-    steps = groups.steps.view(outputs, -1, layout.group).to(torch.float32)
+    steps = groups.steps.view(outputs, -1, layout.group)
+    if layout.codes:
+        steps = torch.tensor(layout.codes, dtype=torch.uint8)[steps.long()]
+    steps = steps.to(torch.float32)
     values = (steps - layout.middle).mul_(scales[:, :, None])
     if groups.minimums is not None:
         values -= _times(groups.minimums, groups.minimum_factors, layout)[:, :, None]

@@ -17,7 +17,7 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Gr
 MOST = {8: MAX_8_BITS, 14: MAX_14_BITS}
 FASTEST = 8 if HAS_VNNI else 14
 # Together these have every part of a layout; compiling the rest takes half a minute.
-SOME = {"q4_k", "q6_k", "uint4_128", "q8_0"}
+SOME = {"q4_k", "q6_k", "uint4_128", "q8_0", "mxfp4"}
 CASES = [
     pytest.param(
         name,

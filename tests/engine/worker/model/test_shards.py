@@ -54,6 +54,8 @@ VARIANTS = {
     "olmo3": "reference",
     "gemma2": "cpu",
     "gemma3": "cpu",
+    "olmoe": "cpu",
+    "gpt_oss": "cpu",
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }

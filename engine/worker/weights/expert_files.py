@@ -1,0 +1,140 @@
+"""Checkpoints that store a linear of all experts of a layer in one tensor (gpt-oss).
+
+The model sees one tensor for each expert and linear, such as `…experts.3.gate_proj.weight`; gate
+and up are the even and odd outputs of `gate_up_proj`. Matrices are floats `[experts, in, out]`, or
+MXFP4: `…_blocks` `[experts, out, in / 32, 16]` and `…_scales` `[experts, out, in / 32]`.
+"""
+
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.errors import StartupError
+from engine.worker.ports import PreferredFormat, Weight
+from engine.worker.weights.checkpoint_files import SafetensorsFiles
+from engine.worker.weights.formats.mxfp4 import GROUP, MXFP4, mxfp4_weight
+
+BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
+EXPERTS = ".experts."
+# Fused linears with, for each one that the model sees, its first output and the step to the next.
+PARTS = {
+    "gate_up_proj": {"gate_proj": (0, 2), "up_proj": (1, 2)},
+    "down_proj": {"down_proj": (0, 1)},
+}
+
+
+class ExpertPart(NamedTuple):
+    """One tensor of one expert: some outputs of a fused linear, `first`, `first + step`, …"""
+
+    stem: str  # of the fused tensors
+    expert: int
+    first: int
+    step: int
+    is_bias: bool
+
+    def outputs(self, run: slice) -> slice:
+        """The outputs of the fused linear from which these outputs of the part are taken."""
+        return slice(run.start * self.step, run.stop * self.step)
+
+
+class ExpertFiles(SafetensorsFiles):
+    """A directory of safetensors, with fused experts as separate tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        stems = {stem for name in self._shards if (stem := _stem(name))}
+        self._is_mxfp4 = any(stem + BLOCKS in self._shards for stem in stems)
+        self._parts = {name: part for stem in stems for name, part in self._parts_of(stem)}
+        whole = {name for name in self._shards if not _stem(name)}
+        self._names = whole | self._parts.keys()
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names
+
+    @property
+    def preferred_format(self) -> PreferredFormat:
+        """MXFP4 as stored where the device computes in it, else floats."""
+        dtypes = {self.header(name).get_dtype() for name in self._shards} - {"U8"}
+        floats = "bfloat16" if dtypes == {"BF16"} else None
+        return PreferredFormat(stored=(MXFP4.name,) if self._is_mxfp4 else (), floats=floats)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        part = self._parts.get(name)
+        if part is None:
+            return super().shape(name)
+        if part.is_bias:
+            return (super().shape(part.stem + BIAS)[1] // part.step,)
+        if part.stem in self._shards:
+            _, inputs, outputs = super().shape(part.stem)
+            return outputs // part.step, inputs
+        _, outputs, groups, _ = self._blocks_shape(part.stem)
+        return outputs // part.step, groups * GROUP
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        part = self._parts.get(name)
+        if part is None:
+            return super().read(name, index)
+        own, outputs = slice(part.expert, part.expert + 1), part.outputs(index[0])
+        if part.is_bias:
+            return self.header(part.stem + BIAS)[own, outputs][0, part.first :: part.step]
+        if part.stem in self._shards:
+            found = self.header(part.stem)[own, index[1], outputs]
+            return found[0, :, part.first :: part.step].t()
+        return self._read_mxfp4(part, own, outputs, index[1])
+
+    def _read_mxfp4(self, part: ExpertPart, own: slice, outputs: slice, columns: slice) -> Weight:
+        """Columns that begin or end within a group make the weight a float one."""
+        groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+        blocks = self.header(part.stem + BLOCKS)[own, outputs, groups][0, part.first :: part.step]
+        scales = self.header(part.stem + SCALES)[own, outputs, groups][0, part.first :: part.step]
+        weight = mxfp4_weight(blocks.flatten(1).contiguous(), scales.contiguous())
+        if columns.start % GROUP == 0 and columns.stop % GROUP == 0:
+            return weight
+        floats = weight if isinstance(weight, Tensor) else weight.dequantize()
+        start = groups.start * GROUP
+        return floats[:, columns.start - start : columns.stop - start]
+
+    def _blocks_shape(self, stem: str) -> tuple[int, ...]:
+        blocks, scales = (self.header(stem + suffix) for suffix in (BLOCKS, SCALES))
+        shape = tuple(blocks.get_shape())
+        is_known = blocks.get_dtype() == scales.get_dtype() == "U8" and len(shape) == 4
+        if not is_known or tuple(scales.get_shape()) != shape[:3] or shape[3] != GROUP // 2:
+            raise StartupError(
+                f"tensor {stem}{BLOCKS} is {blocks.get_dtype()} {list(shape)} with scales "
+                f"{list(scales.get_shape())}, which is not MXFP4"
+            )
+        return shape
+
+    def _parts_of(self, stem: str) -> Sequence[tuple[str, ExpertPart]]:
+        """The names of all experts' parts of a fused linear."""
+        stored = stem if stem in self._shards else stem + BLOCKS
+        for suffix in ("", SCALES) if stored.endswith(BLOCKS) else ("",):
+            name = stem + suffix if suffix else stored
+            if name not in self._shards:
+                raise StartupError(f"tensor {name} is missing from the checkpoint")
+        root, _, linear = stem.rpartition(".")
+        kinds = {"weight": False} | ({"bias": True} if stem + BIAS in self._shards else {})
+        return [
+            (f"{root}.{expert}.{name}.{kind}", ExpertPart(stem, expert, first, step, is_bias))
+            for expert in range(self.header(stored).get_shape()[0])
+            for name, (first, step) in PARTS[linear].items()
+            for kind, is_bias in kinds.items()
+        ]
+
+
+def _stem(name: str) -> str:
+    """The fused linear that a tensor belongs to, "" if it belongs to none."""
+    for suffix in (BLOCKS, SCALES, BIAS, ""):
+        stem = name.removesuffix(suffix) if suffix else name
+        root, _, linear = stem.rpartition(".")
+        if (stem != name or not suffix) and linear in PARTS and f"{root}.".endswith(EXPERTS):
+            return stem
+    return ""
+
+
+def has_fused_experts(names: Set[str]) -> bool:
+    """Whether some of these tensors hold all experts of a layer."""
+    return any(map(_stem, names))
