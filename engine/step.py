@@ -109,11 +109,24 @@ class PromptTargets(NamedTuple):
     ids: tuple[int, ...]
 
 
+class BlockTable(NamedTuple):
+    """The blocks of a request in one layer group, as little-endian int32, oldest block first.
+
+    The first `first` blocks of the request are not in it: they lie before the group's window.
+    """
+
+    first: int
+    blocks: bytes
+
+
 class StepEntry(NamedTuple):
     """One request's share of an iteration: compute `tokens` at positions `start`, `start + 1`, …
 
     `blocks` is the request's block table as little-endian int32 (oldest block first); it covers
-    at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV.
+    at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV. For a
+    model whose layers do not all keep all their KV (`WorkerReport.windows`), `blocks` is empty and
+    `tables` has a table for each layer group, which covers at least the slots from the first
+    token's window on.
     With `sample` None the entry is a chunk of a prompt and samples no token; otherwise one token
     is sampled after the entry's last position. An entry that was planned before its input token
     was known (lookahead) has `LAST_TOKEN` as its only token.
@@ -133,6 +146,7 @@ class StepEntry(NamedTuple):
     prompt_logprobs: PromptTargets | None = None
     num_drafts: int = 0
     lora_id: int = NO_LORA
+    tables: tuple[BlockTable, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -366,7 +380,8 @@ class WorkerReport:
     `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
     `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
     tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
-    in their order.
+    in their order. `windows` has the sliding window of each layer group, None for a group that
+    keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group.
     """
 
     architecture: str
@@ -387,3 +402,4 @@ class WorkerReport:
     disk_hashes: bytes = b""
     kernels: str = "torch"
     loras: tuple[LoraReport, ...] = ()
+    windows: tuple[int | None, ...] = (None,)

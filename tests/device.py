@@ -5,23 +5,31 @@ submission: moves, then compute.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from engine.iteration import Iteration
 from engine.request import Request, State
-from engine.step import LAST_TOKEN, BlockMove, Direction, Step, StepEntry
+from engine.step import LAST_TOKEN, BlockMove, BlockTable, Direction, Step, StepEntry
 from engine.worker.sampling.outputs import OutputMemory
 
-Tier = dict[int, tuple[int, ...]]  # by slot: all tokens up to the one whose KV is there
+# By slot: the layer group, and all tokens up to the one whose KV is there.
+Tier = dict[int, tuple[int, ...]]
+
+
+def tables_of(entry: StepEntry) -> tuple[BlockTable, ...]:
+    """The entry's table in each layer group."""
+    assert not (entry.tables and entry.blocks), "one or the other"
+    return entry.tables or (BlockTable(0, entry.blocks),)
 
 
 class RememberingDevice:
     """Asserts that attention reads the KV of the tokens before, that no move overwrites KV in use,
     and that penalties read the request's prompt and output."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self._block_size = block_size
+        self._windows = windows
         self._device: Tier = {}
         self._host: Tier = {}
         self._outputs = OutputMemory()
@@ -71,18 +79,27 @@ class RememberingDevice:
 
     def _compute(self, entry: StepEntry, request: Request) -> None:
         """Attend to all tokens before, whose KV must be there, and write the new ones."""
-        size = self._block_size
-        table = array("i", entry.blocks)
         stop = entry.start + len(entry.tokens)
-        slots = [table[i // size] * size + i % size for i in range(stop)]
         known = request.tokens(0, request.num_tokens)
         tokens = known[entry.start : stop]
         assert entry.tokens == tokens or (entry.tokens == (LAST_TOKEN,) and stop == len(known))
-        for position, slot in enumerate(slots):
-            if position < entry.start:
-                assert self._device[slot] == known[: position + 1]
+        for group, table in enumerate(tables_of(entry)):
+            self._compute_group(entry.start, known[:stop], table, group)
+
+    def _compute_group(
+        self, start: int, known: tuple[int, ...], table: BlockTable, group: int
+    ) -> None:
+        """The same in one layer group. KV of different groups is different."""
+        size, window = self._block_size, self._windows[group]
+        blocks = array("i", table.blocks)
+        first = 0 if window is None else max(0, start - window + 1)
+        for position in range(first, len(known)):
+            slot = blocks[position // size - table.first] * size + position % size
+            assert position // size >= table.first, "a block inside the window was given back"
+            if position < start:
+                assert self._device[slot] == (group, *known[: position + 1])
             else:
-                self._device[slot] = known[: position + 1]
+                self._device[slot] = (group, *known[: position + 1])
 
 
 def _last(entry: StepEntry, request: Request) -> tuple[int]:
@@ -106,6 +123,8 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
     assert len(host) == len(set(host)), "a host block moves twice"
     for entry in newest.entries:
         end = entry.start + len(entry.tokens)
-        touched = array("i", entry.blocks)[: -(-end // block_size)]
-        assert not coming & set(touched), "a block is read before it is there"
-        assert not moving & set(touched[entry.start // block_size :]), "written while it moves"
+        for table in tables_of(entry):
+            touched = array("i", table.blocks)[: -(-end // block_size) - table.first]
+            written = touched[entry.start // block_size - table.first :]
+            assert not coming & set(touched), "a block is read before it is there"
+            assert not moving & set(written), "written while it moves"

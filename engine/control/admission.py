@@ -137,9 +137,9 @@ class AdmissionControl:
             request.num_cached = request.num_computed
 
     def num_missing(self, request: Request) -> int:
-        """Blocks that lack for the request to start; with `GROW` one block is left free for each
-        admitted request to grow into."""
-        headroom = self._pool.num_admitted if self._grows else 0
+        """Blocks that lack for the request to start; with `GROW` one block of each layer group is
+        left free for each admitted request to grow into."""
+        headroom = self._pool.num_admitted * self._kv.num_groups if self._grows else 0
         return self._kv.num_missing_to_start(request, self._slots_to_start(request)) + headroom
 
     @property
@@ -170,7 +170,7 @@ class AdmissionControl:
             return False
         victims: list[Request] = []
         needed, shared = missing, self._kv.shared_blocks(request)
-        headroom = int(self._grows)
+        headroom = self._kv.num_groups if self._grows else 0
         host_left = self._kv.num_host_free if self._settings.swaps else 0
         for victim in self._victims(request, now):
             num_swapped = self._kv.num_to_swap(victim)

@@ -75,6 +75,8 @@ class BatchBuilder:
         )
         blocks = kv.table(request)
         entry = StepEntry(request.request_id, start, tokens, blocks, sample, targets)
+        if not blocks:
+            entry = entry._replace(tables=kv.tables(request))
         if request.spec.lora is not None:
             entry = entry._replace(lora_id=request.spec.lora.lora_id)
             self._has_loras = True
@@ -95,7 +97,10 @@ class BatchBuilder:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
         request, entry = self.decodes[index]
         entry = entry._replace(
-            tokens=entry.tokens + drafts, blocks=kv.table(request), num_drafts=len(drafts)
+            tokens=entry.tokens + drafts,
+            blocks=kv.table(request),
+            num_drafts=len(drafts),
+            tables=kv.tables(request),
         )
         self.decodes[index] = (request, entry)
         self.tokens_left -= len(drafts)

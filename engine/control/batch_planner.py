@@ -101,7 +101,7 @@ class BatchPlanner:
                 batch.background.spend(request, num_tokens, beside)
             batch.add(request, num_tokens, self._kv, is_last=num_tokens == unplanned)
             if num_tokens > 1:
-                self._kv.note_prefill(request)
+                self._kv.search.note_prefill(request)
             self._pool.move(request, PLAN)
             return
         if request.state is READY:
@@ -190,10 +190,10 @@ class BatchPlanner:
         whole_batch = self._takes_whole_batch
         if whole_batch and self._pool.num_admitted >= self._settings.max_batch_size:
             return False
-        if not self._kv.find_prefix(request):
+        if not self._kv.search.find(request):
             batch.is_deferred = True
             return True
-        if not whole_batch and request.state is WAITING and self._kv.is_being_computed(request):
+        if not whole_batch and request.state is WAITING and self._kv.search.is_being_computed(request):
             return True
         if not whole_batch and self._is_used_up(batch, request):
             return False

@@ -107,8 +107,9 @@ class IterationScheduler:
         limit = self.settings.max_model_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
-        if prompt_len + max_tokens - 1 > self.ledger.num_slots:
-            raise ContextTooLong(prompt_len, max_tokens, self.ledger.num_slots, "KV cache size")
+        if prompt_len + max_tokens - 1 > self.ledger.longest_request:
+            most = self.ledger.longest_request
+            raise ContextTooLong(prompt_len, max_tokens, most, "KV cache size")
 
     def check_group(self, prompt_lens: "Sequence[int]") -> None:
         """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
@@ -186,13 +187,13 @@ class IterationScheduler:
         batch.has_suspect = self.lifecycle.has_suspect_in_flight
         batch.least_crashes = self.lifecycle.least_crashes
         self.admission.begin_plan()
-        self.kv.begin_plan()
+        self.kv.search.begin_plan()
         self._planner.step_time.begin_plan()
         self._planner.fill(batch, now)
         while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
             batch.is_deferred = False
             batch.background = None
-            self.kv.begin_plan()
+            self.kv.search.begin_plan()
             self._planner.fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)

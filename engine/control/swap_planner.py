@@ -55,7 +55,7 @@ class SwapPlanner:
 
     def arrive(self, request: Request) -> None:
         """Count the blocks of a new prompt."""
-        self._arrived += -(-request.prompt_len // self._kv.block_size)
+        self._arrived += self._kv.num_for_prompt(request.prompt_len)
 
     def may_wait(self, request: Request, num_others: int) -> bool:
         """Whether a swapped request that could run now waits for a move that is not awaited.
@@ -98,6 +98,7 @@ class SwapPlanner:
         self._burst = max(self._arrived, self._burst * DECAY)
         self._arrived = 0
         growth = self._pool.count(State.RUNNING) // self._kv.block_size + 1
+        growth *= self._kv.num_groups
         return min(int(self._burst) + growth, int(MOST_SPARE * self._kv.num_blocks))
 
     def _num_short(self, spare: int) -> int:

@@ -1,63 +1,45 @@
 """KVLedger: which request holds which KV blocks. Integers only; the tensors live in the workers.
 
 A slot is the KV memory of one token in all layers of all stages (Orca, section 4.2); a block is a
-fixed run of slots. Every device block is free, held by requests, cached, or moving (held only by
-requests that are being swapped, or being saved): free + held + cached + moving = all. `host` counts
-the blocks of the host tier, `disk` those of the disk tier.
+fixed run of slots. If layers keep different parts of their KV, they are divided into groups of
+equally many layers (`engine.kv.layer_groups`), and a block has the slots of one group. Every device
+block is free, held by requests, cached, or moving (held only by requests that are being swapped, or
+being saved): free + held + cached + moving = all. `host` counts the blocks of the host tier, `disk`
+those of the disk tier.
 """
 
 from array import array
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from engine.iteration import Save
+from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
-from engine.kv.prefix_index import PrefixIndex
+from engine.kv.layer_groups import LayerGroups, name_in_group
 from engine.kv.saved_blocks import LowerTiers, SavedBlocks
-from engine.step import Tier
+from engine.kv.tables import BlockPairs, Copied, Holding, Table
+from engine.step import BlockTable, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from engine.step import RequestId
 
-
-@dataclass(slots=True)
-class _Holding:
-    """The blocks of one request, oldest first, and how many of them are published."""
-
-    blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    num_published: int = 0
-
-
-class BlockPairs(NamedTuple):
-    """Blocks to copy: `device[i]` to or from `host[i]`."""
-
-    device: "array[int]"
-    host: "array[int]"
+NO_LIMIT = 1 << 40  # slots
 
 
 class KVLedger:
     """Allocates and frees blocks; an allocation succeeds completely or changes nothing.
 
-        free ──reserve──▶ held, private ──publish──▶ held, shared by requests with this prefix
-          ▲                  │ release                  │ release by the last holder
-          ├──────────────────┘                          ▼
-          └───────── evict, least recently used ──── cached ──adopt──▶ held
-
-    A block is published under the chained hash of all tokens up to its end, so equal hash means
-    equal content; only full, computed blocks are published. The scheduler must not release a
-    request that is in an iteration in flight: the workers may still write to its blocks.
+    The states of a block are drawn at `BlockPool`. A block is published under the chained hash of
+    all tokens up to its end, so equal hash means equal content; only full, computed blocks are
+    published. The scheduler must not release a request that is in an iteration in flight: the
+    workers may still write to its blocks. Blocks before the window of a layer group are given back
+    while the request runs: no later step reads them.
 
     A request that is swapped out by a move that is not awaited keeps its device blocks until the
     step returns. Until then they are *moving*: not free yet, but counted in `num_to_be_freed`.
     Published blocks are copied like all others and stay cached on the device. When the request is
-    swapped in, it adopts the blocks that are still cached, and only the rest is copied back.
-
-    Cached blocks are saved in the tiers below (`begin_save`), the least recently used first. Until
-    the step that copies them returns they are moving, and requests may adopt them.
+    swapped in, it adopts the blocks that are still cached, and only the rest is copied back; with
+    several layer groups, or a window, all blocks are copied back.
     """
 
     def __init__(
@@ -68,159 +50,223 @@ class KVLedger:
         num_disk_blocks: int = 0,
         *,
         saves_on_host: bool = False,
+        windows: "Sequence[int | None]" = (None,),
+        chunk: int = 0,
     ) -> None:
-        """With `saves_on_host` the host tier also keeps copies of cached blocks."""
+        """`windows` has the window of each layer group, None for one that keeps all KV. At most
+        `chunk` tokens of a request are planned beyond those that are computed.
+
+        With `saves_on_host` the host tier also keeps copies of cached blocks; only blocks of a
+        model that keeps all KV are saved in lower tiers.
+        """
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
+        assert windows, "there is at least one layer group"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = LayerGroups.of(windows, block_size, chunk)
+        self.keeps_all = self.groups.keeps_all
         self.host = HostTier(num_host_blocks)
         self.disk = SavedBlocks(list(range(num_disk_blocks - 1, -1, -1)))
-        tiers = {Tier.HOST: self.host.cached} if num_host_blocks and saves_on_host else {}
-        self.lower = LowerTiers(tiers | ({Tier.DISK: self.disk} if num_disk_blocks else {}))
-        self._unsaved: dict[int, None] = {}  # cached and not in every tier; least recent first
-        self._saving: set[int] = set()  # that a step in flight copies
+        tiers: dict[Tier, SavedBlocks] = {}
+        if num_host_blocks and saves_on_host and self.keeps_all:
+            tiers[Tier.HOST] = self.host.cached
+        if num_disk_blocks and self.keeps_all:
+            tiers[Tier.DISK] = self.disk
+        self.lower = LowerTiers(tiers)
+        self.pool = BlockPool(num_blocks, self.lower)
+        self.prefixes = self.pool.prefixes
         # Requests whose device blocks a step in flight copies, with the blocks that become free.
         self._in_motion: dict[RequestId, int] = {}
-        self._held: dict[RequestId, _Holding] = {}
-        self._free: list[int] = []
-        self._holders: list[int] = []  # by block
-        self.prefixes = PrefixIndex()
-        self._idle: dict[bytes, int] = {}  # what `num_idle` found since the last change
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published, not held; least recent first
-        self.reset()
+        self._held: dict[RequestId, Holding] = {}
+        self._copied: dict[RequestId, tuple[Copied, ...]] = {}  # to the host
 
     def __repr__(self) -> str:
         return (
-            f"KVLedger(free={len(self._free)}, held={self.num_held}, cached={self.num_cached}, "
-            f"moving={self.num_moving}, all={self.num_blocks}, holders={len(self._held)}, "
-            f"{self.host!r})"
+            f"KVLedger(free={self.num_free - self.num_cached}, held={self.num_held}, "
+            f"cached={self.num_cached}, moving={self.num_moving}, all={self.num_blocks}, "
+            f"holders={len(self._held)}, {self.host!r})"
         )
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated: free blocks, and cached blocks, which would be evicted."""
-        return len(self._free) + len(self._cached)
+        return self.pool.num_available
 
     @property
     def num_cached(self) -> int:
         """Blocks that no request holds and whose content can be reused."""
-        return len(self._cached)
+        return self.pool.num_cached
 
     @property
     def num_held(self) -> int:
         """Blocks held by requests, without the moving ones."""
-        return self.num_blocks - len(self._free) - len(self._cached) - self.num_moving
+        return self.num_blocks - self.pool.num_available - self.num_moving
 
     @property
     def num_moving(self) -> int:
         """Blocks held only by requests whose KV a step in flight copies."""
         movers: dict[int, int] = {}
         for owner in self._in_motion:
-            for block in self._held[owner].blocks:
+            for block in self._held[owner].blocks():
                 movers[block] = movers.get(block, 0) + 1
-        swapped = sum(self._holders[block] == count for block, count in movers.items())
-        return swapped + sum(not self._holders[block] for block in self._saving)
+        swapped = sum(self.pool.num_holders(block) == count for block, count in movers.items())
+        return swapped + self.pool.num_saving
 
     @property
     def num_to_be_freed(self) -> int:
         """Moving blocks that become free when the steps in flight return."""
-        return sum(self._in_motion.values()) + len(self._saving)
+        return sum(self._in_motion.values()) + self.pool.num_to_be_saved
 
     @property
     def num_slots(self) -> int:
-        """Tokens whose KV fits on the device."""
+        """Slots of all device blocks; each is the KV memory of one token in one layer group."""
         return self.num_blocks * self.block_size
 
+    @property
+    def longest_request(self) -> int:
+        """The most slots that a request alone can hold on the device."""
+        most = self.groups.longest_request(self.num_blocks)
+        return NO_LIMIT if most is None else most * self.block_size
+
     def blocks_for(self, num_slots: int) -> int:
-        """Blocks needed for `num_slots` slots."""
+        """Blocks needed for `num_slots` slots of one layer group."""
         return -(-num_slots // self.block_size)
 
+    # Shared prefixes
+
+    def num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
+        """How many of the first `most` hashes, at most, a request can start behind. If all KV is
+        kept, these blocks are published."""
+        return most if self.keeps_all else self.groups.num_reusable(hashes, most, self.prefixes)
+
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
-        """How many of these published blocks are cached: adopting them reduces `num_free`."""
-        if not hashes:
-            return 0
-        last = hashes[-1]  # stands for the whole chain before it
-        if last not in self._idle:
-            block = self.prefixes.block
-            self._idle[last] = sum(block(block_hash) in self._cached for block_hash in hashes)
-        return self._idle[last]
+        """How many of the published blocks of a prefix are cached: adopting them reduces
+        `num_free`."""
+        return self.pool.num_idle(self.groups.names(hashes))
 
     def blocks_of(self, hashes: "Sequence[bytes]") -> set[int]:
         """The published blocks of a prefix."""
-        return {self.prefixes.block(block_hash) for block_hash in hashes}
+        return {self.prefixes.block(name) for name in self.groups.names(hashes)}
 
     def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
         """Let a request that holds no blocks share the published blocks of a prefix."""
         assert request_id not in self._held, "a prefix is adopted before any block is reserved"
-        holding = self._held[request_id] = _Holding(num_published=len(hashes))
-        self._idle.clear()
-        for block_hash in hashes:
-            block = self.prefixes.block(block_hash)
-            self._cached.pop(block, None)
-            self._unsaved.pop(block, None)
-            self._holders[block] += 1
-            holding.blocks.append(block)
-
-    def num_slots_of(self, request_id: "RequestId") -> int:
-        """Slots that the request holds on the device."""
-        return len(self._held[request_id].blocks) * self.block_size
-
-    def num_missing(self, request_id: "RequestId", num_slots: int) -> int:
-        """Blocks that lack for the request to hold so many slots; 0 or negative if none lack."""
-        holding = self._held.get(request_id)
-        held = len(holding.blocks) if holding is not None else 0
-        return self.blocks_for(num_slots) - held - self.num_free
-
-    def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
-        """Make the request hold at least `num_slots` slots; False, and no change, if it cannot."""
-        holding = self._held.get(request_id)
-        held = len(holding.blocks) if holding is not None else 0
-        if num_slots <= held * self.block_size:
-            return True
-        missing = self.blocks_for(num_slots) - held
-        if missing > len(self._free) + len(self._cached):
-            return False
-        if holding is None:
-            holding = self._held[request_id] = _Holding()
-        while len(self._free) < missing:
-            self._evict()
-        taken = self._free[: -missing - 1 : -1]
-        del self._free[-missing:]
-        holding.blocks.extend(taken)
-        for block in taken:
-            self._holders[block] = 1
-        return True
-
-    def _evict(self) -> None:
-        block = next(iter(self._cached))
-        del self._cached[block]
-        self._unsaved.pop(block, None)
-        self._idle.clear()
-        self.prefixes.evict(block)
-        self._free.append(block)
+        stop = len(hashes) * self.block_size
+        tables = []
+        for number, group in enumerate(self.groups):
+            names = self.groups.names_in(number, hashes)
+            blocks = array("i", [self.pool.share(name) for name in names])
+            tables.append(Table(group.first_needed(stop), len(hashes), blocks))
+        self._held[request_id] = Holding(tuple(tables), stop)
 
     def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[int]:
         """Publish the request's leading blocks, which are full and computed, under `hashes`.
 
-        Returns the places of the newly published ones in the request. A block whose content is
-        already published stays private and is freed with its request.
+        Returns the places of the newly published ones in the request, in the first layer group. A
+        block whose content is already published stays private and is freed with its request.
         """
-        holding, published = self._held[request_id], []
-        for index in range(holding.num_published, len(hashes)):
-            if hashes[index] not in self.prefixes:
-                self.prefixes.publish(holding.blocks[index], hashes[index], index)
-                published.append(index)
-        holding.num_published = max(holding.num_published, len(hashes))
+        published: list[int] = []
+        for number, table in enumerate(self._held[request_id].tables):
+            for place in range(table.num_published, len(hashes)):
+                name = name_in_group(hashes[place], number)
+                if name in self.prefixes:
+                    continue
+                depth = None if number else place
+                self.prefixes.publish(table.blocks[place - table.first], name, depth)
+                if not number:
+                    published.append(place)
+            table.num_published = max(table.num_published, len(hashes))
         return published
+
+    # Blocks of requests
+
+    def _shortage(self, holding: Holding | None, num_slots: int) -> list[int]:
+        """For each layer group, the blocks by which its table is too short for so many slots."""
+        stop = self.blocks_for(num_slots)
+        if holding is None:
+            return [group.stop(stop, 0) for group in self.groups]
+        tables = zip(self.groups, holding.tables, strict=True)
+        return [max(0, group.stop(stop, table.first) - table.stop) for group, table in tables]
+
+    def num_slots_of(self, request_id: "RequestId") -> int:
+        """Slots that the request holds on the device."""
+        return self._held[request_id].num_slots
+
+    def num_missing(self, request_id: "RequestId", num_slots: int) -> int:
+        """Blocks that lack for the request to hold so many slots; 0 or negative if none lack."""
+        return sum(self._shortage(self._held.get(request_id), num_slots)) - self.num_free
+
+    def num_for(self, num_slots: int) -> int:
+        """Blocks that a request allocates to hold so many slots without any prefix."""
+        return sum(self._shortage(None, num_slots))
+
+    def num_to_start(self, request_id: "RequestId", num_slots: int, prefix: int) -> int:
+        """Blocks that a request without device blocks allocates to hold so many slots behind a
+        prefix of `prefix` blocks; it is swapped in if it has a host copy."""
+        stop, start = self.blocks_for(num_slots), prefix * self.block_size
+        copied = self._copied.get(request_id)
+        if copied is not None and not self.keeps_all:
+            spans = zip(self.groups, copied, strict=True)
+            return sum(group.stop(stop, span.first) - span.first for group, span in spans)
+        ends = [group.stop(stop, group.first_needed(start)) for group in self.groups]
+        return sum([max(0, end - prefix) for end in ends])
+
+    def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
+        """Make the request hold at least `num_slots` slots, or, in a group with a window, as many
+        as a table may have; False, and no change, if it cannot."""
+        holding = self._held.get(request_id)
+        if holding is not None and num_slots <= holding.num_slots:
+            return True
+        shortage = self._shortage(holding, num_slots)
+        if sum(shortage) > self.pool.num_available:
+            return False
+        if holding is None:
+            holding = self._held[request_id] = Holding(tuple(Table() for _ in self.groups))
+        for table, count in zip(holding.tables, shortage, strict=True):
+            if count:
+                table.blocks.extend(self.pool.allocate(count))
+        holding.num_slots = min([table.stop for table in holding.tables]) * self.block_size
+        return True
+
+    def give_back(self, request_id: "RequestId", num_computed: int) -> None:
+        """Drop the blocks that lie wholly before the windows, now that so many tokens are computed.
+        The last of them may be computed again, so what it reads is kept."""
+        for group, table in zip(self.groups, self._held[request_id].tables, strict=True):
+            count = group.first_needed(num_computed - 1) - table.first
+            if count > 0:
+                for block in table.blocks[:count]:
+                    self.pool.drop(block, is_stale=True)
+                del table.blocks[:count]
+                table.first += count
+                table.num_published = max(table.num_published, table.first)
 
     def num_private(self, request_id: "RequestId", exclude: "Container[int]" = ()) -> int:
         """Blocks that only this request holds, so that its release makes them available; those in
         `exclude` are not counted."""
-        blocks = self._held[request_id].blocks
-        return sum([self._holders[block] == 1 and block not in exclude for block in blocks])
+        holders = self.pool.num_holders
+        blocks = self._held[request_id].blocks()
+        return sum([holders(block) == 1 and block not in exclude for block in blocks])
+
+    def table(self, request_id: "RequestId") -> bytes:
+        """The request's block table as int32, oldest block first (see `StepEntry.blocks`); of the
+        first layer group, if there are several."""
+        return self._held[request_id].tables[0].blocks.tobytes()
+
+    def tables(self, request_id: "RequestId") -> tuple[BlockTable, ...]:
+        """The request's block table in each layer group (see `StepEntry.tables`); none if the model
+        keeps all KV."""
+        if self.keeps_all:
+            return ()
+        tables = self._held[request_id].tables
+        return tuple([BlockTable(table.first, table.blocks.tobytes()) for table in tables])
+
+    # Swapping
+
+    def num_to_copy(self, request_id: "RequestId", num_slots: int) -> int:
+        """Host blocks that a copy of the request's first `num_slots` slots needs."""
+        copied = self._held[request_id].to_copy(self.blocks_for(num_slots))
+        return sum([span.count for span in copied])
 
     def begin_swap_out(
         self, request_id: "RequestId", num_slots: int, *, is_awaited: bool
@@ -228,10 +274,14 @@ class KVLedger:
         """Allocate host blocks for a copy of the request's first `num_slots` slots; None, and no
         change, if too few are free. The device blocks are free now if the copy is awaited, else
         after `finish_swap_out`."""
-        copied = self._held[request_id].blocks[: self.blocks_for(num_slots)]
+        holding, copied = self._held[request_id], array("i")
+        spans = holding.to_copy(self.blocks_for(num_slots))
+        for table, span in zip(holding.tables, spans, strict=True):
+            copied += table.blocks[: span.count]
         copy = self.host.begin_write(request_id, len(copied))
         if copy is None:
             return None
+        self._copied[request_id] = spans
         if is_awaited:
             self._release_device(request_id)
         else:
@@ -254,11 +304,18 @@ class KVLedger:
         """Give the request `num_slots` slots, which must be available: the published blocks of
         `prefix` and new ones. The pairs say which of these to fill from its host copy; unless
         that is awaited, they are moving until `finish_swap_in`."""
+        assert self.keeps_all or not prefix, "only a whole prefix is shared while swapping in"
+        spans = self._copied.pop(request_id)
         self.adopt(request_id, prefix)
+        tables = self._held[request_id].tables
+        for table, span in zip(tables, spans, strict=True):
+            if not prefix:
+                table.first = table.num_published = span.first
         reserved = self.reserve(request_id, num_slots)
         assert reserved, "a request is swapped in only if its blocks are available"
-        copy = self.host.begin_read(request_id, len(prefix))
-        filled = self._held[request_id].blocks[len(prefix) : len(prefix) + len(copy)]
+        copy, filled = self.host.begin_read(request_id, len(prefix)), array("i")
+        for table, span in zip(tables, spans, strict=True):
+            filled += table.blocks[len(prefix) : span.count]
         if filled and not is_awaited:
             self._in_motion[request_id] = 0
         return BlockPairs(filled, copy)
@@ -276,23 +333,10 @@ class KVLedger:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return 0
-        self._idle.clear()
-        for block in reversed(holding.blocks):
-            self._holders[block] -= 1
-            if self._holders[block]:
-                continue
-            if self.prefixes.is_published(block):
-                if block not in self._saving:
-                    self._cache(block)
-            else:
-                self._free.append(block)
-        return len(holding.blocks)
-
-    def _cache(self, block: int) -> None:
-        """A published block that no request holds: it is cached, as the most recently used one."""
-        self._cached[block] = None
-        if self.lower and self.lower.without(self.prefixes.hash_of(block)):
-            self._unsaved[block] = None
+        blocks = [block for table in holding.tables for block in reversed(table.blocks)]
+        for block in blocks:
+            self.pool.drop(block)
+        return len(blocks)
 
     # Copies in the tiers below
 
@@ -301,43 +345,10 @@ class KVLedger:
         """Whether cached blocks are saved in any tier."""
         return bool(self.lower)
 
-    @property
-    def num_unsaved(self) -> int:
-        """Cached blocks that are not saved in every tier."""
-        return len(self._unsaved)
-
-    def begin_save(self, most: int) -> "list[Save]":
-        """Let the step being planned copy at most so many cached blocks, the least recently used
-        first. Until `finish_save` they are moving."""
-        saves: list[Save] = []
-        for block in list(islice(self._unsaved, most)):
-            del self._unsaved[block]
-            block_hash = self.prefixes.hash_of(block)
-            for tier, copies in self.lower.without(block_hash):
-                slot = copies.begin_save(block_hash)
-                if slot is not None:
-                    saves.append(Save(tier, block, slot, block_hash))
-        if saves:
-            self._idle.clear()
-        for save in saves:
-            self._cached.pop(save.block, None)
-            self._saving.add(save.block)
-        return saves
-
-    def finish_save(self, saves: "Sequence[Save]", *, is_complete: bool) -> None:
-        """The step that made these copies has returned, or will not return."""
-        for save in reversed(saves):  # the first was the least recently used
-            self.lower[save.tier].finish_save(save.block_hash, is_complete=is_complete)
-            if save.block in self._saving:
-                self._saving.discard(save.block)
-                if not self._holders[save.block]:
-                    self._cached[save.block] = None
-                    self._cached.move_to_end(save.block, last=False)
-        self._idle.clear()
-
     def release(self, request_id: "RequestId") -> int:
         """Free the request's blocks in both tiers; the number of device blocks that it held."""
         self.host.release(request_id)
+        self._copied.pop(request_id, None)
         return self._release_device(request_id)
 
     def reset(self) -> None:
@@ -345,44 +356,30 @@ class KVLedger:
         self.host.reset()
         self._in_motion.clear()
         self._held.clear()
-        self._free = list(range(self.num_blocks - 1, -1, -1))
-        self._holders = [0] * self.num_blocks
-        self.prefixes.clear()
-        self._idle.clear()
-        self._cached.clear()
-        self._unsaved.clear()
-        self._saving.clear()
+        self._copied.clear()
+        self.pool.reset()
         self.disk.abandon()
-
-    def table(self, request_id: "RequestId") -> bytes:
-        """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
-        return self._held[request_id].blocks.tobytes()
 
     def num_leaked(self, live: "Container[RequestId]") -> int:
         """Blocks of both tiers whose request is not live; anything but 0 is a leak."""
-        held = sum(len(h.blocks) for owner, h in self._held.items() if owner not in live)
-        return held + self.host.num_leaked(live)
+        held = [sum(1 for _ in h.blocks()) for owner, h in self._held.items() if owner not in live]
+        return sum(held) + self.host.num_leaked(live)
 
     def check(self) -> None:
         """Assert that every block is in exactly one state and that all counts agree."""
         holders = [0] * self.num_blocks
         for holding in self._held.values():
-            assert len(set(holding.blocks)) == len(holding.blocks), "a block twice in a table"
-            for block in holding.blocks:
+            blocks = list(holding.blocks())
+            assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
+            for block in blocks:
                 holders[block] += 1
-        assert holders == self._holders, f"holders drifted: {self!r}"
-        idle = [block for block in range(self.num_blocks) if not holders[block]]
-        saving = [block for block in self._saving if not holders[block]]
-        found = sorted([*self._free, *self._cached, *saving])
-        assert found == idle, f"lost or owned twice: {self!r}"
-        assert self._unsaved.keys() <= self._cached.keys(), "unsaved, and not cached"
+            for group, table in zip(self.groups, holding.tables, strict=True):
+                assert group.most_blocks is None or len(table.blocks) <= group.most_blocks, (
+                    f"a table of {len(table.blocks)} blocks for a window of {group.window}"
+                )
+        self.pool.check(holders)
         assert self._in_motion.keys() <= self._held.keys(), "a request moves and holds no block"
-        counts = (len(self._free), self.num_held, self.num_cached, self.num_moving)
+        counts = (self.num_free - self.num_cached, self.num_held, self.num_cached, self.num_moving)
         assert min(counts) >= 0, f"a negative count: {self!r}"
         assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"
         self.host.check()
-        self.prefixes.check()
-        published = self.prefixes.blocks
-        assert self._cached.keys() <= published, "cached without a hash"
-        shared = {block for block in range(self.num_blocks) if holders[block] > 1}
-        assert shared <= published, "a private block is shared"

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Iteration, Load, Save, Swaps
 from engine.kv.prefix import extend_hashes
+from engine.kv.prefix_search import PrefixSearch
 from engine.request import Move, Request, State
 from engine.step import BlockMove, Direction, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
 
     from engine.events import Observer
-    from engine.kv.ledger import BlockPairs, KVLedger
+    from engine.kv.ledger import KVLedger
+    from engine.kv.tables import BlockPairs
     from engine.pool import RequestPool
+    from engine.step import BlockTable
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
-LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
-CHUNK = 512  # tokens that are compared at a time
-HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
 
 class KVManager:
@@ -44,12 +44,13 @@ class KVManager:
         self._pool = pool
         self._observer = observer
         self._reuses_prefixes = reuses_prefixes
+        self._keeps_all = ledger.keeps_all
+        self.num_groups = len(ledger.groups)
+        self.search = PrefixSearch(ledger, is_on=reuses_prefixes)
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
         self._saves: list[Save] = []
         self._loads: list[Load] = []
-        self.hashes_left = HASHES_PER_PLAN
-        self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
     @property
     def num_free(self) -> int:
@@ -68,17 +69,9 @@ class KVManager:
 
     # Shared prefixes
 
-    def begin_plan(self) -> None:
-        """Allow `HASHES_PER_PLAN` hashes, and forget prefills that are not in flight any more."""
-        self.hashes_left = HASHES_PER_PLAN
-        if self._prefills:
-            flying = [r for r in self._prefills.values() if r.num_in_flight]
-            self._prefills.clear()
-            for request in flying:
-                self.note_prefill(request)
-
     def publish(self, request: Request, start: int) -> None:
-        """Let other requests share the blocks that this one has filled from position `start`."""
+        """Let other requests share the blocks that this one has filled from position `start`, and
+        give back the blocks that no window reaches any more."""
         size = self.block_size
         num_full = request.num_computed // size
         if num_full > start // size and self._reuses_prefixes:
@@ -88,73 +81,22 @@ class KVManager:
             listener = self.ledger.prefixes.listener
             if depths and listener is not None:
                 listener.stored(request, depths)
+        if not self._keeps_all:
+            self.ledger.give_back(request.request_id, request.num_computed)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
-        looked for (`find_prefix`)."""
-        self.find_prefix(request)
+        looked for (`PrefixSearch.find`)."""
+        self.search.find(request)
         return request.num_tokens - request.num_matched * self.block_size
 
-    def find_prefix(self, request: Request) -> bool:
-        """Look for the request's blocks in the cache, from where the last search ended, and behind
-        them in the tiers below. Returns False if the search has to continue in the next plan,
-        because hashing takes time."""
-        if not self._reuses_prefixes:
-            return True
-        size, index, hashes = self.block_size, self.ledger.prefixes, request.block_hashes
-        matched = request.num_matched
-        if request.num_evictions_seen != index.num_evictions:
-            matched = index.num_matched(hashes, matched, request.num_evictions_seen)
-            request.num_evictions_seen = index.num_evictions
-        num_full = request.num_tokens // size
-        matched = self._first_missing(request, matched, num_full, index.__contains__)
-        request.num_matched = found = matched
-        if self.ledger.saves and found < len(hashes):
-            found = self._first_missing(request, found, num_full, self.ledger.lower.has)
-        return found == num_full or found < len(hashes)
-
-    def _first_missing(
-        self, request: Request, start: int, stop: int, has: "Callable[[bytes], bool]"
-    ) -> int:
-        """The first of the request's blocks from `start` on whose hash `has` does not have; `stop`
-        at most, and not beyond the hashes that this plan may compute."""
-        hashes = request.block_hashes
-        for index in range(start, stop):
-            if index == len(hashes):
-                if not self.hashes_left:
-                    return index
-                self.hashes_left -= 1
-                extend_hashes(request, self.block_size, index + 1)
-            if not has(hashes[index]):
-                return index
-        return stop
-
     def prefix(self, request: Request) -> "Sequence[bytes]":
-        """Hashes of the request's leading blocks that are on the device, held or cached."""
-        self.find_prefix(request)
-        most = self._most_reusable(request) // self.block_size
-        return request.block_hashes[: min(request.num_matched, most)]
-
-    def note_prefill(self, request: Request) -> None:
-        """The request is in an iteration that computes a part of its prompt."""
-        place = request.num_computed // self.block_size
-        if self._reuses_prefixes and (place + 1) * self.block_size <= request.prompt_len:
-            extend_hashes(request, self.block_size, place + 1)
-            self._prefills[request.block_hashes[place]] = request
-
-    def is_being_computed(self, request: Request) -> bool:
-        """Whether an iteration in flight, or the one being planned, computes a prompt that has
-        half of this request's uncached tokens in common, and at least `LEAST_COMMON`: then it is
-        better to wait for their KV than to compute it twice."""
-        place, size = request.num_matched, self.block_size
-        if not self._prefills or place >= len(request.block_hashes):
-            return False
-        other = self._prefills.get(request.block_hashes[place])
-        if other is None or other is request:
-            return False
-        cached = place * size
-        common = _num_common(request.spec.prompt, other.spec.prompt, cached) // size * size - cached
-        return common >= LEAST_COMMON and 2 * common >= request.num_tokens - cached
+        """Hashes of the request's leading blocks that are on the device, held or cached, and that
+        it can start behind."""
+        if request.state is SWAPPED and not self._keeps_all:
+            return ()  # all that it needs is in its copy
+        self.search.find(request)
+        return self.search.reusable(request, self._most_reusable(request) // self.block_size)
 
     # Blocks
 
@@ -165,8 +107,12 @@ class KVManager:
     def num_missing_to_start(self, request: Request, num_slots: int) -> int:
         """The same for a waiting or swapped request, which can share a prefix."""
         prefix = self.prefix(request)
-        need = self.ledger.blocks_for(num_slots) - len(prefix) + self.ledger.num_idle(prefix)
-        return need - self.ledger.num_free
+        need = self.ledger.num_to_start(request.request_id, num_slots, len(prefix))
+        return need + self.ledger.num_idle(prefix) - self.ledger.num_free
+
+    def num_for_prompt(self, prompt_len: int) -> int:
+        """Blocks that a prompt of this length needs to start, if nothing of it is cached."""
+        return self.ledger.num_for(prompt_len)
 
     def num_gained(self, victim: Request, exclude: "Container[int]" = ()) -> int:
         """Blocks that become available if `victim` releases its KV, without those in `exclude`."""
@@ -229,7 +175,7 @@ class KVManager:
     def save(self, most: int) -> None:
         """Order copies of at most so many cached blocks to the tiers below, beside the step being
         planned."""
-        saves = self.ledger.begin_save(most)
+        saves = self.ledger.pool.begin_save(most)
         self._saves += saves
         for tier in dict.fromkeys(save.tier for save in saves):
             mine = [save for save in saves if save.tier is tier]
@@ -239,7 +185,11 @@ class KVManager:
 
     def table(self, request: Request) -> bytes:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
-        return self.ledger.table(request.request_id)
+        return self.ledger.table(request.request_id) if self._keeps_all else b""
+
+    def tables(self, request: Request) -> "tuple[BlockTable, ...]":
+        """Its tables in all layer groups; none if the model keeps all KV (`StepEntry.tables`)."""
+        return self.ledger.tables(request.request_id)
 
     def release(self, request: Request) -> None:
         """Free the request's blocks in both tiers; no step in flight may use them."""
@@ -259,7 +209,7 @@ class KVManager:
 
     def num_to_swap(self, request: Request) -> int:
         """Host blocks that a copy of the request's KV needs."""
-        return self.ledger.blocks_for(request.num_computed)
+        return self.ledger.num_to_copy(request.request_id, request.num_computed)
 
     def swap_out(self, request: Request, now: float, *, is_awaited: bool) -> bool:
         """Order the swap-out of a ready request; False, and no change, if the host tier is full."""
@@ -325,7 +275,7 @@ class KVManager:
         """A step has returned, so its moves have ended. Returns the swapping requests whose end
         was decided meanwhile; their blocks are still held."""
         self._free_read_blocks(iteration)
-        self.ledger.finish_save(iteration.saves, is_complete=True)
+        self.ledger.pool.finish_save(iteration.saves, is_complete=True)
         for request in iteration.swapping:
             request.num_in_flight -= 1
             if request.state is State.SWAPPING_OUT:
@@ -340,7 +290,7 @@ class KVManager:
         """A step failed or is lost, and its moves may not have been made: the swapping requests
         have no KV any more. Returns those whose end was decided meanwhile."""
         self._free_read_blocks(iteration)
-        self.ledger.finish_save(iteration.saves, is_complete=False)
+        self.ledger.pool.finish_save(iteration.saves, is_complete=False)
         self.finish_loads(iteration)
         for request in iteration.swapping:
             request.num_in_flight -= 1
@@ -382,15 +332,3 @@ def _move(
     """A move of cached blocks, which have hashes."""
     tables = array("i", device).tobytes(), array("i", slots).tobytes()
     return BlockMove(direction, *tables, is_awaited, tier, b"".join(hashes))
-
-
-def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:
-    """The length of the common prefix of two prompts, which is at least `start`."""
-    length = min(len(one), len(other))
-    if one is other:
-        return length
-    while start < length and one[start : start + CHUNK] == other[start : start + CHUNK]:
-        start += CHUNK
-    while start < length and one[start] == other[start]:
-        start += 1
-    return min(start, length)

@@ -38,7 +38,7 @@ class PrefixListener(Protocol):
 
 class _Published(NamedTuple):
     block_hash: bytes
-    depth: int  # number of blocks before it in its chain
+    depth: int | None  # number of blocks before it in its chain; None if it is in no chain
 
 
 class PrefixIndex:
@@ -49,6 +49,7 @@ class PrefixIndex:
         self._published: dict[int, _Published] = {}
         self._evictions: list[_Published] = []
         self._num_dropped = 0  # evictions before those in the log
+        self.version = 0  # changes whenever the published blocks change
         self.listener: PrefixListener | None = None
 
     def __contains__(self, block_hash: object) -> bool:
@@ -75,15 +76,20 @@ class PrefixIndex:
         """The block that is published under this hash."""
         return self._blocks[block_hash]
 
-    def publish(self, block: int, block_hash: bytes, depth: int) -> None:
-        """Publish a block under a hash that is not published, the `depth`th of its chain."""
+    def publish(self, block: int, block_hash: bytes, depth: int | None) -> None:
+        """Publish a block under a hash that is not published, the `depth`th of its chain. Blocks
+        in no chain are not reported, nor logged when they are evicted."""
+        self.version += 1
         self._blocks[block_hash] = block
         self._published[block] = _Published(block_hash, depth)
 
     def evict(self, block: int) -> None:
         """The content of a published block is overwritten from now on."""
+        self.version += 1
         evicted = self._published.pop(block)
         del self._blocks[evicted.block_hash]
+        if evicted.depth is None:
+            return
         if self.listener is not None:
             self.listener.removed(evicted.block_hash)
         self._evictions.append(evicted)
@@ -93,6 +99,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """The content of all blocks is lost."""
+        self.version += 1
         self._blocks.clear()
         self._published.clear()
         self._num_dropped += len(self._evictions) + 1
@@ -106,6 +113,7 @@ class PrefixIndex:
         if seen < self._num_dropped:
             num_matched, seen = self._first_gap(hashes, num_matched), self.num_evictions
         for block_hash, depth in self._evictions[seen - self._num_dropped :]:
+            assert depth is not None, "only blocks of chains are logged"
             is_own = depth < num_matched and hashes[depth] == block_hash
             if is_own and block_hash not in self._blocks:
                 num_matched = depth

@@ -47,8 +47,9 @@ class Leaps:
         self.recorder = recorder
         self.outputs = outputs
         self.is_fcfs = _is_fcfs(scheduler)
-        has_host_tier = scheduler.ledger.host.num_blocks > 0  # KV may be swapped in any plan
-        self._is_possible = not has_host_tier and not scheduler.ledger.saves
+        ledger = scheduler.ledger
+        has_host_tier = ledger.host.num_blocks > 0  # KV may be swapped in any plan
+        self._is_possible = ledger.keeps_all and not has_host_tier and not ledger.saves
         self._goes_on_beside_waiting = self.is_fcfs and scheduler.settings.itl_goal == float("inf")
 
     def begin(self, now: float, *, is_blocked: bool) -> "DecodeLeap | None":

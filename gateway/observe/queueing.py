@@ -87,8 +87,9 @@ def lacks(request: "Request", scheduler: "IterationScheduler", num_requests: int
     ledger = scheduler.ledger
     grows = scheduler.settings.admission is Admission.GROW
     slots = request.num_tokens if grows else request.max_slots
-    headroom = scheduler.pool.num_admitted if grows else 0
-    if ledger.blocks_for(slots) - request.num_matched + headroom > ledger.num_free:
+    headroom = scheduler.pool.num_admitted * len(ledger.groups) if grows else 0
+    needed = ledger.num_to_start(request.request_id, slots, request.num_matched)
+    if needed + headroom > ledger.num_free:
         return Cause.KV
     if num_requests >= scheduler.settings.max_batch_size:
         return Cause.SEAT

@@ -23,21 +23,28 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv.manager import KVManager
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
-from engine.step import SamplingParams, StepResult
-from tests.device import RememberingDevice, check_moves
+from engine.step import BlockTable, SamplingParams, StepResult
+from tests.device import RememberingDevice, check_moves, tables_of
 from tests.scheduling import HAND_COST, check_preemption, learned_lengths
 
 NUM_SLOTS = 24
 END = 3
 STARVATION_SECONDS = 20.0
+WINDOWS = ((None,), (None,), (3,), (None, 3), (5, None, 2), (None, 1))  # of layer groups
 NAMES = st.sampled_from([*POLICIES, *ORACLES])
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(presence_penalty=1.0),
     SamplingParams(repetition_penalty=2.0),
 )
+
+
+def held_tables(kv: KVManager, request: Request) -> tuple[BlockTable, ...]:
+    """The blocks that the request holds now, by layer group."""
+    return kv.tables(request) or (BlockTable(0, kv.table(request)),)
 
 
 class Ends(NullObserver):
@@ -75,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slowdown=st.sampled_from([1.0, 1.5, inf]),
         itl_goal=st.sampled_from([0.5, 2.0, inf, inf]),
         prefill_slowdown=st.sampled_from([1.5, 4.0, inf]),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self,
@@ -91,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slowdown: float,
         itl_goal: float,
         prefill_slowdown: float,
+        windows: tuple[int | None, ...],
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -109,7 +118,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             itl_goal=itl_goal,
             max_prefill_slowdown=prefill_slowdown,
         )
-        ledger = KVLedger(NUM_SLOTS // block_size, block_size, host_slots // block_size)
+        if admission is not Admission.GROW:
+            windows = (None,) * len(windows)
+        ledger = KVLedger(
+            NUM_SLOTS // block_size * len(windows),
+            block_size,
+            host_slots // block_size,
+            windows=windows,
+            chunk=2 * bounds.max_batch_tokens,
+        )
         self.name = name
         self.cost = LiveCost(HAND_COST)
         policy = self.make_policy()
@@ -118,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
-        self.device = RememberingDevice(block_size)
+        self.device = RememberingDevice(block_size, windows)
 
     def make_policy(self) -> Policy:
         settings = PolicySettings(starvation_seconds=STARVATION_SECONDS, seats=2)
@@ -203,8 +220,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run(self, iteration: Iteration) -> None:
         """Do what the workers do: all blocks that the step names must still be held."""
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            table = self.scheduler.ledger.table(request.request_id)
-            assert table.startswith(entry.blocks)
+            kv = self.scheduler.kv
+            for planned, held in zip(tables_of(entry), held_tables(kv, request), strict=True):
+                missing = 4 * (held.first - planned.first)  # given back since it was planned
+                assert held.blocks.startswith(planned.blocks[missing:])
         self.device.run(iteration)
 
     @precondition(lambda self: self.in_flight)

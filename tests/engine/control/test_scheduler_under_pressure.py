@@ -24,6 +24,7 @@ from tests.scheduling import HAND_COST, check_preemption, learned_lengths
 
 NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
 NUM_SLOTS = 24
+WINDOWS = [(None,), (None,), (3,), (None, 3), (5, None, 2), (None, 1)]  # of layer groups
 NAMES = [*POLICIES, *ORACLES]
 MODES = [Admission.GROW] * 4 + [Admission.RESERVE, Admission.REQUEST]
 
@@ -72,13 +73,23 @@ class Case:
             scan_limit=2,
             reuses_prefixes=random.random() < 0.5,
         )
-        ledger = KVLedger(NUM_SLOTS // size, size, random.choice([0, 8, 64]) // size)
+        host_blocks = random.choice([0, 8, 64]) // size
+        windows = random.choice(WINDOWS)
+        if self.settings.admission is not Admission.GROW:
+            windows = (None,) * len(windows)
+        ledger = KVLedger(
+            NUM_SLOTS // size * len(windows),
+            size,
+            host_blocks * len(windows),
+            windows=windows,
+            chunk=2 * self.settings.max_batch_tokens,
+        )
         self.cost = LiveCost(HAND_COST)
         self.scheduler = IterationScheduler(
             self.settings, ledger, self.policy(), self.seen, self.cost
         )
         self.seen.scheduler = self.scheduler
-        self.device = RememberingDevice(size)
+        self.device = RememberingDevice(size, windows)
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
         self.to_come = random.randint(2, 14)

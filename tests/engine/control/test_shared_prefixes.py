@@ -3,7 +3,7 @@
 import pytest
 
 from engine.control.scheduler import IterationScheduler
-from engine.kv.manager import LEAST_COMMON
+from engine.kv.prefix_search import LEAST_COMMON
 from engine.request import Abort, RequestSpec
 from tests.engine.control.test_scheduler import GREEDY, make, run_iteration, spec
 

@@ -60,7 +60,7 @@ def test_blocks_of_ended_requests_count_as_leaked() -> None:
 def test_check_finds_a_block_owned_twice() -> None:
     ledger = KVLedger(num_blocks=2, block_size=1)
     ledger.reserve(A, 1)
-    ledger._free[0] = 0
+    ledger.pool._free[0] = 0
     with pytest.raises(AssertionError, match="owned twice"):
         ledger.check()
 

@@ -1,0 +1,119 @@
+"""Layer groups: layers that keep the KV of the same tokens, and so share block tables.
+
+All groups take their blocks from one pool, since a block has the same number of bytes in each: it
+holds the KV of `block_size` tokens in as many layers. So no memory is set aside for a group.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Sequence
+
+
+class LayerGroup(NamedTuple):
+    """What one group keeps of each request: the KV of all tokens, or of a window.
+
+    `window` is the sliding window in tokens, counting the token itself; None means all tokens.
+    `most_blocks` is the largest number of blocks that one table has; None means no limit.
+    """
+
+    block_size: int
+    window: int | None = None
+    most_blocks: int | None = None
+
+    @classmethod
+    def of(cls, window: int | None, block_size: int, chunk: int) -> "LayerGroup":
+        """A group of which at most `chunk` tokens of a request are planned beyond those that are
+        computed."""
+        if window is None:
+            return cls(block_size)
+        # The window before the next token, the tokens planned, and a part of a block at both ends.
+        return cls(block_size, window, -(-(window + chunk) // block_size) + 1)
+
+    def first_needed(self, position: int) -> int:
+        """The first block that is read to compute the token at `position`."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // self.block_size
+
+    def stop(self, num_blocks: int, first: int) -> int:
+        """Where a table that begins with block number `first` ends, so that it covers the first
+        `num_blocks` blocks of a request, or as many as it may have."""
+        if self.most_blocks is None:
+            return num_blocks
+        return min(num_blocks, first + self.most_blocks)
+
+
+class LayerGroups(tuple[LayerGroup, ...]):
+    """All layer groups of a model."""
+
+    @classmethod
+    def of(
+        cls, windows: "Sequence[int | None]", block_size: int, chunk: int = 0
+    ) -> "LayerGroups":
+        """See `LayerGroup.of`; `windows` has one item for each group."""
+        return cls(LayerGroup.of(window, block_size, chunk) for window in windows)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is one group, which keeps the KV of all tokens."""
+        return len(self) == 1 and self[0].window is None
+
+    @property
+    def has_full_group(self) -> bool:
+        """Whether any group keeps the KV of all tokens."""
+        return any(group.window is None for group in self)
+
+    def names(self, hashes: "Sequence[bytes]") -> "Sequence[bytes]":
+        """The names of the published blocks that a request needs to start behind a prefix."""
+        if self.keeps_all:
+            return hashes
+        return [name for number in range(len(self)) for name in self.names_in(number, hashes)]
+
+    def names_in(self, number: int, hashes: "Sequence[bytes]") -> "Iterator[bytes]":
+        """Those of one group."""
+        group = self[number]
+        for block_hash in hashes[group.first_needed(len(hashes) * group.block_size) :]:
+            yield name_in_group(block_hash, number)
+
+    def num_reusable(
+        self, hashes: "Sequence[bytes]", most: int, published: "Container[bytes]"
+    ) -> int:
+        """How many of the first `most` hashes, at most, a request can start behind: the largest
+        number for which each group has what computing the next token reads."""
+        count = most
+        while count:
+            missing = max(
+                self._last_missing(number, hashes, count, published) for number in range(len(self))
+            )
+            if missing < 0:
+                return count
+            count = missing  # a larger number needs this block too
+        return 0
+
+    def _last_missing(
+        self, number: int, hashes: "Sequence[bytes]", count: int, published: "Container[bytes]"
+    ) -> int:
+        """The last block that a group lacks so that a request can start behind `count` blocks; -1
+        if it lacks none."""
+        group = self[number]
+        for place in range(count - 1, group.first_needed(count * group.block_size) - 1, -1):
+            if name_in_group(hashes[place], number) not in published:
+                return place
+        return -1
+
+    def longest_request(self, num_blocks: int) -> int | None:
+        """The most blocks of tokens that a request alone can have in so many blocks; None if there
+        is no limit."""
+        num_growing, left = len(self), num_blocks
+        for most in sorted(one.most_blocks for one in self if one.most_blocks is not None):
+            if left < num_growing * most:
+                break
+            num_growing -= 1  # a table of this group grows no further
+            left -= most
+        return left // num_growing if num_growing else None
+
+
+def name_in_group(block_hash: bytes, group: int) -> bytes:
+    """The hash under which a group's block is published; the first group has the plain hash."""
+    return block_hash if not group else bytes((block_hash[0] ^ group,)) + block_hash[1:]

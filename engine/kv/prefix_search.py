@@ -1,0 +1,126 @@
+"""PrefixSearch: how much of a request's KV is in the cache, or is being computed right now.
+
+Hashing takes time, so that a search may take several plans. Where layers do not keep all their KV,
+a request cannot start behind every cached block: each layer group must have what is read next.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.kv.prefix import extend_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.kv.ledger import KVLedger
+    from engine.request import Request
+
+LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
+CHUNK = 512  # tokens that are compared at a time
+HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
+
+
+class PrefixSearch:
+    """Finds the cached prefixes of waiting requests. If it is not on, it finds none."""
+
+    def __init__(self, ledger: "KVLedger", *, is_on: bool) -> None:
+        self._ledger = ledger
+        self._index = ledger.prefixes
+        self._block_size = ledger.block_size
+        self._has_chain = ledger.groups.has_full_group
+        self._is_on = is_on
+        self.hashes_left = HASHES_PER_PLAN
+        self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
+
+    def begin_plan(self) -> None:
+        """Allow `HASHES_PER_PLAN` hashes, and forget prefills that are not in flight any more."""
+        self.hashes_left = HASHES_PER_PLAN
+        if self._prefills:
+            flying = [r for r in self._prefills.values() if r.num_in_flight]
+            self._prefills.clear()
+            for request in flying:
+                self.note_prefill(request)
+
+    def find(self, request: "Request") -> bool:
+        """Look for the request's blocks in the cache, from where the last search ended, and behind
+        them in the tiers below. Returns False if the search has to continue in the next plan,
+        because hashing takes time."""
+        if not self._is_on:
+            return True
+        hashes = request.block_hashes
+        num_full = request.num_tokens // self._block_size
+        if not self._has_chain:  # any block may be missing: only the last window counts
+            known = self._first_missing(request, len(hashes), num_full, lambda block_hash: True)
+            request.num_matched = len(self.reusable(request, num_full))
+            return known == num_full
+        matched = request.num_matched
+        if request.num_evictions_seen != self._index.num_evictions:
+            matched = self._index.num_matched(hashes, matched, request.num_evictions_seen)
+            request.num_evictions_seen = self._index.num_evictions
+        matched = self._first_missing(request, matched, num_full, self._index.__contains__)
+        request.num_matched = found = matched
+        if self._ledger.saves and found < len(hashes):
+            found = self._first_missing(request, found, num_full, self._ledger.lower.has)
+        return found == num_full or found < len(hashes)
+
+    def reusable(self, request: "Request", most: int) -> "Sequence[bytes]":
+        """The hashes of the longest prefix that was found, of at most `most` blocks, behind which
+        the request can start."""
+        hashes = request.block_hashes
+        found = request.num_matched if self._has_chain else len(hashes)
+        count = min(found, most)
+        if count and not self._ledger.keeps_all:
+            key = (count, self._index.version)
+            if request.reusable_at != key:
+                request.num_reusable = self._ledger.num_reusable(hashes, count)
+                request.reusable_at = key
+            count = request.num_reusable
+        return hashes[:count]
+
+    def _first_missing(
+        self, request: "Request", start: int, stop: int, has: "Callable[[bytes], bool]"
+    ) -> int:
+        """The first of the request's blocks from `start` on whose hash `has` does not have; `stop`
+        at most, and not beyond the hashes that this plan may compute."""
+        hashes = request.block_hashes
+        for index in range(start, stop):
+            if index == len(hashes):
+                if not self.hashes_left:
+                    return index
+                self.hashes_left -= 1
+                extend_hashes(request, self._block_size, index + 1)
+            if not has(hashes[index]):
+                return index
+        return stop
+
+    def note_prefill(self, request: "Request") -> None:
+        """The request is in an iteration that computes a part of its prompt."""
+        place = request.num_computed // self._block_size
+        if self._is_on and (place + 1) * self._block_size <= request.prompt_len:
+            extend_hashes(request, self._block_size, place + 1)
+            self._prefills[request.block_hashes[place]] = request
+
+    def is_being_computed(self, request: "Request") -> bool:
+        """Whether an iteration in flight, or the one being planned, computes a prompt that has
+        half of this request's uncached tokens in common, and at least `LEAST_COMMON`: then it is
+        better to wait for their KV than to compute it twice."""
+        place, size = request.num_matched, self._block_size
+        if not self._prefills or place >= len(request.block_hashes):
+            return False
+        other = self._prefills.get(request.block_hashes[place])
+        if other is None or other is request:
+            return False
+        cached = place * size
+        common = _num_common(request.spec.prompt, other.spec.prompt, cached) // size * size - cached
+        return common >= LEAST_COMMON and 2 * common >= request.num_tokens - cached
+
+
+def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:
+    """The length of the common prefix of two prompts, which is at least `start`."""
+    length = min(len(one), len(other))
+    if one is other:
+        return length
+    while start < length and one[start : start + CHUNK] == other[start : start + CHUNK]:
+        start += CHUNK
+    while start < length and one[start] == other[start]:
+        start += 1
+    return min(start, length)

@@ -1,0 +1,56 @@
+"""The block tables of one request, and which blocks of them a copy on the host has."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(slots=True)
+class Table:
+    """The blocks of a request in one layer group, oldest first.
+
+    The first `first` blocks of the request are not in it any more. `num_published` counts them too.
+    """
+
+    first: int = 0
+    num_published: int = 0
+    blocks: "array[int]" = field(default_factory=lambda: array("i"))
+
+    @property
+    def stop(self) -> int:
+        """The number of the block behind the table."""
+        return self.first + len(self.blocks)
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one request holds: a table for each layer group. They cover `num_slots` slots."""
+
+    tables: tuple[Table, ...]
+    num_slots: int = 0
+
+    def blocks(self) -> "Iterator[int]":
+        """The blocks of all tables."""
+        for table in self.tables:
+            yield from table.blocks
+
+    def to_copy(self, stop: int) -> "tuple[Copied, ...]":
+        """What a copy of the first `stop` blocks of the request has."""
+        return tuple([Copied(one.first, min(stop, one.stop) - one.first) for one in self.tables])
+
+
+class Copied(NamedTuple):
+    """The blocks of one table that a copy has."""
+
+    first: int
+    count: int
+
+
+class BlockPairs(NamedTuple):
+    """Blocks to copy: `device[i]` to or from `host[i]`."""
+
+    device: "array[int]"
+    host: "array[int]"
