@@ -193,7 +193,11 @@ class BatchPlanner:
         if not self._kv.search.find(request):
             batch.is_deferred = True
             return True
-        if not whole_batch and request.state is WAITING and self._kv.search.is_being_computed(request):
+        if (
+            not whole_batch
+            and request.state is WAITING
+            and self._kv.search.is_being_computed(request)
+        ):
             return True
         if not whole_batch and self._is_used_up(batch, request):
             return False

@@ -48,9 +48,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
     """All layer groups of a model."""
 
     @classmethod
-    def of(
-        cls, windows: "Sequence[int | None]", block_size: int, chunk: int = 0
-    ) -> "LayerGroups":
+    def of(cls, windows: "Sequence[int | None]", block_size: int, chunk: int = 0) -> "LayerGroups":
         """See `LayerGroup.of`; `windows` has one item for each group."""
         return cls(LayerGroup.of(window, block_size, chunk) for window in windows)
 

@@ -266,7 +266,7 @@ class KVLedger:
     def num_to_copy(self, request_id: "RequestId", num_slots: int) -> int:
         """Host blocks that a copy of the request's first `num_slots` slots needs."""
         copied = self._held[request_id].to_copy(self.blocks_for(num_slots))
-        return sum([span.count for span in copied])
+        return sum([span.num_blocks for span in copied])
 
     def begin_swap_out(
         self, request_id: "RequestId", num_slots: int, *, is_awaited: bool
@@ -277,7 +277,7 @@ class KVLedger:
         holding, copied = self._held[request_id], array("i")
         spans = holding.to_copy(self.blocks_for(num_slots))
         for table, span in zip(holding.tables, spans, strict=True):
-            copied += table.blocks[: span.count]
+            copied += table.blocks[: span.num_blocks]
         copy = self.host.begin_write(request_id, len(copied))
         if copy is None:
             return None
@@ -315,7 +315,7 @@ class KVLedger:
         assert reserved, "a request is swapped in only if its blocks are available"
         copy, filled = self.host.begin_read(request_id, len(prefix)), array("i")
         for table, span in zip(tables, spans, strict=True):
-            filled += table.blocks[len(prefix) : span.count]
+            filled += table.blocks[len(prefix) : span.num_blocks]
         if filled and not is_awaited:
             self._in_motion[request_id] = 0
         return BlockPairs(filled, copy)

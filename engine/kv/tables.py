@@ -46,7 +46,7 @@ class Copied(NamedTuple):
     """The blocks of one table that a copy has."""
 
     first: int
-    count: int
+    num_blocks: int
 
 
 class BlockPairs(NamedTuple):

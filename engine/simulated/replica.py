@@ -113,7 +113,12 @@ class Replica:
         scheduler = self.scheduler
         is_decode = len(iteration.requests) == iteration.step.num_tokens
         has_all = len(iteration.requests) == len(scheduler.pool.started)
-        return is_decode and has_all and not iteration.step.moves and scheduler.kv.search.hashes_left > 0
+        return (
+            is_decode
+            and has_all
+            and not iteration.step.moves
+            and scheduler.kv.search.hashes_left > 0
+        )
 
     def _advance_leap(self, leap: "DecodeLeap", until: float) -> bool:
         """Commit the steps of a leap that return before `until`; returns whether it is over."""
