@@ -26,6 +26,7 @@ from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
@@ -89,6 +90,14 @@ class RecordingHeader:
     num_host_blocks: int = 0
     saves_on_host: bool = False
     num_disk_blocks: int = 0
+    windows: tuple[int | None, ...] = (None,)  # of the layer groups
+
+    @property
+    def _kept(self) -> tuple[int | None, ...]:
+        """The windows whose blocks are given back. With reserving admission a request gets all its
+        blocks when it starts, so that it always finishes, and gives none back."""
+        grows = self.scheduler.admission is Admission.GROW
+        return self.windows if grows else (None,) * len(self.windows)
 
     def build(
         self,
@@ -105,16 +114,20 @@ class RecordingHeader:
             self.num_host_blocks,
             self.num_disk_blocks,
             saves_on_host=self.saves_on_host,
+            windows=self._kept,
+            chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
         )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
-        """The first line of a recording, without tiers that are not there and scheduler settings
-        that are infinite."""
+        """The first line of a recording, without tiers that are not there, scheduler settings that
+        are infinite, and windows if there are none."""
         row = asdict(self)
         for name in ("saves_on_host", "num_disk_blocks"):
             if not row[name]:
                 del row[name]
+        if self.windows == (None,):
+            del row["windows"]
         bounds = row["scheduler"].items()
         row["scheduler"] = {
             key: value.value if isinstance(value, Enum) else value

@@ -144,7 +144,7 @@ class MultiprocessExecutor:
         # Their LoRA adapters must have the same bytes.
         self._worker = replace(
             self._worker,
-            kv_slots=report.num_blocks * report.block_size,
+            kv_slots=report.num_blocks // len(report.windows) * report.block_size,
             loras=tuple(
                 spec._replace(digest=lora.digest)
                 for spec, lora in zip(self._worker.loras, report.loras, strict=True)

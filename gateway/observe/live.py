@@ -40,8 +40,7 @@ class _Recorded(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            (request_id, len(tokens), len(tokens) > 1 + num_drafts)
-            for request_id, _, tokens, _, _, _, num_drafts, _ in self.entries
+            (entry.request_id, len(entry.tokens), not entry.is_decode) for entry in self.entries
         ]
         return {"number": self.number, "seconds": self.seconds, "rows": rows}
 

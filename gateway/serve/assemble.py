@@ -291,6 +291,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         num_host_blocks=report.num_host_blocks,
         saves_on_host=settings.prefix_cache,
         num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
+        windows=report.windows,
     )
 
 

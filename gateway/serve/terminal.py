@@ -69,7 +69,7 @@ def banner(
     url: str, model: str, report: WorkerReport, settings: Settings, more: Mapping[str, str]
 ) -> str:
     """The lines that are printed when the server is ready; `more` are further lines, by label."""
-    num_slots = report.num_blocks * report.block_size
+    num_slots = report.num_blocks // len(report.windows) * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
     kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
     weights = "" if report.weights == report.dtype else f" with {report.weights} weights"

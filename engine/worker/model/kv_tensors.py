@@ -5,6 +5,7 @@ Only the scheduler's ledger knows which request owns which block.
 """
 
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -60,36 +61,53 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: 
 
 
 def choose_num_blocks(
-    settings: WorkerSettings, block_bytes: int, max_model_len: int, capacity: KVCapacity
+    settings: WorkerSettings,
+    block_bytes: int,
+    max_model_len: int,
+    capacity: KVCapacity,
+    windows: Sequence[int | None] = (None,),
 ) -> int:
-    """The number of KV blocks; raises `StartupError` if none fit or the settings ask for too many.
+    """The number of KV blocks, a multiple of the number of layer groups, of which `windows` has the
+    windows. Raises `StartupError` if none fit or the settings ask for too many.
 
     Without a setting it is `capacity.usual`, but never more than `max_batch_size` requests of full
     length can use.
     """
-    size = settings.block_size
+    size, num_groups = settings.block_size, len(windows)
     if size < 1:
         raise StartupError(f"--block-size must be at least 1, not {size}")
     if settings.kv_slots:
         blocks, setting = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
     elif settings.kv_bytes:
         blocks, setting = (
-            settings.kv_bytes // block_bytes,
+            settings.kv_bytes // block_bytes // num_groups,
             f"--kv-memory {size_text(settings.kv_bytes)}",
         )
     else:
-        enough = settings.max_batch_size * -(-max_model_len // size)
-        blocks = min(capacity.usual // block_bytes, enough)
+        enough = settings.max_batch_size * _blocks_of_request(settings, max_model_len, windows)
+        blocks = min(capacity.usual // block_bytes, enough) // num_groups
         setting = f"the memory left for the KV cache ({size_text(capacity.usual)})"
     if blocks < 1:
-        block = f"{size} slots ({size_text(block_bytes)})"
+        block = f"{size} slots ({size_text(block_bytes * num_groups)})"
         raise StartupError(f"{setting} is less than one block of {block}")
-    if blocks * block_bytes > capacity.most:
+    needed = blocks * num_groups * block_bytes
+    if needed > capacity.most:
         raise StartupError(
-            f"{setting} needs {size_text(blocks * block_bytes)} for the KV cache, but "
+            f"{setting} needs {size_text(needed)} for the KV cache, but "
             f"{size_text(capacity.most)} of memory are available; lower it"
         )
-    return blocks
+    return blocks * num_groups
+
+
+def _blocks_of_request(
+    settings: WorkerSettings, max_model_len: int, windows: Sequence[int | None]
+) -> int:
+    """The most blocks of a request of full length, in all layer groups."""
+    size = settings.block_size
+    whole, chunk = -(-max_model_len // size), 2 * settings.max_batch_tokens
+    in_window = [-(-(window + chunk) // size) + 1 for window in windows if window is not None]
+    num_full = len(windows) - len(in_window)
+    return num_full * whole + sum(min(whole, blocks) for blocks in in_window)
 
 
 def allocate(

@@ -6,11 +6,12 @@ outside its bounds.
 
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.lora import NO_LORA
-from engine.step import LAST_TOKEN, Step, StepEntry
+from engine.step import LAST_TOKEN, BlockTable, Step, StepEntry
 from engine.worker.ports import Int32s, Int64s, LoraSegment, RaggedLayout
 
 
@@ -22,6 +23,12 @@ class LayoutLimits:
     max_positions: int
     num_blocks: int
     block_size: int
+    windows: tuple[int | None, ...] = (None,)  # of the layer groups
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all layers keep the KV of all tokens."""
+        return self.windows == (None,)
 
 
 def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayout:
@@ -69,6 +76,7 @@ def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayou
         kv_indices=np.concatenate((layout.kv_indices, ones * np.int32(spare_block))),
         kv_last_page_len=np.concatenate((layout.kv_last_page_len, ones)),
         num_decodes=num_rows,
+        groups=tuple(padded(group, num_rows, spare_block) for group in layout.groups),
     )
 
 
@@ -78,10 +86,34 @@ def _indptr(lengths: Int64s) -> Int32s:
     return out
 
 
-def _blocks(entries: tuple[StepEntry, ...], num_pages: Int64s) -> Int32s:
+class _GroupTable(NamedTuple):
+    """The block tables of all entries in one layer group, and how many blocks lie before them."""
+
+    first: Int64s
+    blocks: list[bytes]
+
+
+def _table_of(entries: tuple[StepEntry, ...], group: int, limits: LayoutLimits) -> _GroupTable:
+    """An entry without `tables` uses its `blocks` in all groups."""
+    tables = [
+        entry.tables[group] if entry.tables else BlockTable(0, entry.blocks) for entry in entries
+    ]
+    window, size = limits.windows[group], limits.block_size
+    for entry, table in zip(entries, tables, strict=True):
+        needed = 0 if window is None else max(0, entry.start - window + 1)
+        if not 0 <= table.first * size <= needed:
+            raise ValueError(
+                f"request {entry.request_id}: the table of group {group} begins with block "
+                f"{table.first}, behind position {needed}, which is read"
+            )
+    first = np.array([table.first for table in tables], dtype=np.int64)
+    return _GroupTable(first, [table.blocks for table in tables])
+
+
+def _joined(entries: tuple[StepEntry, ...], blocks: list[bytes], num_pages: Int64s) -> Int32s:
     """The block ids of all entries, concatenated."""
     counts = num_pages.tolist()
-    parts = [entry.blocks[: 4 * n] for entry, n in zip(entries, counts, strict=True)]
+    parts = [table[: 4 * n] for table, n in zip(blocks, counts, strict=True)]
     joined = b"".join(parts)
     if len(joined) != 4 * sum(counts):
         short = next(i for i, n in enumerate(counts) if len(parts[i]) != 4 * n)
@@ -127,21 +159,51 @@ def _lora_segments(entries: tuple[StepEntry, ...], first_rows: Int32s) -> tuple[
 
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     """The layout of a step; raises `ValueError` if an index is out of bounds."""
-    entries, size = step.entries, limits.block_size
+    entries = step.entries
     tokens = [entry.tokens for entry in entries]
     if not tokens or not all(tokens):
         raise ValueError("a step needs entries, and each entry needs tokens")
+    if limits.keeps_all:
+        return _build(entries, limits, _GroupTable(_NONE, [entry.blocks for entry in entries]))
+    numbers = range(len(limits.windows))
+    if any(len(entry.tables) not in (0, len(numbers)) for entry in entries):
+        raise ValueError(f"an entry needs {len(numbers)} block tables, one per layer group")
+    tables = [_table_of(entries, number, limits) for number in numbers]
+    whole = _build(entries, limits, tables[0])
+    groups = (whole, *[_build(entries, limits, table) for table in tables[1:]])
+    shifts = [np.repeat(table.first, np.diff(whole.qo_indptr)) for table in tables]
+    return replace(
+        whole,
+        groups=tuple(
+            replace(group, positions=group.positions - shift * limits.block_size)
+            for group, shift in zip(groups, shifts, strict=True)
+        ),
+    )
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _build(
+    entries: tuple[StepEntry, ...], limits: LayoutLimits, table: _GroupTable
+) -> RaggedLayout:
+    """The layout with the block tables of one layer group; positions are not shifted yet."""
+    size = limits.block_size
+    tokens = [entry.tokens for entry in entries]
     q_len = np.array([len(each) for each in tokens], dtype=np.int64)
     start = np.array([entry.start for entry in entries], dtype=np.int64)
-    kv_len = start + q_len
+    kept_from = table.first * size if len(table.first) else 0
+    kv_len = start + q_len - kept_from
     num_pages = -(-kv_len // size)
 
     token_ids = np.array(list(chain.from_iterable(tokens)), dtype=np.int64)
     last_token_rows = np.flatnonzero(token_ids == LAST_TOKEN)
     token_ids[last_token_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
-    kv_indices = _blocks(entries, num_pages)
+    kv_indices = _joined(entries, table.blocks, num_pages)
     positions, first_pages, num_decodes = start, kv_indptr[:-1], len(entries)
+    if len(table.first):
+        first_pages = first_pages - table.first
     if len(token_ids) > len(entries):
         owner = np.repeat(np.arange(len(entries)), q_len)
         positions = np.arange(len(token_ids)) - qo_indptr[owner] + start[owner]

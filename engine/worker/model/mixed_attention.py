@@ -1,7 +1,8 @@
 """Attention of a stage whose layers differ in window, soft cap, sinks or sizes.
 
-Layers with equal specs are a group, and each group has a backend of its own over the KV tensors of
-its layers. A stage with equal layers gets its backend directly, without this module's dispatch.
+Layers with equal specs and block tables have a backend of their own, over the KV tensors of these
+layers. A stage with equal layers gets its backend directly, without this module's dispatch, unless
+its KV is kept in layer groups (`engine.worker.model.kv_groups`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,43 +27,55 @@ class _Place(NamedTuple):
     """Where a layer of the stage is computed."""
 
     backend: AttentionBackend
-    layer: int  # within its group
+    layer: int  # among those of its backend
+
+
+class _Planned(NamedTuple):
+    """A backend, and the layer group whose layout it is planned with."""
+
+    backend: AttentionBackend
+    group: int
 
 
 def attention_over(
-    specs: Sequence[AttentionSpec], cache: KVTensors, make: MakesBackend
+    specs: Sequence[AttentionSpec],
+    cache: KVTensors,
+    make: MakesBackend,
+    groups: Sequence[int] = (),
 ) -> AttentionBackend:
-    """The attention of a stage; `specs` has one entry per layer.
+    """The attention of a stage; `specs` has one entry per layer, and `groups` the layer group of
+    each, if steps have a layout per group.
 
-    It is recordable or capturable if the backends of all groups are.
+    It is recordable or capturable if all backends are.
     """
-    groups: dict[AttentionSpec, list[int]] = {}
+    kinds: dict[tuple[AttentionSpec, int], list[int]] = {}
     for layer, spec in enumerate(specs):
-        groups.setdefault(spec, []).append(layer)
-    if len(groups) == 1:
+        kinds.setdefault((spec, groups[layer] if groups else 0), []).append(layer)
+    if len(kinds) == 1 and not groups:
         return make(specs[0], cache)
     places: dict[int, _Place] = {}
-    for spec, layers in groups.items():
+    planned: list[_Planned] = []
+    for (spec, group), layers in kinds.items():
         backend = make(spec, cache.of_layers(layers))
+        planned.append(_Planned(backend, group))
         places |= {layer: _Place(backend, at) for at, layer in enumerate(layers)}
-    backends = list({id(place.backend): place.backend for place in places.values()}.values())
-    if all(isinstance(each, RecordableAttention) for each in backends):
-        return RecordableMixedAttention(backends, places)
-    if all(isinstance(each, CapturableAttention) for each in backends):
-        return CapturableMixedAttention(backends, places)
-    return MixedAttention(backends, places)
+    if all(isinstance(each.backend, RecordableAttention) for each in planned):
+        return RecordableMixedAttention(planned, places)
+    if all(isinstance(each.backend, CapturableAttention) for each in planned):
+        return CapturableMixedAttention(planned, places)
+    return MixedAttention(planned, places)
 
 
 class MixedAttention:
     """An `AttentionBackend` that passes each layer to the backend of its group."""
 
-    def __init__(self, backends: Sequence[AttentionBackend], places: dict[int, _Place]) -> None:
-        self._backends = backends
+    def __init__(self, planned: Sequence[_Planned], places: dict[int, _Place]) -> None:
+        self._planned = planned
         self._places = places
 
     def plan(self, layout: RaggedLayout) -> None:
-        for backend in self._backends:
-            backend.plan(layout)
+        for backend, group in self._planned:
+            backend.plan(layout.of_group(group))
 
     def run(
         self,
@@ -82,7 +95,8 @@ class RecordableMixedAttention(MixedAttention, RecordableAttention):
 
     @property
     def plan_key(self) -> bytes:
-        keys = [each.plan_key for each in self._backends if isinstance(each, RecordableAttention)]
+        backends = [each.backend for each in self._planned]
+        keys = [each.plan_key for each in backends if isinstance(each, RecordableAttention)]
         return b"".join(keys) if all(keys) else b""
 
 
@@ -90,12 +104,14 @@ class CapturableMixedAttention(MixedAttention):
     """All groups can be captured in a CUDA graph."""
 
     def plan_captured(self, layout: RaggedLayout) -> None:
-        for backend in self._capturable:
-            backend.plan_captured(layout)
+        for backend, group in self._planned:
+            if isinstance(backend, CapturableAttention):
+                backend.plan_captured(layout.of_group(group))
 
     def baked(self, num_rows: int) -> tuple[int, ...]:
         return tuple(value for each in self._capturable for value in each.baked(num_rows))
 
     @property
     def _capturable(self) -> list[CapturableAttention]:
-        return [each for each in self._backends if isinstance(each, CapturableAttention)]
+        backends = [each.backend for each in self._planned]
+        return [each for each in backends if isinstance(each, CapturableAttention)]

@@ -26,6 +26,9 @@ class RaggedLayout:
     FlashInfer's. `kv_len[i]` is the number of tokens of request i in the cache after this step.
     Its pages are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, and the last page is filled up to
     `kv_last_page_len[i]`.
+
+    If layers keep different parts of their KV, `groups` has a layout for each layer group. In it
+    a request's positions count from the first token whose KV the group still has.
     """
 
     token_ids: Int64s  # [T], 0 in `last_token_rows` until they are filled in
@@ -42,6 +45,11 @@ class RaggedLayout:
     num_decodes: int
     block_size: int
     lora_segments: tuple[LoraSegment, ...] = ()  # ascending; rows in none use no adapter
+    groups: tuple["RaggedLayout", ...] = ()
+
+    def of_group(self, group: int) -> "RaggedLayout":
+        """What the attention of a layer group is planned with."""
+        return self.groups[group] if self.groups else self
 
     @property
     def num_requests(self) -> int:

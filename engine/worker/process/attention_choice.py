@@ -46,13 +46,20 @@ def attention_specs(
 class StageAttention:
     """Makes the attention of a stage, which has one spec per layer, over a KV cache.
 
-    Each kind of layer gets the first of the device's backends that supports it. Raises
-    `StartupError` with the last one's reason if none does.
+    `groups` are those of `attention_over`. Each kind of layer gets the first of the device's
+    backends that supports it. Raises `StartupError` with the last one's reason if none does.
     """
 
-    def __init__(self, device: Device, specs: Sequence[AttentionSpec], block_size: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        groups: Sequence[int] = (),
+    ) -> None:
         self._device = device
         self._specs = specs
+        self._groups = groups
         chosen = {spec: _choose(device, spec, block_size) for spec in dict.fromkeys(specs)}
         self._makes: Mapping[AttentionSpec, MakesAttention] = {
             spec: makes for spec, (_, makes) in chosen.items()
@@ -61,7 +68,7 @@ class StageAttention:
 
     def over(self, cache: KVTensors) -> AttentionBackend:
         """The attention of all layers over the cache; several may exist at a time."""
-        return attention_over(self._specs, cache, self._make)
+        return attention_over(self._specs, cache, self._make, self._groups)
 
     def _make(self, spec: AttentionSpec, cache: KVTensors) -> AttentionBackend:
         return self._device.backend(self._makes[spec], spec, cache)

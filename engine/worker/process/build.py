@@ -13,13 +13,12 @@ from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, op
 from engine.worker.lora.loading import Loras
 from engine.worker.model.data_plane import DataPlane
 from engine.worker.model.disk_pool import DiskFiles, TieredPool, folder_of
-from engine.worker.model.host_pool import choose_num_host_blocks
-from engine.worker.model.kv_tensors import choose_num_blocks, size_text
+from engine.worker.model.kv_groups import KVGroups
+from engine.worker.model.kv_tensors import size_text
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     BlockMover,
-    KVCapacity,
     KVTensors,
     ModelShape,
     Shard,
@@ -28,6 +27,7 @@ from engine.worker.ports import (
 from engine.worker.process.attention_choice import StageAttention, attention_specs
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
 from engine.worker.process.profile_run import ProfileRun
+from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
@@ -61,15 +61,6 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
 
 
-def _num_blocks(
-    settings: WorkerSettings, capacity: KVCapacity, own_bytes: int, context: int
-) -> tuple[int, int]:
-    """The numbers of device and host blocks of `own_bytes` each that fit."""
-    num_blocks = choose_num_blocks(settings, own_bytes, context, capacity)
-    left = capacity.left_on_host(num_blocks * own_bytes)
-    return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
-
-
 def _kv_facts(
     settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
 ) -> str:
@@ -90,10 +81,13 @@ def _kv_facts(
     return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
 
 
-def _disk_files(settings: WorkerSettings, facts: str, block_bytes: int) -> DiskFiles | None:
+def _disk_files(settings: WorkerSettings, facts: str, kv: StageKV) -> DiskFiles | None:
     """The disk tier of the only worker of a model; None without one. Raises `StartupError`."""
+    block_bytes = kv.block_bytes
     if not settings.disk_kv_dir:
         return None
+    if not kv.groups.keeps_all:
+        raise StartupError("--disk-kv does not support models with sliding-window layers")
     if settings.placement.num_workers > 1:
         raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
     if settings.disk_kv_bytes < block_bytes:
@@ -113,16 +107,6 @@ def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -
         return num_parameters * device.dtype.itemsize
     files = checkpoint.files.files if checkpoint.files is not None else ()
     return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
-
-
-def _share(settings: WorkerSettings, whole_bytes: int, own_bytes: int) -> WorkerSettings:
-    """The settings with this worker's share of `kv_bytes` and `host_kv_bytes`."""
-    kv, host = settings.kv_bytes, settings.host_kv_bytes
-    return replace(
-        settings,
-        kv_bytes=max(1, kv * own_bytes // whole_bytes) if kv else 0,
-        host_kv_bytes=max(1, host * own_bytes // whole_bytes) if host else 0,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +143,11 @@ def build_worker(
     max_model_len = _context(settings, shape)
     shape = replace(shape, max_positions=max_model_len)
     shard, plane = _join(shape, placement, device)
-    local = shard.local_shape
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
     invariant = settings.batch_invariant
-    specs = attention_specs(local, device.dtype, limits, is_batch_invariant=invariant)
-    attention = StageAttention(device, specs, settings.block_size)
+    specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=invariant)
+    kv = StageKV(device, settings, shard, KVGroups.of(shape))
+    attention = StageAttention(device, specs, settings.block_size, kv.layer_groups)
     constraints = Constraints(checkpoint.open_grammars)
 
     device.prepare(progress)
@@ -181,29 +165,26 @@ def build_worker(
     )
 
     def make_stage(cache: KVTensors) -> Stage:
-        return Stage(model, attention.over(cache), device.place, _gathering(shard, plane))
+        over = attention.over(kv.by_layer(cache))
+        return Stage(model, over, device.place, _gathering(shard, plane))
 
     sampler = device.sampler(shape.vocab_size, operators)
-    profile_run = ProfileRun(settings, shard, max_model_len, device, make_stage, sampler)
-    block_bytes = device.block_bytes(local)
-    share = _share(settings, device.block_bytes(shape), block_bytes)
+    profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
     capacity = device.kv_capacity(profile_run)
-    num_blocks, num_host_blocks = _num_blocks(share, capacity, block_bytes, max_model_len)
+    num_blocks, num_host_blocks = kv.choose_num_blocks(capacity, max_model_len)
     if plane is not None:
         num_blocks = plane.minimum("blocks", num_blocks)
         num_host_blocks = plane.minimum("host blocks", num_host_blocks)
-    cache = device.allocate(local, num_blocks)
-    mover = device.mover(cache, local, num_host_blocks)
-    files = _disk_files(
-        settings, _kv_facts(settings, checkpoint, device, max_model_len), block_bytes
-    )
+    cache = kv.allocate(num_blocks)
+    mover = kv.mover(cache, num_host_blocks)
+    files = _disk_files(settings, _kv_facts(settings, checkpoint, device, max_model_len), kv)
     mover = mover if files is None else TieredPool(cache, mover, files)
     whole = WholeModel(
         stage=make_stage(cache),
         constraints=constraints,
         sampler=sampler,
         mover=mover,
-        limits=LayoutLimits(shape.vocab_size, max_model_len, num_blocks, settings.block_size),
+        limits=kv.limits(max_model_len, num_blocks),
     )
     return WorkerParts(
         device=device,
@@ -227,13 +208,14 @@ def build_worker(
             eos_token_ids=checkpoint.end_ids,
             num_blocks=num_blocks,
             block_size=settings.block_size,
-            bytes_per_block=block_bytes,
+            bytes_per_block=kv.block_bytes,
             threads=device.threads,
             weights=device.weights,
             num_host_blocks=num_host_blocks,
             disk_hashes=b"" if files is None else files.hashes(),
             kernels=device.kernels,
             loras=tuple(load_loras(loras, settings, progress)),
+            windows=kv.groups.windows,
         ),
         placement=placement,
         shard=shard,

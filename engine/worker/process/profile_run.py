@@ -16,9 +16,10 @@ from engine.step import (
     WorkerSettings,
 )
 from engine.worker.device import Device
-from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.model.layout import build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, Shard
+from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.sampler import Sampler
 
 ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
@@ -32,16 +33,16 @@ class ProfileRun:
     shard: Shard
     max_model_len: int
     device: Device
+    kv: StageKV
     make_stage: Callable[[KVTensors], Stage]
     sampler: Sampler
 
     def __call__(self) -> None:
         """As many requests and tokens as a step may have; every request samples a token."""
-        size, shape = self.settings.block_size, self.shard.shape
-        step, num_blocks = self._step(), -(-self._tokens_each // size)
-        limits = LayoutLimits(shape.vocab_size, self.max_model_len, num_blocks, size)
-        layout = build_layout(step, limits)
-        stage = self.make_stage(self.device.allocate(self.shard.local_shape, num_blocks))
+        shape, step = self.shard.shape, self._step()
+        num_blocks = -(-self._tokens_each // self.settings.block_size)
+        layout = build_layout(step, self.kv.limits(self.max_model_len, num_blocks))
+        stage = self.make_stage(self.kv.allocate(num_blocks))
         hidden = None
         with torch.inference_mode(), self.device.awake():
             if not self.shard.is_first:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.step import (
+    BlockTable,
     RequestId,
     SampleSpec,
     SamplingParams,
@@ -92,7 +93,7 @@ class Driver:
     worker: RunsSteps
     seed: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
-    blocks: dict[int, list[int]] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by request and group
 
     def __post_init__(self) -> None:
         self.free = list(range(self.worker.report.num_blocks))
@@ -102,12 +103,18 @@ class Driver:
         """The next tokens of a request; takes blocks as needed."""
         start = self.lengths.get(request, 0)
         self.lengths[request] = start + len(tokens)
-        table = self.blocks.setdefault(request, [])
+        groups = range(len(self.worker.report.windows))
+        tables = tuple(BlockTable(0, self.table(request, group)) for group in groups)
+        blocks = tables[0].blocks if len(tables) == 1 else b""
+        entry = StepEntry(RequestId(request), start, tuple(tokens), blocks, spec)
+        return entry if blocks else entry._replace(tables=tables)
+
+    def table(self, request: int, group: int) -> bytes:
+        """The request's blocks in a layer group, which keep all its tokens."""
+        table = self.blocks.setdefault((request, group), [])
         while len(table) * self.worker.report.block_size < self.lengths[request]:
             table.append(self.free.pop())
-        return StepEntry(
-            RequestId(request), start, tuple(tokens), np.array(table, "<i4").tobytes(), spec
-        )
+        return np.array(table, "<i4").tobytes()
 
     def logits(self, *pieces: tuple[int, Sequence[int]]) -> Tensor:
         """One step over (request, tokens) pieces; logits after each piece's last token."""

@@ -1,0 +1,82 @@
+"""Which layers of a model share block tables, and which share the memory of a KV tensor.
+
+Layers that keep the KV of the same tokens form a group; a group has at most as many layers as fit
+in a block. Layers of different groups share KV tensors, since no block belongs to two groups:
+
+    layers   0 full   1 window   2 window   3 full   4 window   5 window
+    group    0        1          2          0        1          2
+    tensor   0        0          0          1        1          1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from engine.worker.ports import ModelShape
+
+MOST_WASTE = 8  # at most one in so many layers of a block is unused
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """The layer groups of a model; `of_layer` has the group of each layer, counted over all stages.
+
+    `windows` has the sliding window of each group, None for one that keeps the KV of all tokens.
+    """
+
+    windows: tuple[int | None, ...]
+    of_layer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Self:
+        """Equally large groups, as large as they can be without much waste.
+
+        Neighbours of one kind are in different groups, so that a stage has layers of all groups.
+        """
+        kept = [options.window for options in shape.layer_attention]
+        layers = {window: _places(kept, window) for window in sorted(set(kept), key=_full_first)}
+        counts = {window: len(places) for window, places in layers.items()}
+        size = next(n for n in range(max(counts.values()), 0, -1) if _fits(n, counts))
+        windows: list[int | None] = []
+        of_layer = [0] * len(kept)
+        for window, places in layers.items():
+            num_groups = -(-len(places) // size)
+            for number, layer in enumerate(places):
+                of_layer[layer] = len(windows) + number % num_groups
+            windows += [window] * num_groups
+        return cls(tuple(windows), tuple(of_layer))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is one group, which keeps the KV of all tokens."""
+        return self.windows == (None,)
+
+    def tensors(self, span: range) -> tuple[int, ...]:
+        """For each layer of a stage, the number of the KV tensor that it uses."""
+        counts = [0] * len(self.windows)
+        places = []
+        for group in self.of_layer[span.start : span.stop]:
+            places.append(counts[group])
+            counts[group] += 1
+        return tuple(places)
+
+    def in_stage(self, span: range) -> tuple[int, ...]:
+        """The group of each layer of a stage."""
+        return self.of_layer[span.start : span.stop]
+
+
+def _places(kept: Sequence[int | None], window: int | None) -> list[int]:
+    return [layer for layer, one in enumerate(kept) if one == window]
+
+
+def _full_first(window: int | None) -> int:
+    return -1 if window is None else window
+
+
+def _fits(size: int, counts: dict[int | None, int]) -> bool:
+    """Whether groups of `size` layers waste little of a block: over all groups, and over those that
+    keep the KV of all tokens, which need most blocks for long contexts."""
+    used = {window: -(-count // size) * size for window, count in counts.items()}
+    is_dense = (sum(used.values()) - sum(counts.values())) * MOST_WASTE <= sum(counts.values())
+    full = counts.get(None, 0)
+    return is_dense and (used.get(None, 0) - full) * MOST_WASTE <= full
