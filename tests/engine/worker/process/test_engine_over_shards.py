@@ -72,8 +72,14 @@ async def serve(
 ) -> list[list[int]]:
     """All requests one after the other in time, more urgent ones later; every third leaves."""
     report = workers.report
-    ledger = KVLedger(report.num_blocks, report.block_size, report.num_host_blocks)
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
+    ledger = KVLedger(
+        report.num_blocks,
+        report.block_size,
+        report.num_host_blocks,
+        windows=report.windows,
+        chunk=bounds.max_batch_tokens * (1 + lookahead),
+    )
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told, drafter=drafter)
     executor = FleetExecutor(workers, lookahead)
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
@@ -90,20 +96,33 @@ async def serve(
 
 
 @pytest.mark.parametrize(
-    ("stages", "ranks", "lookahead", "host_kv_bytes"),
-    [(2, 1, 1, 1 << 16), (1, 2, 1, 0), (2, 2, 0, 1 << 16)],
+    ("variant", "stages", "ranks", "lookahead", "host_kv_bytes"),
+    [
+        ("llama", 2, 1, 1, 1 << 16),
+        ("llama", 1, 2, 1, 0),
+        ("llama", 2, 2, 0, 1 << 16),
+        ("mistral_window", 1, 1, 0, 1 << 15),
+        ("mistral_window", 1, 1, 1, 0),
+        ("gemma3", 1, 1, 0, 1 << 16),  # two layers with a window, one without
+        ("gemma3", 2, 1, 1, 0),
+    ],
 )
 async def test_answers_are_those_of_each_request_alone(
-    tmp_path: Path, stages: int, ranks: int, lookahead: int, host_kv_bytes: int
+    tmp_path: Path, variant: str, stages: int, ranks: int, lookahead: int, host_kv_bytes: int
 ) -> None:
-    alone = Driver(load_worker(make_checkpoint(tmp_path)))
+    alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
     expected = [
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
         for number in range(COUNT)
     ]
     told = Told()
     with fleet(
-        tmp_path, stages, ranks, kv_slots=80, lookahead=lookahead, host_kv_bytes=host_kv_bytes
+        tmp_path,
+        stages,
+        ranks,
+        kv_slots=52 if alone.worker.report.windows != (None,) else 80,
+        lookahead=lookahead,
+        host_kv_bytes=host_kv_bytes,
     ) as workers:
         answers = await serve(workers, lookahead, told)
     for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
