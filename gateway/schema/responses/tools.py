@@ -1,8 +1,9 @@
 """`tools` of the Responses API as functions of a chat request.
 
 Functions are served as they are. Those of a `namespace` (tools of one MCP server, say) get its
-name as a prefix, and a `custom` tool becomes a function with the one argument `input`; calls are
-rendered back in the tool's own form. Tools that a server would run are ignored: there are none.
+name as a prefix, and a `custom` tool becomes a function with the one argument `input`, which is
+constrained to the tool's grammar if it has one; calls are rendered back in the tool's own form.
+Tools that a server would run are ignored: there are none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.responses.tool_format import input_pattern
 from gateway.schema.unknown_fields import UnknownFields
 
 SUPPORTED = ("function", "custom", "namespace")
@@ -22,12 +24,6 @@ SERVER_TOOLS = (
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
 _SEPARATOR = "__"
-_INPUT_SCHEMA = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string"}},
-    "required": [INPUT],
-    "additionalProperties": False,
-}
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,13 +117,29 @@ def _flattened(tools: Sequence[ResponseTool]) -> Iterator[tuple[ResponseTool, st
 
 def _function(tool: ResponseTool) -> dict[str, Any]:
     if tool.type == "custom":
-        return {"description": _custom_description(tool), "parameters": _INPUT_SCHEMA}
+        return _custom_function(tool)
     fields = {
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _custom_function(tool: ResponseTool) -> dict[str, Any]:
+    """Strict if the tool has a grammar: then calls are constrained to it."""
+    pattern = input_pattern(tool.format)
+    given: dict[str, Any] = {"type": "string"}
+    if pattern is not None:
+        given["pattern"] = f"^(?:{pattern})$"
+    parameters = {
+        "type": "object",
+        "properties": {INPUT: given},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    function = {"description": _custom_description(tool), "parameters": parameters}
+    return function if pattern is None else function | {"strict": True}
 
 
 def _custom_description(tool: ResponseTool) -> str:
@@ -153,18 +165,26 @@ def _decoded(raw: msgspec.Raw, path: str, unknown: UnknownFields) -> ResponseToo
         tool = decode(_TOOL, bytes(raw), unknown, "tools[]")
         _check(tool)
     except InvalidRequest as error:
-        param = f"{path}.{error.param}" if error.param else path
-        raise InvalidRequest(str(error).replace(f"'{error.param}'", f"'{param}'"), param) from None
+        raise _within(path, error) from None
     return tool
+
+
+def _within(path: str, error: InvalidRequest) -> InvalidRequest:
+    """The error of a part of the request, with the path of its field in the whole request."""
+    param = f"{path}.{error.param}" if error.param else path
+    return InvalidRequest(str(error).replace(f"'{error.param}'", f"'{param}'"), param)
 
 
 def _check(tool: ResponseTool) -> None:
     if tool.name is None:
         raise InvalidRequest("Missing required parameter: 'name'.", "name")
+    if tool.type == "custom":
+        input_pattern(tool.format)
     if tool.type != "namespace":
         return
     for i, inner in enumerate(tool.tools or ()):
         check_allowed(inner.type, f"tools[{i}].type", ("function", "custom"))
-        if inner.name is None:
-            name = f"tools[{i}].name"
-            raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        try:
+            _check(inner)
+        except InvalidRequest as error:
+            raise _within(f"tools[{i}]", error) from None
