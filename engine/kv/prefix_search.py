@@ -102,7 +102,8 @@ class PrefixSearch:
     def is_being_computed(self, request: "Request") -> bool:
         """Whether an iteration in flight, or the one being planned, computes a prompt that has
         half of this request's uncached tokens in common, and at least `LEAST_COMMON`: then it is
-        better to wait for their KV than to compute it twice."""
+        better to wait for their KV than to compute it twice. Choices of one response, which have
+        the same prompt object, wait for a single block: together they compute it many times."""
         place, size = request.num_matched, self._block_size
         if not self._prefills or place >= len(request.block_hashes):
             return False
@@ -111,7 +112,11 @@ class PrefixSearch:
             return False
         cached = place * size
         common = _num_common(request.spec.prompt, other.spec.prompt, cached) // size * size - cached
-        return common >= LEAST_COMMON and 2 * common >= request.num_tokens - cached
+        least = LEAST_COMMON
+        if other.spec.prompt is request.spec.prompt and not request.wants_prompt_logprobs:
+            reusable = (request.num_tokens - 1) // size * size  # a request computes one at least
+            least, common = size, min(common, reusable - cached)
+        return common >= least and 2 * common >= request.num_tokens - cached
 
 
 def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:

@@ -1,5 +1,7 @@
 """Shared prefixes in the scheduler: one request computes them, the others wait and adopt them."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.control.scheduler import IterationScheduler
@@ -38,6 +40,22 @@ def test_short_prompts_are_computed_twice_rather_than_waited_for(length: int) ->
     for _ in range(2):
         scheduler.add(spec(length, 1), 0.0)
     assert len(tokens_per_iteration(scheduler)) == (1 if length < 64 else 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "counts"), [(3, [24]), (4, [4 * 8]), (5, [5, 7]), (9, [9, 7]), (12, [12, 4 * 7])]
+)
+def test_choices_of_one_response_compute_each_full_block_once(
+    length: int, counts: list[int]
+) -> None:
+    """Blocks have 4 tokens. The last token is computed by each choice, to sample the next one."""
+    scheduler = make(
+        block_size=4, max_batch_size=8, max_batch_tokens=512, reuses_prefixes=True, num_blocks=200
+    )
+    one = spec(length, 1)
+    for _ in range(8):
+        scheduler.add(replace(one), 0.0)
+    assert tokens_per_iteration(scheduler) == counts
 
 
 def test_a_request_does_not_wait_for_a_short_common_prefix() -> None:
