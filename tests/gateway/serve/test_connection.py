@@ -220,13 +220,19 @@ def test_headers_that_arrive_in_one_piece_have_the_same_limit() -> None:
     run_virtual(main())
 
 
-def test_many_small_trailers_are_a_431_before_the_app_has_the_request() -> None:
+@pytest.mark.parametrize("num_pieces", [1, 100])
+def test_many_small_trailers_are_a_431_before_the_app_has_the_request(num_pieces: int) -> None:
+    """Also if they, and the end of the message, arrive at once."""
+
     async def main() -> None:
         connection, peer = connect(app=reply_after_the_body)
         connection.data_received(CHUNKED + b"0\r\n")
-        for _ in range(100):
+        trailers = [b"a: " + b"b" * 1000 + b"\r\n"] * 100
+        trailers[-1] += b"\r\n"
+        size = len(trailers) // num_pieces
+        for first in range(0, len(trailers), size):
             if not peer.is_closed:
-                connection.data_received(b"a: " + b"b" * 1000 + b"\r\n")
+                connection.data_received(b"".join(trailers[first : first + size]))
         await asyncio.sleep(0)
         assert rejected_with(peer) == b"431"
 
