@@ -33,6 +33,12 @@ class ContextTooLong(InvalidRequest):
     """Prompt and `max_tokens` need more slots than the context or the KV cache has."""
 
     def __init__(self, prompt_len: int, max_tokens: int, limit: int, what: str) -> None:
+        if not max_tokens:
+            super().__init__(
+                f"This model's {what} is {limit} tokens, but the input has {prompt_len} tokens. "
+                "Please shorten the input, or set 'truncate_prompt_tokens'."
+            )
+            return
         super().__init__(
             f"This model's {what} is {limit} tokens. However, you requested "
             f"{prompt_len + max_tokens} tokens ({prompt_len} in the prompt, {max_tokens} in the "

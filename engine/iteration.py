@@ -6,6 +6,8 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.request import Request
     from engine.step import BlockMove, Fault, Step, StepResult, Tier, TokenLogprobs
 
@@ -41,7 +43,21 @@ class Iteration:
         rows.update((self.requests[fault.entry], fault) for fault in result.faults)
         return rows
 
-    def accepted(
+    def results(self, result: "StepResult") -> "EntryResults":
+        """What `result` has for each of the entries."""
+        tokens, logprobs = iter(result.tokens), iter(result.logprobs or repeat(None))
+        accepted: dict[Request, tuple[SampledToken, ...]] = {}
+        if self.step.has_drafts:
+            first, accepted = self._accepted(result)
+            tokens, logprobs = (iter(part) for part in zip(*first, strict=True))
+        vectors: dict[Request, bytes] = {}
+        if result.vectors:
+            rows = zip(self.step.entries, self.requests, strict=True)
+            pooled = [request for entry, request in rows if entry.pooling is not None]
+            vectors = dict(zip(pooled, result.vectors, strict=True))
+        return EntryResults(tokens, logprobs, accepted, vectors)
+
+    def _accepted(
         self, result: "StepResult"
     ) -> "tuple[list[SampledToken], dict[Request, tuple[SampledToken, ...]]]":
         """The first token of each entry that samples, and the tokens behind it of those with
@@ -57,6 +73,17 @@ class Iteration:
             if entry.num_drafts:
                 behind[request] = tuple(islice(tokens, next(num_accepted)))
         return first, behind
+
+
+class EntryResults(NamedTuple):
+    """The first token of each entry that samples and its log-probabilities, in the order of the
+    entries; the tokens behind it of requests with drafts; the vectors of requests that are pooled.
+    """
+
+    tokens: "Iterator[int]"
+    logprobs: "Iterator[TokenLogprobs | None]"
+    accepted: "dict[Request, tuple[SampledToken, ...]]"
+    vectors: "dict[Request, bytes]"
 
 
 class Save(NamedTuple):
@@ -91,7 +118,7 @@ NO_SWAPS = Swaps((), ())
 
 class Delivery(NamedTuple):
     """A sampled token for a request that has not been cancelled. `token` is None if the request
-    failed in this iteration."""
+    failed in this iteration, or finished with a vector."""
 
     request: "Request"
     token: int | None

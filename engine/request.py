@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.lora import LoraAdapter
+    from engine.pooling import PoolSpec
     from engine.step import (
         Grammar,
         RequestId,
@@ -167,6 +168,9 @@ class RequestSpec:
 
     With a `lora` all tokens are computed with this LoRA adapter. Prefixes are shared only between
     requests whose adapters have the same digest.
+
+    With `pooling` no token is produced, `max_tokens` is 0, and the request finishes with the vector
+    that its prompt is pooled into.
     """
 
     prompt: tuple[int, ...]
@@ -189,11 +193,17 @@ class RequestSpec:
     avoided_ids: frozenset[int] = frozenset()
     prediction: tuple[int, ...] = ()
     lora: "LoraAdapter | None" = None
+    pooling: "PoolSpec | None" = None
 
     @property
     def lora_digest(self) -> str:
         """The digest of its LoRA adapter; "" without one."""
         return "" if self.lora is None else self.lora.digest
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the prompt is pooled into a vector, and no token is produced."""
+        return self.pooling is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -225,6 +235,7 @@ class Request:
     num_crashes: int = 0  # worker crashes while it was in flight, since its last token
     num_accepted_prediction: int = 0  # drafts taken from its prediction that were right
     num_rejected_prediction: int = 0
+    vector: bytes = b""  # the result of a pooling request, float32; empty until it has finished
     has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
     finish: FinishReason | None = None
     abort: Abort | None = None
@@ -270,7 +281,7 @@ class Request:
     @property
     def max_slots(self) -> int:
         """Most slots it can need: the last output token's KV is never computed."""
-        return len(self.spec.prompt) + self.spec.max_tokens - 1
+        return len(self.spec.prompt) + max(0, self.spec.max_tokens - 1)
 
     @property
     def phase(self) -> Phase:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple, NewType
 
 from engine.lora import NO_LORA, LoraReport, LoraSpec
+from engine.pooling import PoolingReport, PoolSpec
 
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
@@ -128,8 +129,9 @@ class StepEntry(NamedTuple):
     `tables` has a table for each layer group, which covers at least the slots from the first
     token's window on.
     With `sample` None the entry is a chunk of a prompt and samples no token; otherwise one token
-    is sampled after the entry's last position. An entry that was planned before its input token
-    was known (lookahead) has `LAST_TOKEN` as its only token.
+    is sampled after the entry's last position. With `pooling` the entry ends a prompt whose hidden
+    states are pooled into a vector, and `sample` is None. An entry that was planned before its
+    input token was known (lookahead) has `LAST_TOKEN` as its only token.
 
     Speculation: the last `num_drafts` of a decode's `tokens` are drafts, `(last, d1, …, dk)`. Each
     of the k + 1 rows is computed and sampled like a decode of its own, as if the drafts before it
@@ -147,6 +149,7 @@ class StepEntry(NamedTuple):
     num_drafts: int = 0
     lora_id: int = NO_LORA
     tables: tuple[BlockTable, ...] = ()
+    pooling: PoolSpec | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -249,7 +252,8 @@ class StepResult:
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
-    `unread` are device blocks that moves from the disk could not fill.
+    `unread` are device blocks that moves from the disk could not fill. `vectors` has one vector for
+    each entry with `pooling`, in their order, as little-endian float32.
     """
 
     step_id: StepId
@@ -261,6 +265,7 @@ class StepResult:
     late: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
+    vectors: tuple[bytes, ...] = ()
 
 
 class StepTimes(NamedTuple):
@@ -339,7 +344,7 @@ class WorkerSettings:
     `gemm_cache`. Packed weights are cached in the directory `packed_cache`, of which all files
     together have at most `packed_cache_bytes`. A cache named "" is disabled. The LoRA adapters
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
-    `max_lora_rank`.
+    `max_lora_rank`. `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant.
     """
 
     model: str
@@ -370,6 +375,7 @@ class WorkerSettings:
     packed_cache_bytes: int = 32 << 30
     loras: tuple[LoraSpec, ...] = ()
     max_lora_rank: int = 64
+    task: str = "auto"
     placement: Placement = Placement()
 
 
@@ -381,7 +387,8 @@ class WorkerReport:
     `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
     tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
     in their order. `windows` has the sliding window of each layer group, None for a group that
-    keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group.
+    keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
+    None if the model generates text.
     """
 
     architecture: str
@@ -403,3 +410,4 @@ class WorkerReport:
     kernels: str = "torch"
     loras: tuple[LoraReport, ...] = ()
     windows: tuple[int | None, ...] = (None,)
+    pooling: PoolingReport | None = None

@@ -27,8 +27,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from engine.cost.live import LiveCost
 from engine.errors import Unavailable
 from gateway.access.callers import Caller
-from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import generate_body
+from gateway.pooling.group import body_of
 from gateway.serve.assemble import build_control_plane, build_service
 from gateway.serve.credentials import load_credentials
 from gateway.serve.load import load_model
@@ -161,7 +160,7 @@ class Podway:
         caller = Caller(service.new_id("req_"), service.clock())
         body = orjson.dumps({"model": service.model.name, **fields})
         plan = await ENDPOINTS[path](body, caller, service)
-        return _read(orjson.loads(await generate_body(plan, ChoiceGroup(plan, service))))
+        return _read(orjson.loads(await body_of(plan, service)))
 
     def _run(self) -> None:
         """The thread: load the model, run the engine until `close`."""

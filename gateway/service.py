@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.policy.estimates.lengths import LearnedLengths
+from engine.pooling import PoolingReport
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
-from gateway.errors import ModelNotFound
+from gateway.errors import ModelNotFound, UnsupportedByModel
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
@@ -55,6 +56,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
     trusts_request_templates: bool = False  # requests may have a `chat_template`
+    pooling: PoolingReport | None = None  # None: it generates text
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,6 +107,32 @@ class Service:
         if name not in self.model.names:
             raise ModelNotFound(name, self.model.names)
 
+    def check_generates(self, name: str) -> None:
+        """Raise `ModelNotFound` for another model's name, and `UnsupportedByModel` if the model
+        does not generate text."""
+        self.check_model(name)
+        if self.model.pooling is not None:
+            raise UnsupportedByModel(
+                f"The model {name!r} does not generate text: {_purpose(self.model.pooling)}.",
+                "model",
+            )
+
+    def check_embeds(self, name: str) -> PoolingReport:
+        """What the model embeds; raises `ModelNotFound`, or `UnsupportedByModel` if it does not."""
+        self.check_model(name)
+        pooling = self.model.pooling
+        if pooling is None:
+            raise UnsupportedByModel(
+                f"The model {name!r} generates text and makes no embeddings. Serve an embedding "
+                "model, or start the server with --task embed.",
+                "model",
+            )
+        if pooling.task != "embed":
+            raise UnsupportedByModel(
+                f"The model {name!r} makes no embeddings: {_purpose(pooling)}.", "model"
+            )
+        return pooling
+
     def header(self, prefix: str, model: str) -> ResponseHeader:
         """The header of a new response; its id is `prefix-` and 24 hex digits.
 
@@ -131,6 +159,12 @@ class Service:
         scheduler = self.engine.scheduler
         room = min(scheduler.settings.max_model_len, scheduler.ledger.longest_request + 1)
         return room - prompt_len
+
+
+def _purpose(pooling: PoolingReport) -> str:
+    if pooling.task == "embed":
+        return "it is served for /v1/embeddings, /v1/rerank and /score"
+    return "it is served for /v1/rerank and /score"
 
 
 def unix_now() -> int:

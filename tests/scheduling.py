@@ -83,7 +83,8 @@ def commit_iteration(scheduler: IterationScheduler, iteration: Iteration, now: f
     """Commit an iteration that began at `now`. Returns the time when it returned."""
     seconds = HAND_COST.step(iteration.step)
     samples = sum(entry.sample is not None for entry in iteration.step.entries)
-    result = StepResult(iteration.step.step_id, (5,) * samples, seconds)
+    vectors = (b"vector",) * sum(entry.pooling is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, (5,) * samples, seconds, vectors=vectors)
     scheduler.commit(iteration, result, now + seconds)
     scheduler.ledger.check()
     scheduler.pool.check()

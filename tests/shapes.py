@@ -28,7 +28,10 @@ _PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object"
 
 # Where: a component, then properties; `[]` is "each of them". vLLM's spelling, but for `Model`.
 EXTENSIONS: dict[str, dict[str, Json]] = {
-    "Model": {"max_model_len": {"type": "integer", "minimum": 1}},
+    "Model": {
+        "max_model_len": {"type": "integer", "minimum": 1},
+        "task": {"enum": ["generate", "embed", "score"]},
+    },
     "CreateChatCompletionResponse": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,

@@ -77,7 +77,8 @@ class Projections:
 def embedding_and_head(
     projections: Projections, name: str, *, is_tied: bool
 ) -> tuple[Embedding | None, Linear | None]:
-    """The embedding on the first stage and the head on the last one; None elsewhere.
+    """The embedding on the first stage and the head on the last one; None elsewhere, and no head
+    without logits.
 
     `name` is the embedding's tensor. A tied head uses it too, even if the file stores a copy.
     """
@@ -87,7 +88,10 @@ def embedding_and_head(
     if shard.is_first:
         tokens = weights.tensor(TensorSlice(name, (part.size, hidden), rows=part.run))
         embedding = Embedding(tokens, part, shard.all_reduce)
-    if shard.is_last:
+    if not shard.has_logits:
+        if weights.has("lm_head.weight"):
+            weights.skip("lm_head.weight")
+    elif shard.is_last:
         own = TensorSlice("lm_head.weight", (part.size, hidden), rows=part.run)
         if is_tied and weights.has(own.name):
             weights.tensor(own)

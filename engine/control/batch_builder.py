@@ -59,7 +59,7 @@ class BatchBuilder:
 
     def add(self, request: "Request", num_tokens: int, kv: "KVManager", *, is_last: bool) -> None:
         """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
-        last of its known tokens (`is_last`), a token is sampled after them."""
+        last of its known tokens (`is_last`), a token is sampled after them, or they are pooled."""
         start = request.num_planned
         stop = start + num_tokens
         rows = self.decodes
@@ -69,12 +69,16 @@ class BatchBuilder:
             tokens = (request.output[-1],)
         else:
             rows, tokens = self.prefills, request.tokens(start, stop)
-        sample = request.constant_sample or self._sample_spec(request) if is_last else None
+        pooling = request.spec.pooling if is_last else None
+        samples = is_last and pooling is None
+        sample = request.constant_sample or self._sample_spec(request) if samples else None
         targets = (
             _targets(request, start, stop) if request.spec.prompt_logprobs is not None else None
         )
         blocks = kv.table(request)
-        entry = StepEntry(request.request_id, start, tokens, blocks, sample, targets)
+        entry = StepEntry(
+            request.request_id, start, tokens, blocks, sample, targets, pooling=pooling
+        )
         if not blocks:
             entry = entry._replace(tables=kv.tables(request))
         if request.spec.lora is not None:
@@ -85,7 +89,7 @@ class BatchBuilder:
         self.tokens_left -= num_tokens
         request.num_planned = stop
         request.num_in_flight += 1
-        request.num_pending += is_last
+        request.num_pending += samples
         if request.num_crashes:
             self.has_suspect = True
 

@@ -6,7 +6,6 @@ is admitted before it. And KV may grow block by block, with preemption when bloc
 `engine.control.admission`).
 """
 
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
@@ -107,7 +106,7 @@ class IterationScheduler:
         limit = self.settings.max_model_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
-        if prompt_len + max_tokens - 1 > self.ledger.longest_request:
+        if prompt_len + max(0, max_tokens - 1) > self.ledger.longest_request:
             most = self.ledger.longest_request
             raise ContextTooLong(prompt_len, max_tokens, most, "KV cache size")
 
@@ -126,7 +125,7 @@ class IterationScheduler:
         """Accept a request. Raises `ContextTooLong`, `Overloaded`, or, if it cannot meet its
         deadline, `DeadlineUnmeetable` or `InvalidRequest`; then nothing is changed."""
         assert spec.prompt, "a prompt has at least one token"
-        assert spec.max_tokens > 0, "max_tokens is at least 1"
+        assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._check_queue(len(spec.prompt))
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
@@ -244,14 +243,10 @@ class IterationScheduler:
     def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
         """Apply the result of an iteration; returns the tokens of requests that are not leaving.
 
-        A request with a fault fails, and is returned without a token. A late request computes the
-        last of its tokens again in a later iteration.
+        A request with a fault fails, and one that is pooled finishes; both are returned without a
+        token. A late request computes the last of its tokens again in a later iteration.
         """
-        tokens, logprobs = iter(result.tokens), iter(result.logprobs or repeat(None))
-        accepted: dict[Request, tuple[SampledToken, ...]] = {}
-        if iteration.step.has_drafts:
-            first_tokens, accepted = iteration.accepted(result)
-            tokens, logprobs = (iter(part) for part in zip(*first_tokens, strict=True))
+        tokens, logprobs, accepted, vectors = iteration.results(result)
         without_token = iteration.rows_without_token(result)
         deliveries: list[Delivery] = []
         count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
@@ -282,6 +277,9 @@ class IterationScheduler:
                 deliveries.append(Delivery(request, token, scores))
                 if accepted:
                     deliveries += self._deliver(request, accepted.get(request, ()))
+            elif vectors and request in vectors:
+                request.vector, request.finish = vectors[request], FinishReason.STOP
+                deliveries.append(Delivery(request, None))
             publish(request, entry.start)
             self._settle(request, now)
         self.cost.observe(iteration.step, result.seconds)

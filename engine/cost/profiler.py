@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
+from engine.pooling import PoolSpec
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ProbeLimits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    pools: bool = False  # whether prompts are pooled; then there are no decodes
 
     @property
     def longest(self) -> int:
@@ -61,15 +63,16 @@ class Probe(NamedTuple):
         size = limits.block_size
         first_written = self.start // size
         last = (self.start + self.num_tokens - 1) // size
+        sample = None if limits.pools else SampleSpec(SamplingParams())
+        pooling = PoolSpec() if limits.pools else None
         entries = []
         for index in range(self.num_requests):
             shift = index * (last - first_written + 1)
             own = range(first_written + shift, last + shift + 1)
             blocks = array("i", [*range(first_written), *own]).tobytes()
             request_id, tokens = RequestId(_FIRST_ID + index), (0,) * self.num_tokens
-            entries.append(
-                StepEntry(request_id, self.start, tokens, blocks, SampleSpec(SamplingParams()))
-            )
+            entry = StepEntry(request_id, self.start, tokens, blocks, sample, pooling=pooling)
+            entries.append(entry)
         return Step(StepId(_FIRST_ID + number), tuple(entries))
 
     def sample(self, seconds: float) -> Sample:
@@ -95,6 +98,11 @@ def probes(limits: ProbeLimits) -> Iterator[Probe]:
     """The steps to measure, most informative first; each one's context was written earlier."""
     lengths = _growing(limits.max_batch_tokens)
     batches = _growing(limits.max_batch_size)
+    if limits.pools:
+        lengths = _growing(min(limits.max_batch_tokens, limits.longest))
+        wanted = [Probe(1, 1, 0), *(Probe(1, length, 0) for length in lengths)]
+        wanted += [Probe(batch, length, 0) for batch in batches for length in (1, _SHORT, 128)]
+        return (probe for probe in wanted if probe.fits(limits))
     context = min(_LONG, 2 * lengths[-1], limits.longest - 1)
     piece = max(1, context // 2)
     wanted = [Probe(1, 1, 0)]

@@ -41,7 +41,7 @@ class Forecast:
 
     def ended(self, request: "Request") -> None:
         """Learn from the length of an output that was not cut by a cancel or an error."""
-        if request.finish is not None:
+        if request.finish is not None and request.output:
             before = self._output_len or request.produced
             self._output_len = before + WEIGHT * (request.produced - before)
 

@@ -127,7 +127,7 @@ class GittinsIndex:
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
         stratum = stratum_of(request.prompt_len)
-        kind = _Kind(stratum, _prefill_class(prefill), bin_of(request.spec.max_tokens))
+        kind = _Kind(stratum, _prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
         job = _Job(self._num_arrived, kind, self._fcfs.wait, prefill, waits_since=now)
         self._jobs[request] = job
         self._num_arrived += 1
@@ -158,7 +158,8 @@ class GittinsIndex:
         self._remove(request, job)
         if request.output:
             self._age(job, bin_of(request.produced))
-        if request.finish is FinishReason.STOP or request.abort is Abort.STOP_STRING:
+        is_complete = request.finish is FinishReason.STOP or request.abort is Abort.STOP_STRING
+        if is_complete and not request.spec.is_pooling:
             self.lengths.ended(job.kind.stratum, bin_of(max(1, request.produced)))
             self._num_ends += 1
         if request.finish is not None:

@@ -76,7 +76,7 @@ class ShortestRemainingFirst:
         """Seconds until the request's last token if it ran alone."""
         remaining, start = request.remaining, request.num_computed
         first = self._cost.compute(remaining, start) if remaining else 0.0
-        others = request.spec.max_tokens - request.produced - 1
+        others = max(0, request.spec.max_tokens - request.produced - 1)
         return first + others * self._cost.compute(1, request.num_tokens)
 
     def _insert(self, request: "Request", seconds: float) -> None:

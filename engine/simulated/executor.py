@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from engine.step import BlockMove, RequestId, Step, StepEntry
 
 
+VECTOR = bytes(4)  # of a pooling request: one number, 0
+
+
 def synthetic_token(entry: "StepEntry") -> int:
     """The next token of an entry, a function of its request id and position only."""
     return (31 * entry.request_id + 7 * (entry.start + len(entry.tokens))) % 1009
@@ -86,7 +89,11 @@ class SimulatedExecutor:
             self._sampled.append(_Sampled(at, {entry.request_id for entry in step.entries}))
         at += self._cost.idle(len(step.entries))
         tokens, num_accepted = self._sample(step)
-        return StepResult(step.step_id, tokens, before + seconds, num_accepted=num_accepted), at
+        vectors = (VECTOR,) * sum([entry.pooling is not None for entry in step.entries])
+        result = StepResult(
+            step.step_id, tokens, before + seconds, num_accepted=num_accepted, vectors=vectors
+        )
+        return result, at
 
     def _sample(self, step: "Step") -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a step, and the number of accepted drafts of each entry with drafts."""

@@ -227,13 +227,15 @@ class _FinishStream(TokenStream):
 
 def outcome_of(arrival: "Arrival", request: Request) -> Outcome:
     """The outcome of a finished request."""
-    assert request.first_token_at is not None, "a finished request has a first token"
-    assert request.last_token_at is not None, "a finished request has a last token"
+    pooled_at = request.ended_at if request.spec.is_pooling else None
+    first_at, last_at = request.first_token_at or pooled_at, request.last_token_at or pooled_at
+    assert first_at is not None, "a finished request has a first token or a vector"
+    assert last_at is not None, "a finished request has a last token or a vector"
     assert request.admitted_at is not None, "a finished request was admitted"
     return Outcome(
         arrival=arrival,
-        ttft=request.first_token_at - request.arrived_at,
-        jct=request.last_token_at - request.arrived_at,
+        ttft=first_at - request.arrived_at,
+        jct=last_at - request.arrived_at,
         num_preemptions=request.num_preemptions,
         num_cached=request.num_cached,
         admitted_at=request.admitted_at,

@@ -19,6 +19,7 @@ from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.policy import PolicySettings
+from engine.pooling import PoolSpec
 from engine.request import Abort, FinishReason, Request, RequestSpec
 from engine.simulated.trace import GREEDY, SHARED_BLOCK, Arrival
 
@@ -51,6 +52,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     deadline: float | None = None
     is_background: bool = False
     itl_goal: float | None = None
+    is_pooling: bool = False
     blocks: tuple[int | str, ...] = ()
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
@@ -308,6 +310,7 @@ def _params(row: IterationRow) -> RequestSpec:
         deadline=row.deadline,
         is_background=row.is_background,
         itl_goal=row.itl_goal,
+        pooling=PoolSpec() if row.is_pooling else None,
     )
 
 

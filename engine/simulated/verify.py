@@ -17,6 +17,7 @@ from engine.errors import RequestCancelled, StepFailed, Unavailable
 from engine.events import ObserverGroup
 from engine.policy import build
 from engine.request import Abort, FinishReason, Request
+from engine.simulated.executor import VECTOR
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
@@ -134,7 +135,8 @@ class RecordingVerifier:
             for at, request in enumerate(iteration.requests)
             if request.request_id in row.faults
         )
-        result = StepResult(step.step_id, tokens, row.seconds, faults=faults)
+        vectors = tuple(VECTOR for entry in step.entries if entry.pooling is not None)
+        result = StepResult(step.step_id, tokens, row.seconds, faults=faults, vectors=vectors)
         self._scheduler.commit(iteration, result, row.at)
 
     def _figures(self, slo: SLO) -> Figures:
@@ -143,7 +145,7 @@ class RecordingVerifier:
         start = self._requests[0].arrived_at
         for request in self._requests:
             arrival = self._recording.arrivals[request.request_id]
-            if request.outcome == "finished" and request.produced:
+            if request.outcome == "finished" and (request.produced or request.spec.is_pooling):
                 arrival = replace(arrival, output_len=request.produced)
                 finished.append(outcome_of(arrival, request))
             else:

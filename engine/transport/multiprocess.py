@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
+from engine.pooling import PoolSpec
 from engine.ports import Clock
 from engine.step import (
     RequestId,
@@ -89,6 +90,7 @@ class MultiprocessExecutor:
         self._workers: Sequence[LaunchedWorker] = ()
         self._channel: StepChannel | None = None
         self._backoff = RestartBackoff(settings.max_restarts, settings.restart_pause)
+        self._pools = False  # whether the model pools, known from the first start on
         self._is_on_trial = False  # while restarted workers compute their trial step
         self._num_restarts = 0
         self._closed = asyncio.Event()
@@ -150,6 +152,7 @@ class MultiprocessExecutor:
                 for spec, lora in zip(self._worker.loras, report.loras, strict=True)
             ),
         )
+        self._pools = report.pooling is not None
         return report
 
     async def load_lora(self, spec: LoraSpec) -> LoraReport:
@@ -255,7 +258,7 @@ class MultiprocessExecutor:
         """Compute the trial step. Raises `StartupError` if the workers cannot."""
         self._is_on_trial = True
         try:
-            await channel.submit(_trial_step())
+            await channel.submit(_trial_step(pools=self._pools))
         except EngineError as error:
             raise StartupError(f"their trial step failed: {error}") from error
         finally:
@@ -308,10 +311,11 @@ class MultiprocessExecutor:
             raise Unavailable("the executor was closed")
 
 
-def _trial_step() -> Step:
-    """One token in the first KV block."""
+def _trial_step(*, pools: bool) -> Step:
+    """One token in the first KV block, sampled from or, if the model does that, pooled."""
     block = array("i", [0]).tobytes()
-    entry = StepEntry(RequestId(_TRIAL_ID), 0, (0,), block, SampleSpec(SamplingParams()))
+    sample, pooling = (None, PoolSpec()) if pools else (SampleSpec(SamplingParams()), None)
+    entry = StepEntry(RequestId(_TRIAL_ID), 0, (0,), block, sample, pooling=pooling)
     return Step(StepId(_TRIAL_ID), (entry,))
 
 

@@ -1,6 +1,6 @@
 """BatchRunner: runs batches as background requests, and resumes them after a restart.
 
-Each line becomes the same `GenerationPlan` as in its route, marked as background. Its answer and
+Each line becomes the same plan as in its route, marked as background. Its answer and
 the batch's counts are stored in one transaction, so after a crash the answered lines stay answered
 and the next start runs the others.
 """
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from engine.errors import (
     EngineError,
@@ -32,9 +32,9 @@ from gateway.batch.lines import (
     tokens_of,
 )
 from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, http_error
-from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import generate_body
 from gateway.observe.request_log import RequestRecord
+from gateway.pooling.group import body_of
+from gateway.pooling.plan import PoolingPlan
 from gateway.schema.dialect import OPENAI
 from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Endpoint = Callable[[bytes, Caller, "Service"], Awaitable["GenerationPlan"]]  # body to plan
+Plan = Union["GenerationPlan", PoolingPlan]
+Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[Plan]]  # body to plan
 ATTEMPTS = 3  # at a line whose step or worker failed
 RETRY_SECONDS = 1.0  # between attempts while there is no worker
 OUTPUT_SECONDS = 30 * 86_400  # lifetime of output files, unless the batch sets another
@@ -261,10 +262,10 @@ class _Run:
         service = self._service
         caller = Caller(request_id(self._record, line), service.clock()).authenticated(self._key)
         plan = await self._plan(line.body, caller, service)
-        if plan.is_stream:
+        if not isinstance(plan, PoolingPlan) and plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
         plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
-        return await generate_body(plan, ChoiceGroup(plan, service))
+        return await body_of(plan, service)
 
     @property
     def _key(self) -> Key:
@@ -294,5 +295,5 @@ class _Run:
         )
 
 
-async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> "GenerationPlan":
+async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> Plan:
     raise PathNotFound("This server no longer has the endpoint of this batch.")

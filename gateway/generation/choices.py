@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.service import Service
 
+S = TypeVar("S")
 T = TypeVar("T")
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
@@ -65,7 +66,7 @@ class ChoiceGroup:
         self._num_prompt_tokens = sum(len(spec.prompt) for spec in specs[:: plan.num_candidates])
         self._check_group(specs)
         for index, spec in enumerate(specs):
-            stream = self._open_stream(spec)
+            stream = enter_stream(self._streams, spec, service)
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
 
     def _check_group(self, specs: Sequence[RequestSpec]) -> None:
@@ -77,16 +78,6 @@ class ChoiceGroup:
             param = "n" if plan.num_choices > 1 else plan.prompt_field
             param = "best_of" if plan.best_of else param
             raise InvalidRequest(f"'{param}' is too large: {error}", param) from error
-
-    def _open_stream(self, spec: RequestSpec) -> "TokenStream":
-        """Add a request to the engine; errors name the field as the request body spells it."""
-        try:
-            return self._streams.enter_context(self._service.engine.stream(spec))
-        except InvalidRequest as error:
-            if error.param not in DEADLINE_FIELDS:
-                raise
-            param = f"{error.param}_ms"
-            raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
 
     def _options(self, tokenized: "TokenizedPrompts") -> ChoiceOptions:
         plan, tokenizer = self._plan, self._service.model.tokenizer
@@ -105,18 +96,8 @@ class ChoiceGroup:
         )
 
     async def run_each(self, run: Callable[[ChoiceStream], Awaitable[T]]) -> list[T]:
-        """The results of `run` for all choices, which run concurrently, in the choices' order.
-
-        The first error cancels the others and is raised as it is.
-        """
-        if len(self.choices) == 1:
-            return [await run(self.choices[0])]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(_await(run, choice)) for choice in self.choices]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
-        return [task.result() for task in running]
+        """The results of `run` for all choices; see `in_parallel`."""
+        return await in_parallel(self.choices, run)
 
     def close(self, reason: Abort) -> None:
         """End the requests that still run."""
@@ -140,5 +121,32 @@ class ChoiceGroup:
         return PredictionTokens(*map(sum, zip(*counts, strict=True)))
 
 
-async def _await(run: Callable[[ChoiceStream], Awaitable[T]], choice: ChoiceStream) -> T:
-    return await run(choice)
+def enter_stream(streams: ExitStack, spec: RequestSpec, service: "Service") -> "TokenStream":
+    """Add a request to the engine, whose stream closes with `streams`; errors name the field as
+    the request body spells it."""
+    try:
+        return streams.enter_context(service.engine.stream(spec))
+    except InvalidRequest as error:
+        if error.param not in DEADLINE_FIELDS:
+            raise
+        param = f"{error.param}_ms"
+        raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
+
+
+async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
+    """The results of `run` for all items, which run concurrently, in the items' order.
+
+    The first error cancels the others and is raised as it is.
+    """
+    if len(items) == 1:
+        return [await run(items[0])]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_await(run, item)) for item in items]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    return [task.result() for task in running]
+
+
+async def _await(run: Callable[[S], Awaitable[T]], item: S) -> T:
+    return await run(item)

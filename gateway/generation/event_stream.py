@@ -22,7 +22,7 @@ import anyio
 from engine.errors import EngineError
 from engine.request import Abort
 from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import Reply, error_response
+from gateway.generation.reply import Reply, error_response, generate_body
 from gateway.observe.timelines import Wait
 
 if TYPE_CHECKING:
@@ -187,4 +187,7 @@ class EventStream:
 
 def respond(plan: "GenerationPlan", service: "Service") -> "ASGIApp":
     """The ASGI response of a plan: an event stream or a JSON body, as the request chose."""
-    return EventStream(plan, service) if plan.is_stream else Reply(plan, service)
+    if plan.is_stream:
+        return EventStream(plan, service)
+    group = ChoiceGroup(plan, service)
+    return Reply(plan.caller, group, partial(generate_body, plan, group), service)

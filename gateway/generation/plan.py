@@ -169,7 +169,7 @@ def request_specs(
         tenant=plan.caller.tenant,
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
-        **_scheduling(plan)._asdict(),
+        **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )
     seed = plan.sampling.seed
     return [
@@ -201,11 +201,11 @@ def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") ->
         )
 
 
-def _scheduling(plan: GenerationPlan) -> SchedulingParams:
+def scheduling_of(requested: SchedulingParams, caller: "Caller") -> SchedulingParams:
     """The scheduling parameters, with the salt of the API key's cache domain and within the
     priorities that the key allows (lower is first)."""
-    scheduling = plan.scheduling._replace(salt=plan.caller.salt(plan.scheduling.salt))
-    most_urgent, priority = plan.caller.urgent, scheduling.priority
+    scheduling = requested._replace(salt=caller.salt(requested.salt))
+    most_urgent, priority = caller.urgent, scheduling.priority
     if most_urgent is None or priority >= most_urgent:
         return scheduling
     if priority:

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 from starlette.responses import Response
@@ -44,27 +43,42 @@ def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Re
     return Response(body, http_error(error).status, headers, JSON)
 
 
-class Reply:
-    """The ASGI response of a plan that is not streamed: all choices to their end, then one body."""
+class ClosableGroup(Protocol):
+    """The engine requests of one response."""
 
-    def __init__(self, plan: "GenerationPlan", service: "Service") -> None:
-        self._plan = plan
+    def close(self, reason: Abort) -> None:
+        """End the requests that still run."""
+        ...
+
+
+class Reply:
+    """The ASGI response that is not streamed: `work` runs a group's requests to their end and
+    returns the body."""
+
+    def __init__(
+        self,
+        caller: "Caller",
+        group: ClosableGroup,
+        work: Callable[[], Awaitable[bytes]],
+        service: "Service",
+    ) -> None:
+        self._caller = caller
+        self._group = group
+        self._work = work
         self._service = service
-        self._group = ChoiceGroup(plan, service)
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Send the body; if the client disconnects first, end the requests and send nothing."""
-        work = partial(generate_body, self._plan, self._group)
-        body = await unless_disconnected(receive, work, self._on_disconnect)
+        body = await unless_disconnected(receive, self._work, self._on_disconnect)
         if body is not None:
-            response = json_response(body, self._plan.caller, self._service.clock)
+            response = json_response(body, self._caller, self._service.clock)
             if TIMING in dict(scope["headers"]):
                 response.headers.update(self._timing())
             await response(scope, receive, send)
 
     def _timing(self) -> dict[str, str]:
         """Milliseconds of each phase of the slowest choice, one header for each."""
-        caller, now = self._plan.caller, self._service.clock()
+        caller, now = self._caller, self._service.clock()
         timelines = self._service.timelines.find(caller.request_id, caller.tenant)
         phases = phase_seconds(slowest(timelines, now), now)
         return {f"x-podway-{name}-ms": f"{seconds * 1e3:.1f}" for name, seconds in phases.items()}

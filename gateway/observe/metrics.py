@@ -160,7 +160,10 @@ class Metrics(NullObserver):
         if request.outcome == "finished":
             self.finishes[request.finish.value if request.finish else "stop"] += 1
             self.request_seconds.add(now - request.arrived_at)
-            self._count_phases(request, now)
+            if request.spec.is_pooling:
+                self._count_pooled(request, now)
+            else:
+                self._count_phases(request, now)
         if request.admitted_at is not None:
             self.queue_seconds.add(request.admitted_at - request.arrived_at)
         self._count_choice(request)
@@ -171,8 +174,16 @@ class Metrics(NullObserver):
         most = max(most, request.produced)
         if live > 1:
             self._choices[request.spec.label] = live - 1, most
-        else:
+        elif not request.spec.is_pooling:
             self.max_generation_tokens.add(most)
+
+    def _count_pooled(self, request: "Request", now: float) -> None:
+        """A finished request that has no output: all of its time since its admission is prefill."""
+        self.num_prompt_tokens += request.prompt_len
+        self.num_cached_tokens += request.num_cached
+        self.prompt_tokens.add(request.prompt_len)
+        if request.admitted_at is not None:
+            self.prefill_seconds.add(now - request.admitted_at)
 
     def _count_phases(self, request: "Request", now: float) -> None:
         """A finished request's tokens, and its time before and after the first token."""

@@ -132,7 +132,7 @@ def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
     for span in timeline.spans(request.ended_at or request.arrived_at):
         phases[span.phase] = phases.get(span.phase, 0.0) + span.seconds
     found: dict[str, Any] = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": "embeddings" if spec.is_pooling else "text_completion",
         "gen_ai.provider.name": "podway",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

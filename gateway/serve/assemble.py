@@ -324,4 +324,5 @@ def _served_model(settings: Settings, loaded: LoadedModel) -> ServedModel:
         template=loaded.texts.template,
         dialect=loaded.texts.dialect,
         trusts_request_templates=settings.trust_request_chat_template,
+        pooling=report.pooling,
     )

@@ -81,6 +81,7 @@ def cost_facts(
         "kv_dtype": report.kv_dtype,
         "attention": report.attention,
         "threads": report.threads,
+        "task": "generate" if report.pooling is None else report.pooling.task,
         "block_size": report.block_size,
         "stages": stages,
         "ranks": ranks,

@@ -142,6 +142,7 @@ async def _calibrate(
         max_model_len=report.max_model_len,
         num_blocks=report.num_blocks,
         block_size=report.block_size,
+        pools=report.pooling is not None,
     )
     return await calibrate(settings.cost_model, file, executor, bounds)
 
@@ -219,6 +220,7 @@ def _packed_cache(settings: Settings) -> str:
 def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     return WorkerSettings(
         model=str(directory),
+        task=settings.task,
         dtype=settings.dtype,
         weights=settings.weights,
         activation_bits=settings.activation_bits,

@@ -12,6 +12,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
+from engine.pooling import PoolingReport
 from engine.step import WorkerReport
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
@@ -76,6 +77,7 @@ def banner(
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
+        **({} if report.pooling is None else {"task": _pooling(report.pooling)}),
         "KV cache": f"{num_slots:,} slots in blocks of {report.block_size}, "
         f"{megabytes:,.0f} MiB{kv_dtype}",
         "workers": f"{_workers(settings)}, {report.threads} threads ({settings.thread_wait}-wait), "
@@ -87,20 +89,38 @@ def banner(
     }
     title = f"Podway {podway_version()} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]
-    example = curl_line(url, model, with_key=bool(settings.api_key or settings.api_key_file))
+    has_key = bool(settings.api_key or settings.api_key_file)
+    task = "generate" if report.pooling is None else report.pooling.task
+    example = curl_line(url, model, task, with_key=has_key)
     return "\n".join([title, *lines, "", f"  {example}", "", ""])
 
 
-def curl_line(url: str, model: str, *, with_key: bool) -> str:
-    """A curl command that streams a chat completion."""
-    body = {
-        "model": model,
-        "stream": True,
-        "messages": [{"role": "user", "content": "Hello! Who are you?"}],
-    }
-    words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
+_EXAMPLES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"stream": True, "messages": [{"role": "user", "content": "Hello! Who are you?"}]},
+    ),
+    "embed": ("/v1/embeddings", {"input": "Hello!"}),
+    "score": ("/v1/rerank", {"query": "What is a cat?", "documents": ["An animal.", "A city."]}),
+}
+
+
+def curl_line(url: str, model: str, task: str = "generate", *, with_key: bool) -> str:
+    """A curl command that uses the model for its task; a chat completion is streamed."""
+    path, fields = _EXAMPLES[task]
+    body = {"model": model, **fields}
+    words = ["curl", "-N", f"{url}{path}", "-H", "content-type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
     return line + ' -H "authorization: Bearer $KEY"' if with_key else line
+
+
+def _pooling(pooling: PoolingReport) -> str:
+    """Which kind of vectors, and how they are made."""
+    if pooling.task == "embed":
+        normalized = "normalized" if pooling.is_normalized else "not normalized"
+        return f"embeddings of {pooling.size} numbers, {pooling.method} pooling, {normalized}"
+    scores = "1 score" if pooling.size == 1 else f"{pooling.size} scores"
+    return f"{scores} per pair of texts, {pooling.method} pooling"
 
 
 def _workers(settings: Settings) -> str:

@@ -62,6 +62,12 @@ class EngineSettings(BaseSettings):
         "generation_config.json",
         "JSON",
     )
+    task: Literal["auto", "generate", "embed", "score"] = _option(
+        "auto",
+        "model",
+        "what the model is served for; auto: as its checkpoint says; embed: embeddings of texts; "
+        "score: relevance of a document to a query (reranking)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "dtype of weights and activations; auto: the fastest that the device has"
     )

@@ -70,9 +70,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches"): Operation("batches", "Your batches.", query=PAGING),
     ("GET", "/v1/batches/{batch_id}"): Operation("batches", "The status of a batch."),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Cancel a batch."),
-    ("POST", "/v1/embeddings"): Operation(
-        "text", "Rejected: no supported model is trained to make embeddings.", EmbeddingRequest
-    ),
+    ("POST", "/v1/embeddings"): Operation("pooling", "The embeddings of texts.", EmbeddingRequest),
     ("POST", "/v1/messages"): Operation(
         "messages",
         "The next message, in the format of Anthropic's API.",

@@ -6,6 +6,7 @@ from 0) generates the `i`-th of the given texts, then the end token.
 
 import asyncio
 import random
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -28,6 +29,7 @@ from engine.grammar import GrammarCompiler, TokenTable
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
+from engine.pooling import PoolingReport
 from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
@@ -167,11 +169,20 @@ class Inline:
 class ScoringExecutor(SimulatedExecutor):
     """Reports log-probabilities where requested: -0.01 for token 1, -0.02 for token 2, …
 
-    The most likely tokens are the sampled one and those with the next higher ids.
+    The most likely tokens are the sampled one and those with the next higher ids. A prompt is
+    pooled into the vector of `vector_of`.
     """
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         plain = super().submit(step)
+        pooled = [entry for entry in step.entries if entry.pooling is not None]
+        if pooled:
+            vectors = tuple(vector_of(entry) for entry in pooled)
+            changed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+            plain.add_done_callback(
+                lambda done: changed.set_result(replace(done.result(), vectors=vectors))
+            )
+            return changed
         entries = [entry for entry in step.entries if entry.sample is not None]
         samples = [entry.sample for entry in entries if entry.sample is not None]
         targets = [entry.prompt_logprobs for entry in step.entries]
@@ -201,6 +212,13 @@ class ScoringExecutor(SimulatedExecutor):
 
         plain.add_done_callback(score)
         return scored
+
+
+def vector_of(entry: StepEntry) -> bytes:
+    """The vector of a prompt in the rig: four numbers, and fewer if `dimensions` says so."""
+    numbers = (entry.start + len(entry.tokens), *entry.tokens[:2], entry.tokens[-1], 0.5)[:4]
+    assert entry.pooling is not None, "a pooling entry"
+    return array("f", numbers[: entry.pooling.dimensions]).tobytes()
 
 
 def scores_of(token: int, num_top: int) -> TokenLogprobs:
@@ -247,6 +265,7 @@ class Setting:
     files: StoreLimits = field(default_factory=StoreLimits)
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
+    pooling: PoolingReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +364,7 @@ def build_rig(setting: Setting) -> Rig:
             trusts_request_templates=setting.trusts_request_templates,
             aliases=setting.aliases,
             sampling_defaults=setting.sampling_defaults,
+            pooling=setting.pooling,
         ),
         grammars=GrammarCheck(CheckedOnLoop()),
         exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),

@@ -42,6 +42,7 @@ class RecordedDecoder:
         self._pool = pool
         self._recordings: dict[tuple[int, bytes, tuple[LoraSegment, ...]], DecodeRecording] = {}
         self.embed = decoder.embed
+        self.features = decoder.features
         self.logits = decoder.logits
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:

@@ -56,6 +56,7 @@ class LoraModel:
     ) -> None:
         """`base` and `adapted` share all weights; `linears` are those of `adapted`."""
         self.embed = base.embed
+        self.features = base.features
         self.logits = base.logits
         self.base = base
         self._adapted = adapted

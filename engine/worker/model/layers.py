@@ -214,6 +214,10 @@ class Decoder:
             block(hidden, all_rows)
         return self.blocks[-1](hidden, context)
 
+    def features(self, hidden: Tensor) -> Tensor:
+        assert self.norm is not None, "only the last stage has a final norm"
+        return self.norm(hidden).float()
+
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None, "only the last stage has a head"

@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.lora import NO_LORA
 from engine.step import LAST_TOKEN, BlockTable, Step, StepEntry
-from engine.worker.ports import Int32s, Int64s, LoraSegment, RaggedLayout
+from engine.worker.ports import Int32s, Int64s, LoraSegment, PoolingMethod, RaggedLayout
+from engine.worker.ports.layout import NONE_POOLED, PooledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class LayoutLimits:
     num_blocks: int
     block_size: int
     windows: tuple[int | None, ...] = (None,)  # of the layer groups
+    pooling: PoolingMethod | None = None  # of a model that pools
 
     @property
     def keeps_all(self) -> bool:
@@ -157,6 +159,23 @@ def _lora_segments(entries: tuple[StepEntry, ...], first_rows: Int32s) -> tuple[
     return tuple(segments)
 
 
+def _pooled(
+    entries: tuple[StepEntry, ...], qo_indptr: Int32s, method: PoolingMethod | None
+) -> PooledRows:
+    """The rows that pooling reads of each entry with `pooling`."""
+    wanted = [at for at, entry in enumerate(entries) if entry.pooling is not None]
+    if not wanted:
+        return NONE_POOLED
+    if method is None:
+        raise ValueError(f"request {entries[wanted[0]].request_id}: this model does not pool")
+    first, stop = qo_indptr[:-1][wanted].astype(np.int64), qo_indptr[1:][wanted].astype(np.int64)
+    if method is PoolingMethod.MEAN:
+        rows = np.concatenate([np.arange(*ends) for ends in zip(first, stop, strict=True)])
+        return PooledRows(rows, stop - first)
+    rows = stop - 1 if method is PoolingMethod.LAST else first
+    return PooledRows(rows, np.ones(len(rows), dtype=np.int64))
+
+
 def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     """The layout of a step; raises `ValueError` if an index is out of bounds."""
     entries = step.entries
@@ -231,4 +250,5 @@ def _build(
         num_decodes=num_decodes,
         block_size=size,
         lora_segments=_lora_segments(entries, qo_indptr) if has_loras else (),
+        pooled=_pooled(entries, qo_indptr, limits.pooling),
     )

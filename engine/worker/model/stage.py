@@ -41,11 +41,15 @@ class Stage:
         return part if self.gather is None else self.gather(part)
 
     def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states that logits are needed for: `[sampled rows, then scored rows, hidden]`."""
-        rows = np.concatenate((layout.sampled_rows, layout.scored_rows))
+        """Hidden states that the result needs: `[sampled, then scored, then pooled rows, hidden]`.
+
+        A step has sampled or pooled rows, not both.
+        """
+        rows = np.concatenate((layout.sampled_rows, layout.scored_rows, layout.pooled.rows))
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
-        is_all = len(layout.sampled_rows) == len(rows) == layout.num_tokens
+        most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
+        is_all = most == len(rows) == layout.num_tokens
         return self._run(layout, hidden, None if is_all else self._put(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:

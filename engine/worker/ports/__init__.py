@@ -19,6 +19,7 @@ from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import Argmax, Linear, LowRank, LowRankUp, Norm, Operators
+from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.shapes import (
     FULL_ATTENTION,
     AttentionOptions,
@@ -73,6 +74,9 @@ __all__ = [
     "ModelShape",
     "Norm",
     "Operators",
+    "PoolingConfig",
+    "PoolingHead",
+    "PoolingMethod",
     "PreferredFormat",
     "QuantizedWeight",
     "RaggedLayout",

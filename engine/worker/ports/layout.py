@@ -18,6 +18,16 @@ class LoraSegment(NamedTuple):
     stop: int
 
 
+class PooledRows(NamedTuple):
+    """The rows of a step that are pooled, and how many of them each pooled entry has."""
+
+    rows: Int64s
+    counts: Int64s
+
+
+NONE_POOLED = PooledRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedLayout:
     """T new tokens of N requests; the first `num_decodes` requests have one new token each.
@@ -46,6 +56,7 @@ class RaggedLayout:
     block_size: int
     lora_segments: tuple[LoraSegment, ...] = ()  # ascending; rows in none use no adapter
     groups: tuple["RaggedLayout", ...] = ()
+    pooled: PooledRows = NONE_POOLED
 
     def of_group(self, group: int) -> "RaggedLayout":
         """What the attention of a layer group is planned with."""

@@ -47,6 +47,11 @@ class StageModel(Protocol):
         """Hidden states `[rows, hidden]` after all layers of this stage; may overwrite `hidden`."""
         ...
 
+    def features(self, hidden: Tensor) -> Tensor:
+        """The final hidden states `[rows, hidden]` in float32, behind the model's last norm; only
+        on the last stage."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, this rank's part of vocab]` in float32; only on the last stage."""
         ...

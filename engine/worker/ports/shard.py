@@ -37,13 +37,17 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one worker. `all_reduce` is None if one rank holds whole layers."""
+    """The share of one worker. `all_reduce` is None if one rank holds whole layers.
+
+    Without `has_logits` the model computes no logits, and its head is not loaded.
+    """
 
     shape: ModelShape
     span: range  # of layers
     rank: int = 0
     num_ranks: int = 1
     all_reduce: AllReduce | None = None
+    has_logits: bool = True
 
     @classmethod
     def whole(cls, shape: ModelShape) -> Self:

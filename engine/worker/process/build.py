@@ -16,6 +16,7 @@ from engine.worker.model.disk_pool import DiskFiles, TieredPool, folder_of
 from engine.worker.model.kv_groups import KVGroups
 from engine.worker.model.kv_tensors import size_text
 from engine.worker.model.layout import LayoutLimits
+from engine.worker.model.pooler import Pooler, report_of
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     BlockMover,
@@ -33,13 +34,18 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
 
 
-def _context(settings: WorkerSettings, shape: ModelShape) -> int:
+def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShape:
+    """The model's shape, with the context length that is served as its positions."""
+    shape, pooling = checkpoint.family.shape, checkpoint.pooling
     if settings.max_model_len > shape.max_positions:
         raise StartupError(
             f"--max-model-len {settings.max_model_len} is beyond the checkpoint's "
             f"{shape.max_positions} positions"
         )
-    return settings.max_model_len or shape.max_positions
+    usual = shape.max_positions
+    if pooling is not None and pooling.max_tokens is not None:
+        usual = min(usual, pooling.max_tokens)
+    return replace(shape, max_positions=settings.max_model_len or usual)
 
 
 def _join(
@@ -116,6 +122,7 @@ class WorkerParts:
     device: Device
     stage: Stage
     sampler: Sampler
+    pooler: Pooler | None  # None if the model generates text
     constraints: Constraints
     mover: BlockMover
     files: DiskFiles | None  # of the disk tier
@@ -137,12 +144,12 @@ def build_worker(
     `progress` is called with (what, done, total); `device` overrides the settings. Raises
     `StartupError` with one readable line.
     """
-    checkpoint = Checkpoint.open(settings.model)
+    checkpoint = Checkpoint.open(settings.model, settings.task)
     device = device or open_device(settings, checkpoint.preferred_format)
-    shape, placement = checkpoint.family.shape, settings.placement
-    max_model_len = _context(settings, shape)
-    shape = replace(shape, max_positions=max_model_len)
+    shape, placement = _served_shape(settings, checkpoint), settings.placement
+    max_model_len = shape.max_positions
     shard, plane = _join(shape, placement, device)
+    shard = replace(shard, has_logits=checkpoint.pooling is None)
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
     invariant = settings.batch_invariant
     specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=invariant)
@@ -156,7 +163,7 @@ def build_worker(
     own_bytes = _weight_bytes(checkpoint, device, num_parameters) // placement.num_workers
     device.check_weights(own_bytes)
     packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
-    model, operators = build_model(checkpoint, weights, shard, device, packed, own_bytes)
+    model, operators, head = build_model(checkpoint, weights, shard, device, packed, own_bytes)
     loras = Loras(
         model,
         operators,
@@ -184,16 +191,17 @@ def build_worker(
         constraints=constraints,
         sampler=sampler,
         mover=mover,
-        limits=kv.limits(max_model_len, num_blocks),
+        limits=replace(kv.limits(max_model_len, num_blocks), pooling=checkpoint.pooling_method),
     )
     return WorkerParts(
         device=device,
         stage=whole.stage,
         sampler=sampler,
+        pooler=Pooler.of(checkpoint.pooling, model.features, head),
         constraints=constraints,
         mover=whole.mover,
         files=files,
-        launcher=None if plane is not None else device.launcher(whole, progress),
+        launcher=None if plane or checkpoint.pooling else device.launcher(whole, progress),
         loras=loras,
         limits=whole.limits,
         report=WorkerReport(
@@ -216,6 +224,7 @@ def build_worker(
             kernels=device.kernels,
             loras=tuple(load_loras(loras, settings, progress)),
             windows=kv.groups.windows,
+            pooling=report_of(checkpoint.pooling, shape.hidden_size),
         ),
         placement=placement,
         shard=shard,

@@ -1,5 +1,10 @@
 """Builds this worker's layers, in a form that can have LoRA adapters."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
 from engine.lora import LoraReport
 from engine.step import WorkerSettings
 from engine.worker.device import Device, Progress
@@ -13,6 +18,14 @@ from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
 
 
+class BuiltModel(NamedTuple):
+    """This worker's layers, and the layers behind the pooling, None without any."""
+
+    model: LoraModel
+    operators: Operators
+    head: Callable[[Tensor], Tensor] | None
+
+
 def build_model(
     checkpoint: Checkpoint,
     weights: Weights | RandomWeights,
@@ -20,17 +33,18 @@ def build_model(
     device: Device,
     packed: PackedCache,
     own_bytes: int,
-) -> tuple[LoraModel, Operators]:
+) -> BuiltModel:
     """This worker's layers, whose linears can have LoRA adapters."""
     operators, named = device.operators(), NamedLinears()
     with device.source(weights, packed, own_bytes) as source:
         built = checkpoint.family.build(named.source(source), shard, named.operators(operators))
+        head = checkpoint.build_head(source, shard)
     weights.drop_pages()
 
     def recorded(model: StageModel) -> StageModel:
         return device.recorded(model, operators, shard.num_ranks)
 
-    return with_loras(recorded(built), built, named, recorded), operators
+    return BuiltModel(with_loras(recorded(built), built, named, recorded), operators, head)
 
 
 def linear_sizes_of(

@@ -50,7 +50,8 @@ class ProfileRun:
             if not self.shard.is_last:
                 stage.run(layout, hidden)
                 return
-            logits = stage.head(stage.read(layout, hidden))
+            found = stage.read(layout, hidden)
+            logits = stage.head(found) if self.shard.has_logits else None
             if logits is not None:
                 specs = [entry.sample for entry in step.entries if entry.sample is not None]
                 self.sampler.sample(logits, specs, range(len(specs)))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.errors import StartupError, StepFailed, WorkerLost
 from engine.lora import LoraReport, LoraSpec
+from engine.pooling import PoolSpec
 from engine.step import (
     Fault,
     RequestId,
@@ -48,6 +49,7 @@ class Worker:
     def __init__(self, parts: WorkerParts) -> None:
         self.report = parts.report
         self._stage = parts.stage
+        self._pooler = parts.pooler
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
         self._constraints = parts.constraints
         self._mover = parts.mover
@@ -79,7 +81,7 @@ class Worker:
 
     def idle(self) -> None:
         """Do what can wait until no step runs: open the grammar compiler."""
-        if self._samples:
+        if self._samples and self._pooler is None:
             self._constraints.open()
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
@@ -141,7 +143,9 @@ class Worker:
             masks = self._reader.begin(rows) if self._samples else MaskRequest()
             hidden = self._compute(step, prepared)
             output = LogitsOutput()
-            if hidden is not None:
+            if hidden is not None and self._pooler is not None:
+                output = self._pooler.read(rows, prepared.layout, hidden)
+            elif hidden is not None:
                 output = self._read(rows, prepared.layout, hidden, masks)
         if output.tokens:
             output = accept_drafts(step, output)
@@ -246,7 +250,8 @@ class Worker:
         return LogitsOutput()
 
     def _warm_up(self) -> list[Fault]:
-        """Run a prompt chunk and a decode in block 0, which no request owns yet."""
+        """Run a prompt chunk and a decode in block 0, which no request owns yet. A model that pools
+        runs a prompt only."""
         faults: list[Fault] = []
         size = min(self._limits.block_size, self._limits.max_positions)
         block = bytes(4)
@@ -254,5 +259,7 @@ class Worker:
             entry = StepEntry(
                 RequestId(0), start, (0,) * count, block, SampleSpec(SamplingParams())
             )
+            if self._pooler is not None:
+                entry = entry._replace(start=0, sample=None, pooling=PoolSpec())
             faults += self.run(Step(StepId(step_id), (entry,))).faults
         return faults

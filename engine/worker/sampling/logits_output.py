@@ -28,6 +28,7 @@ class LogitsOutput(NamedTuple):
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()  # of steps with drafts
+    vectors: tuple[bytes, ...] = ()  # of pooling requests
 
 
 Head = Callable[[Tensor], Tensor | None]

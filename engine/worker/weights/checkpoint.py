@@ -6,7 +6,7 @@ Families and attention backends are adapters: they are found by name, in tables 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,9 +19,12 @@ from engine.worker.model.torch_operators import TorchLinear, TorchOperators
 from engine.worker.ports import (
     LinearWeight,
     ModelFamily,
+    PoolingConfig,
+    PoolingMethod,
     PreferredFormat,
     ReadsFamily,
     Shard,
+    WeightSource,
     dequantize,
 )
 from engine.worker.weights.checkpoint_files import (
@@ -86,10 +89,12 @@ class Checkpoint:
     family: ModelFamily
     end_ids: tuple[int, ...]
     files: CheckpointFiles | None = None  # None: the weights are random
+    pooling: PoolingConfig | None = None  # None: it generates text
 
     @classmethod
-    def open(cls, model: str) -> "Checkpoint":
-        """Find a checkpoint by directory, file or hub id; raises `StartupError`."""
+    def open(cls, model: str, task: str = "auto") -> "Checkpoint":
+        """Find a checkpoint by directory, file or hub id; raises `StartupError`, also if it cannot
+        do the task."""
         resolve = cast(
             Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
         )
@@ -101,6 +106,10 @@ class Checkpoint:
             Callable[[Path], tuple[int, ...]],
             load_by_name("adapters.models.checkpoint:end_token_ids"),
         )
+        read_pooling = cast(
+            Callable[[Path, Mapping[str, object], str, str], PoolingConfig | None],
+            load_by_name("adapters.models.pooling:read_pooling"),
+        )
         directory = resolve(model)
         config = read_config(directory)
         names = config.get("architectures")
@@ -110,12 +119,19 @@ class Checkpoint:
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
         files = None if is_random else _open_files(directory, config)
-        return cls(directory, str(names[0]), family, end_token_ids(directory), files)
+        pooling = read_pooling(directory, config, str(names[0]), task)
+        end_ids = end_token_ids(directory)
+        return cls(directory, str(names[0]), family, end_ids, files, pooling)
 
     @property
     def preferred_format(self) -> PreferredFormat:
         """What its linears are computed in when the setting `weights` is "auto"."""
         return PreferredFormat() if self.files is None else self.files.preferred_format
+
+    @property
+    def pooling_method(self) -> PoolingMethod | None:
+        """Which hidden states are pooled; None if it generates text."""
+        return None if self.pooling is None else self.pooling.method
 
     def open_weights(
         self, dtype: torch.dtype, progress: Callable[[str, int, int], None]
@@ -131,11 +147,20 @@ class Checkpoint:
         Returns the number of parameters of the whole model. Raises `StartupError`.
         """
         whole, own = weights.outline(), weights.outline()
-        self.family.build(whole, Shard.whole(shard.shape), NoOperators())
+        all_of_it = replace(Shard.whole(shard.shape), has_logits=shard.has_logits)
+        self.family.build(whole, all_of_it, NoOperators())
+        self.build_head(whole, all_of_it)
         whole.check_all_requested(self.family.ignored_weights)
         self.family.build(own, shard, NoOperators())
+        self.build_head(own, shard)
         weights.expect(len(own.requested))
         return whole.num_parameters
+
+    def build_head(self, weights: WeightSource, shard: Shard) -> Callable[[Tensor], Tensor] | None:
+        """The layers behind the pooling, on the last stage; None if there are none."""
+        if self.pooling is None or self.pooling.head is None or not shard.is_last:
+            return None
+        return self.pooling.head.build(weights, shard.shape)
 
     def packed_cache(self, shard: Shard, folder: str, max_bytes: int) -> PackedCache:
         """The cache of a shard's packed weights; of random weights nothing is cached."""

@@ -1,6 +1,6 @@
 """Sampling fields of a request, their allowed ranges, and the engine's `SamplingParams`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,3 +140,13 @@ def _bias(key: str, value: float, vocabulary: Vocabulary) -> tuple[int, float]:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def check_ids(ids: Sequence[int], param: str, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """The ids of a prompt; raises `InvalidRequest` for none, and for the first invalid one."""
+    if not ids:
+        raise InvalidRequest(f"Invalid '{param}': expected at least one token id.", param)
+    if min(ids) < 0 or max(ids) >= vocabulary.size:
+        for i, token_id in enumerate(ids):
+            check_token(token_id, f"{param}[{i}]", vocabulary)
+    return tuple(ids)

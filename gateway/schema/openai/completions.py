@@ -7,7 +7,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_range, decode, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
-from gateway.schema.fields.sampling import Vocabulary, check_token
+from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.rendering import ReportOptions
 from gateway.schema.unknown_fields import UnknownFields
 
@@ -82,11 +82,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
                 "prompt",
             )
         if isinstance(self.prompt[0], int):
-            return [_checked(cast("list[int]", self.prompt), "prompt", vocabulary)]
+            return [check_ids(cast("list[int]", self.prompt), "prompt", vocabulary)]
         if len(self.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts.", "prompt")
         return [
-            item if isinstance(item, str) else _checked(item, f"prompt[{i}]", vocabulary)
+            item if isinstance(item, str) else check_ids(item, f"prompt[{i}]", vocabulary)
             for i, item in enumerate(self.prompt)
             if not isinstance(item, int)
         ]
@@ -100,12 +100,3 @@ def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> Comp
     request = decode(_DECODER, body, unknown)
     request.check()
     return request
-
-
-def _checked(ids: list[int], param: str, vocabulary: Vocabulary) -> tuple[int, ...]:
-    if not ids:
-        raise InvalidRequest(f"Invalid '{param}': expected at least one token id.", param)
-    if min(ids) < 0 or max(ids) >= vocabulary.size:
-        for i, token_id in enumerate(ids):
-            check_token(token_id, f"{param}[{i}]", vocabulary)
-    return tuple(ids)

@@ -1,25 +1,48 @@
-"""`POST /v1/embeddings`: the request."""
+"""`POST /v1/embeddings`: the request; an input has one of four forms."""
+
+from typing import cast
 
 import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_minimum, decode
+from gateway.schema.fields.sampling import Vocabulary, check_ids
+from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.unknown_fields import UnknownFields
 
 MAX_INPUTS = 2048
 FORMATS = ("float", "base64")
 
 
-class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`input` is one or several texts, or their token ids."""
+class PoolingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all endpoints that pool. `truncate_prompt_tokens` is vLLM's."""
 
     model: str
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def check_pooling(self) -> None:
+        """Raise `InvalidRequest` for the first of these values that is invalid."""
+        self.check_scheduling()
+        keep = self.truncate_prompt_tokens
+        if keep is not None and (keep == 0 or keep < -1):
+            raise InvalidRequest(
+                "Invalid 'truncate_prompt_tokens': expected at least 1, or -1 for what the "
+                "context has room for.",
+                "truncate_prompt_tokens",
+            )
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    """`input` is one or several texts, or their token ids."""
+
     input: str | list[str | int | list[int]]
     encoding_format: str | None = None
     dimensions: int | None = None
-    user: str | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first invalid value."""
+        self.check_pooling()
         if not len(self.input) > 0:
             raise InvalidRequest("Invalid 'input': expected at least one text.", "input")
         if isinstance(self.input, list) and not isinstance(self.input[0], int):
@@ -31,12 +54,30 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True):
             check_allowed(self.encoding_format, "encoding_format", FORMATS)
         check_minimum(self.dimensions, "dimensions", 1)
 
+    def inputs(self, vocabulary: Vocabulary) -> list[str | tuple[int, ...]]:
+        """The inputs in order, each a text or its token ids. Raises `InvalidRequest`."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if len(set(map(type, self.input))) > 1:
+            raise InvalidRequest(
+                "Invalid 'input': expected a string, or an array of only strings, only token ids, "
+                "or only arrays of token ids.",
+                "input",
+            )
+        if isinstance(self.input[0], int):
+            return [check_ids(cast("list[int]", self.input), "input", vocabulary)]
+        return [
+            item if isinstance(item, str) else check_ids(item, f"input[{i}]", vocabulary)
+            for i, item in enumerate(self.input)
+            if not isinstance(item, int)
+        ]
+
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 
-def decode_embedding(body: bytes) -> EmbeddingRequest:
+def decode_embedding(body: bytes, unknown: UnknownFields | None = None) -> EmbeddingRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
+    request = decode(_DECODER, body, unknown)
     request.check()
     return request

@@ -10,6 +10,7 @@ from gateway.access.callers import read_body
 from gateway.batch.runner import Endpoint
 from gateway.errors import FileNotFound
 from gateway.generation.reply import json_response
+from gateway.pooling.embeddings import plan_embeddings
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from gateway.access.callers import Caller
-    from gateway.generation.plan import GenerationPlan
+    from gateway.batch.runner import Plan
     from gateway.service import Service
 
 
-def _without_waiting(plan: "Callable[[bytes, Caller, Service], GenerationPlan]") -> Endpoint:
-    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "GenerationPlan":
+def _without_waiting(plan: "Callable[[bytes, Caller, Service], Plan]") -> Endpoint:
+    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "Plan":
         return plan(body, caller, service)
 
     return endpoint
@@ -37,6 +38,7 @@ def _without_waiting(plan: "Callable[[bytes, Caller, Service], GenerationPlan]")
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _without_waiting(plan_chat_completion),
     "/v1/completions": _without_waiting(plan_completion),
+    "/v1/embeddings": _without_waiting(plan_embeddings),
     "/v1/responses": plan_response,
 }
 DEFAULT_LISTED, MAX_LISTED = 20, 100

@@ -33,7 +33,7 @@ async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
 def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body, caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     model = service.model
     renderer = ChatRenderer(
         service.header("chatcmpl", request.model),
@@ -49,7 +49,7 @@ async def render_chat(http: "HttpRequest") -> "Response":
     """The prompt of a chat request as text and ids; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     request = decode_chat(await read_body(http, service.limits), caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     text, ids = await render_prompt(service.model, request)
     body = {
         "object": "chat.completion.prompt",

@@ -31,7 +31,7 @@ async def create_completion(http: "HttpRequest") -> "ASGIApp":
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_completion(body, caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     model = service.model
     tokenize = partial(tokenize_prompts, model.tokenizer, request.prompts(model.vocabulary))
     renderer = CompletionRenderer(

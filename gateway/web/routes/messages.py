@@ -25,7 +25,7 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
     request = decode_anthropic(body, caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     renderer = MessagesRenderer(
         request.model,
         service.new_id,
@@ -42,7 +42,7 @@ async def count_tokens(http: "HttpRequest") -> "Response":
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
     request = decode_anthropic(body, caller.unknown_fields, is_count_only=True)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, request.as_chat())
     count = orjson.dumps({"input_tokens": len(rendered.ids)})

@@ -33,5 +33,6 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.model.created,
         "owned_by": "podway",
+        "task": "generate" if service.model.pooling is None else service.model.pooling.task,
         "max_model_len": service.engine.scheduler.settings.max_model_len,
     }

@@ -49,7 +49,7 @@ async def create_response(http: "HttpRequest") -> "ASGIApp":
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_response(body, caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     tools = read_tools(request.tools or (), caller.unknown_fields)
     items = await _items(request, caller, service)
     chat = request.as_chat(items, tools)
@@ -80,7 +80,7 @@ async def count_input_tokens(http: "HttpRequest") -> "Response":
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
     request = decode_response(body, caller.unknown_fields)
-    service.check_model(request.model)
+    service.check_generates(request.model)
     tools = read_tools(request.tools or (), caller.unknown_fields)
     chat = request.as_chat(await _items(request, caller, service), tools)
     with renamed_fields(NAMES):

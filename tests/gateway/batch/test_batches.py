@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.control.admission import Admission
+from engine.pooling import PoolingReport
 from gateway.batch.lines import LineLimits
 from gateway.store.batches import MAX_LIVE
 from tests.gateway.forms import (
@@ -17,7 +18,7 @@ from tests.gateway.forms import (
     started,
     uploaded,
 )
-from tests.gateway.rig import CHAT, EPOCH, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, EPOCH, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
 
 LONG = "a long story " * 10
 DAY = 86_400
@@ -85,6 +86,22 @@ def test_a_batch_of_text_completions_runs_too() -> None:
         assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
 
     play(scene)
+
+
+def test_a_batch_of_embeddings_runs_in_the_background_too() -> None:
+    async def scene(rig: Rig) -> None:
+        path = "/v1/embeddings"
+        body = {"model": MODEL, "input": ["ab", "xyz"]}
+        content = b"\n".join([a_line("one", body, url=path), a_line("two", {}, url=path)])
+        batch_id = await started(rig, content, endpoint=path)
+        batch = await ended(rig, batch_id)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert batch["usage"]["input_tokens"] == 5
+        (line,) = await lines_of(rig, batch["output_file_id"])
+        assert [row["embedding"][0] for row in line["response"]["body"]["data"]] == [2, 3]
+
+    rig = play(scene, Setting(pooling=PoolingReport("embed", "last", 4)))
+    assert all(request.spec.is_background for request in rig.ended)
 
 
 def test_a_lines_answer_equals_the_routes_response_byte_for_byte() -> None:
@@ -207,7 +224,7 @@ WRONG_LINES = {
         b"[]",
         b'{"custom_id":"x","method":"POST","url":"/v1/chat/completions"}',
         b'{"custom_id":7,"method":"POST","url":"/v1/chat/completions","body":{}}',
-        a_line("x", chat(), url="/v1/embeddings"),
+        a_line("x", chat(), url="/v1/moderations"),
         a_line("x", chat(), method="GET"),
         a_line("x", []),
         b"\xff" + a_line("x", chat()),

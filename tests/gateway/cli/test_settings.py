@@ -59,6 +59,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "model": "m",
         "served_model_name": "n,m",
         "override_generation_config": '{"top_k": 20}',
+        "task": "embed",
         "dtype": "float32",
         "weights": "int8",
         "activation_bits": "14",

@@ -1,0 +1,1 @@
+"""Requests whose prompts are pooled: embeddings, scores of pairs of texts, and reranking."""

@@ -1,0 +1,96 @@
+"""PoolingGroup: the engine requests of one pooling plan, and the response body made of them."""
+
+import asyncio
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, InvalidRequest
+from engine.request import Abort
+from gateway.generation.choices import ChoiceGroup, enter_stream, in_parallel
+from gateway.generation.reply import Reply, generate_body
+from gateway.pooling.inputs import tokenize_inputs
+from gateway.pooling.plan import PooledInputs, PoolingPlan, pooling_specs
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from engine.stream import TokenStream
+    from gateway.generation.plan import GenerationPlan
+    from gateway.service import Service
+
+_MANY_BYTES = 64 << 10  # of vectors; more of them are rendered in a thread
+
+
+class PoolingGroup:
+    """The inputs of one response. Leaving its `with` block closes all of its engine streams."""
+
+    def __init__(self, plan: PoolingPlan, service: "Service") -> None:
+        self._plan = plan
+        self._service = service
+        self._opened = ExitStack()
+        self._streams: list[TokenStream] = []
+
+    def __enter__(self) -> "PoolingGroup":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, EngineError):
+            self.close(Abort.EXPLICIT)  # one input failed or was rejected: end the others
+        self._opened.close()
+
+    async def start(self) -> None:
+        """Tokenize the inputs and add all requests to the engine, or none.
+
+        Raises `InvalidRequest` and what `Engine.stream` raises, such as `Overloaded`.
+        """
+        plan, service = self._plan, self._service
+        tokenized = await tokenize_inputs(service.model.tokenizer, plan.inputs, plan.input_field)
+        specs = pooling_specs(plan, tokenized, service)
+        try:
+            service.engine.check_group([len(spec.prompt) for spec in specs])
+        except InvalidRequest as error:
+            field = plan.input_field
+            raise InvalidRequest(f"'{field}' is too large: {error}", field) from error
+        self._streams = [enter_stream(self._opened, spec, service) for spec in specs]
+
+    async def pooled(self) -> PooledInputs:
+        """Wait for all vectors; the first error ends the other requests."""
+        await in_parallel(self._streams, _finish)
+        requests = [stream.request for stream in self._streams]
+        return PooledInputs(
+            [request.vector for request in requests], sum(r.prompt_len for r in requests)
+        )
+
+    def close(self, reason: Abort) -> None:
+        """End the requests that still run."""
+        for stream in self._streams:
+            stream.close(reason)
+
+
+async def _finish(stream: "TokenStream") -> None:
+    while (await stream.next()).finish is None:
+        pass
+
+
+async def pooled_body(plan: PoolingPlan, group: PoolingGroup) -> bytes:
+    """The response body of a plan. `group` is new, and is closed when this returns."""
+    with group:
+        await group.start()
+        pooled = await group.pooled()
+    if sum(map(len, pooled.vectors)) > _MANY_BYTES:
+        return await asyncio.to_thread(plan.render, pooled)
+    return plan.render(pooled)
+
+
+async def body_of(plan: "GenerationPlan | PoolingPlan", service: "Service") -> bytes:
+    """The response body of any plan, outside of an HTTP request."""
+    if isinstance(plan, PoolingPlan):
+        return await pooled_body(plan, PoolingGroup(plan, service))
+    return await generate_body(plan, ChoiceGroup(plan, service))
+
+
+def respond(plan: PoolingPlan, service: "Service") -> "ASGIApp":
+    """The ASGI response of a plan; the requests end as soon as the client disconnects."""
+    group = PoolingGroup(plan, service)
+    return Reply(plan.caller, group, partial(pooled_body, plan, group), service)

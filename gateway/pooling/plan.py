@@ -1,0 +1,103 @@
+"""PoolingPlan: a decoded, checked HTTP request for vectors, before it enters the engine.
+
+body ──decode──▶ wire shape ──plan_…──▶ PoolingPlan ──pooling_specs──▶ Request × inputs
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.pooling import PoolSpec
+from engine.request import RequestSpec
+from engine.step import SamplingParams
+from gateway.generation.plan import scheduling_of
+from gateway.schema.fields.scheduling import SchedulingParams
+
+if TYPE_CHECKING:
+    from gateway.access.callers import Caller
+    from gateway.generation.prompt import Prompt
+    from gateway.pooling.inputs import PoolingInput, TokenizedInput
+    from gateway.service import Service
+
+GREEDY = SamplingParams(temperature=0.0)  # unused: no token is sampled
+
+
+class PooledInputs(NamedTuple):
+    """The vectors of all inputs in their order, as float32 bytes, and the number of tokens."""
+
+    vectors: Sequence[bytes]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """What to pool for one HTTP request, and how to render the vectors as its response body.
+
+    `input_field` is the request field that holds the inputs; errors about them name it.
+    `truncate_prompt_tokens` keeps the first tokens of each input, -1: as many as fit.
+    """
+
+    caller: "Caller"
+    inputs: "Sequence[PoolingInput]"
+    render: Callable[[PooledInputs], bytes]
+    input_field: str
+    scheduling: SchedulingParams
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+def pooling_specs(
+    plan: PoolingPlan, tokenized: "Sequence[TokenizedInput]", service: "Service"
+) -> list[RequestSpec]:
+    """One engine request for each input.
+
+    Raises `InvalidRequest` for an input without tokens, and `ContextTooLong`.
+    """
+    caller = plan.caller
+    scheduling = scheduling_of(plan.scheduling, caller)
+    specs = []
+    for index, (ids, first_len) in enumerate(tokenized):
+        field = plan.input_field if len(tokenized) == 1 else f"{plan.input_field}[{index}]"
+        ids = _truncated(plan, ids, service)
+        _check(ids, field, service)
+        spec = RequestSpec(
+            prompt=tuple(ids),
+            max_tokens=0,
+            sampling=GREEDY,
+            pooling=PoolSpec(plan.dimensions, first_len),
+            label=caller.request_id,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            itl_goal=caller.itl_goal,
+            **scheduling._asdict(),
+        )
+        specs.append(spec)
+    return specs
+
+
+def _truncated(plan: PoolingPlan, ids: "Prompt", service: "Service") -> "Prompt":
+    """The first tokens of an input, and the special token at its end if it has one."""
+    keep = plan.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep < 0:
+        keep = service.engine.scheduler.settings.max_model_len
+    if len(ids) <= keep:
+        return ids
+    ends = ids[-1:] if ids[-1] in service.model.tokenizer.special_ids and keep > 1 else ()
+    return (*ids[: keep - len(ends)], *ends)
+
+
+def _check(ids: "Prompt", field: str, service: "Service") -> None:
+    if not ids:
+        raise InvalidRequest(f"'{field}' has no tokens.", field)
+    size = service.model.vocabulary.size
+    if max(ids) >= size:
+        message = f"'{field}' has a token id that is not below the vocabulary size, {size}."
+        raise InvalidRequest(message, field)
+    try:
+        service.engine.check_fits(len(ids), 0)
+    except ContextTooLong as error:
+        error.param = field
+        raise

@@ -1,0 +1,100 @@
+"""Pooling requests in the scheduler: prompts that end in a vector, beside requests with output."""
+
+import pytest
+
+from engine.control.admission import Admission
+from engine.errors import ContextTooLong, RowFailed
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.pooling import PoolSpec
+from engine.request import Abort, FinishReason, RequestSpec, State
+from engine.step import Fault, StepResult
+from tests.scheduling import GREEDY, a_scheduler, a_spec, play, run_iteration
+
+
+def a_pooling_spec(prompt_len: int, **fields: object) -> RequestSpec:
+    """A request that pools a prompt of this length."""
+    return RequestSpec((1,) * prompt_len, 0, GREEDY, pooling=PoolSpec(), **fields)  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_computed_in_chunks_and_pooled_with_the_last_one() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(a_pooling_spec(10), 0.0)
+    first = scheduler.plan(0.0)
+    assert first is not None
+    assert [(len(e.tokens), e.sample, e.pooling) for e in first.step.entries] == [(8, None, None)]
+    assert scheduler.commit(first, StepResult(first.step.step_id, (), 1.0), 1.0) == []
+    last = scheduler.plan(1.0)
+    assert last is not None
+    assert [(len(e.tokens), e.pooling) for e in last.step.entries] == [(2, PoolSpec())]
+    result = StepResult(last.step.step_id, (), 1.0, vectors=(b"1234",))
+    (delivery,) = scheduler.commit(last, result, 2.0)
+    assert (delivery.request, delivery.token) == (request, None)
+    assert (request.state, request.finish) == (State.FINISHED, FinishReason.STOP)
+    assert (request.vector, request.output, request.first_token_at) == (b"1234", [], None)
+    scheduler.ledger.check()
+    assert scheduler.ledger.num_held == 0
+
+
+@pytest.mark.parametrize("admission", list(Admission))
+def test_pooling_requests_and_generations_share_iterations(admission: Admission) -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=4, admission=admission)
+    arrivals = [(0.0, a_spec(3, 4)), (0.0, a_pooling_spec(3)), (1.0, a_pooling_spec(5))]
+    generated, *pooled = play(scheduler, arrivals)
+    assert len(generated.output) == 4
+    assert all(request.vector == b"vector" for request in pooled)
+    assert pooled[0].ended_at is not None
+    assert generated.ended_at is not None
+    assert pooled[0].ended_at < generated.ended_at
+    assert scheduler.ledger.num_held == 0
+
+
+def test_a_fault_fails_the_request_without_a_vector() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
+    requests = [scheduler.add(a_pooling_spec(3), 0.0) for _ in range(2)]
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    result = StepResult(
+        iteration.step.step_id, (), 1.0, faults=(Fault(0, "NaN"),), vectors=(b"nan!", b"good")
+    )
+    scheduler.commit(iteration, result, 1.0)
+    assert [request.state for request in requests] == [State.FAILED, State.FINISHED]
+    assert isinstance(requests[0].error, RowFailed)
+    assert [request.vector for request in requests] == [b"", b"good"]
+
+
+def test_the_vector_of_a_request_cancelled_in_flight_is_dropped() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(a_pooling_spec(3), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.cancel(request, Abort.CLIENT_GONE, 0.5)
+    result = StepResult(iteration.step.step_id, (), 1.0, vectors=(b"1234",))
+    assert scheduler.commit(iteration, result, 1.0) == []
+    assert (request.state, request.vector) == (State.CANCELLED, b"")
+    assert scheduler.ledger.num_held == 0
+
+
+def test_a_lost_worker_computes_the_prompt_again() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    request = scheduler.add(a_pooling_spec(3), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.lose_device([iteration], 1.0)
+    assert request.state is State.WAITING
+    run_iteration(scheduler, 1.0)
+    assert request.vector == b"vector"
+
+
+def test_no_iteration_is_planned_ahead_of_a_vector() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed())
+    scheduler.add(a_pooling_spec(3), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    assert scheduler.plan(0.0, iteration) is None
+
+
+def test_a_prompt_may_fill_the_context() -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), max_model_len=10, num_slots=10)
+    scheduler.check_fits(10, 0)
+    with pytest.raises(ContextTooLong, match="is 10 tokens, but the input has 11"):
+        scheduler.check_fits(11, 0)
