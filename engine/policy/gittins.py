@@ -9,7 +9,8 @@ over horizons D, of the work expected within the next D tokens for each request 
 with output length S and a tokens produced, in units of a decode step without other requests. If
 output lengths are alike, ranks fall with age and the order is first come, first served. If they
 are skewed, ranks rise with age and short outputs overtake long ones. The distribution of S is
-learned (`LearnedLengths`). Until `min_outputs` outputs have ended the order is FCFS.
+learned (`LearnedLengths`). Until `min_outputs` outputs have ended the order is FCFS, and so it is
+while the work of requests varies too little for another order to gain (`WorkVariation`).
 
 Against needless preemption, the rank of a started request is halved, ranks are grouped into levels
 a factor of `LEVEL_RATIO` apart, and within a level started requests precede waiting ones.
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.policy.estimates.fcfs_estimate import FcfsEstimate
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.policy.estimates.work_variation import WorkVariation
 from engine.policy.port import Preemption
 from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
@@ -109,6 +111,8 @@ class GittinsIndex:
         self._unit = cost.compute(1, 0)
         self.lengths = LearnedLengths()
         self._fcfs = FcfsEstimate()
+        self.variation = WorkVariation(self._settings.min_outputs)
+        self._is_ranked = False  # else the order is FCFS
         self._jobs: dict[Request, _Job] = {}
         self._num_arrived = 0
         self._waiting: dict[_Kind, dict[Request, None]] = {}
@@ -164,9 +168,11 @@ class GittinsIndex:
             self._num_ends += 1
         if request.finish is not None:
             self._fcfs.ended(job.fcfs_wait, job.seconds)
+            prefill = self._added(_units_of(job.kind.prefill))
+            self.variation.ended(prefill + request.produced * self._fcfs.decode_seconds)
 
     def order(self, now: float) -> "Iterator[Request]":
-        if self._is_learned and (self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at):
+        if self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at:
             self._update(now)
         return self._walk()
 
@@ -198,10 +204,6 @@ class GittinsIndex:
         return self._level(self._jobs[request])
 
     # Queues
-
-    @property
-    def _is_learned(self) -> bool:
-        return self.lengths.num_observed >= self._settings.min_outputs
 
     @property
     def _front(self) -> int:
@@ -275,7 +277,7 @@ class GittinsIndex:
         return known
 
     def _level_of(self, rank: float) -> int:
-        if not self._is_learned:
+        if not self._is_ranked:
             return 1
         level = 1 + floor(log(rank) / log(LEVEL_RATIO))
         return min(max(1, level), NUM_LEVELS - 1)
@@ -295,6 +297,10 @@ class GittinsIndex:
         self._version += 1
         self._outlooks.clear()
         self._hazards.clear()
+        is_learned = self.lengths.num_observed >= self._settings.min_outputs
+        if self._is_ranked != (is_learned and self.variation.is_large):
+            self._is_ranked = not self._is_ranked
+            self._sort_started()
         prefill = decodes = 0.0  # that wait: seconds, and number
         for kind, queue in self._waiting.items():
             job = self._jobs[next(iter(queue))]
@@ -310,7 +316,15 @@ class GittinsIndex:
             decodes += factor * sum(self._outlook(job).decodes for job in idle)
         mean = outlook(self.lengths.hazards(), 0, 0.0, NUM_BINS - 1).decodes
         self._fcfs.update(prefill, decodes, mean)
-        self._find_late(now)
+        if self._is_ranked or limit is not None:
+            self._find_late(now)
+
+    def _sort_started(self) -> None:
+        """Started requests to their levels, which those that do not run keep otherwise."""
+        for _, request in [one for started in self._started for one in started]:
+            job = self._jobs[request]
+            self._remove(request, job)
+            self._insert(request, job)
 
     def _added(self, prefill: float) -> float:
         """Seconds that so many units of prefill add to iterations with other requests."""

@@ -22,6 +22,8 @@ ALIKE = [100] * 100
 def a_policy(lengths: Sequence[int], **settings: object) -> GittinsIndex:
     policy = GittinsIndex(HAND_COST, PolicySettings(**settings))  # type: ignore[arg-type]
     policy.lengths = learned_lengths(lengths)
+    for length in lengths:
+        policy.variation.ended(float(length))
     return policy
 
 
@@ -86,14 +88,28 @@ def test_ranks_fall_with_age_if_outputs_are_alike_and_rise_if_they_are_skewed() 
 
 def test_until_enough_outputs_have_ended_the_order_is_that_of_arrival() -> None:
     policy = GittinsIndex(HAND_COST, PolicySettings(min_outputs=2))
+    for work in SKEWED:
+        policy.variation.ended(float(work))
     long, short = arrived(policy, 0, 100), arrived(policy, 1, 1)
     for number in (7, 8):
-        assert list(policy.order(1.0)) == [long, short]
+        assert list(policy.order(float(number))) == [long, short]
         other = arrived(policy, number)
         produce(policy, other, 1)
         other.finish = FinishReason.STOP
-        policy.leave(other, 1.0)
-    assert list(policy.order(1.0)) == [short, long]
+        policy.leave(other, float(number))
+    assert list(policy.order(9.0)) == [short, long]
+
+
+def test_while_the_work_of_requests_varies_little_the_order_is_that_of_arrival() -> None:
+    policy = GittinsIndex(HAND_COST)
+    policy.lengths = learned_lengths(SKEWED)
+    long, short = arrived(policy, 0, 100), arrived(policy, 1, 1)
+    for _ in range(100):
+        policy.variation.ended(100.0)
+    assert list(policy.order(1.0)) == [long, short]
+    for work in SKEWED:
+        policy.variation.ended(float(work))
+    assert list(policy.order(3.0)) == [short, long]
 
 
 def test_a_new_request_overtakes_a_started_one_if_outputs_are_skewed() -> None:
@@ -210,11 +226,12 @@ def test_many_waiting_requests_of_one_kind_cost_one_rank(monkeypatch: pytest.Mon
 
 def test_a_skewed_load_is_served_in_full_with_a_lower_mean_than_fcfs() -> None:
     """One seat; every tenth request is long. All are served to their end under both."""
-    arrivals = [(float(n), a_spec(1, 40 if n % 10 == 0 else 1)) for n in range(60)]
+    arrivals = [(5.0 * n, a_spec(1, 40 if n % 10 == 0 else 1)) for n in range(60)]
 
     def mean_jct(name: str) -> float:
         known = learned_lengths([1] * 90 + [40] * 10)
-        scheduler = a_scheduler(build(name, HAND_COST, lengths=known))
+        settings = PolicySettings(min_outputs=10)
+        scheduler = a_scheduler(build(name, HAND_COST, settings, lengths=known))
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
         return sum((r.last_token_at or 0.0) - r.arrived_at for r in requests) / len(requests)
