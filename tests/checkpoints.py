@@ -141,7 +141,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2Config",
         {
             "head_dim": 16,
-            "query_pre_attn_scalar": 12,
+            "query_pre_attn_scalar": 16,
             "sliding_window": 7,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
@@ -151,7 +151,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {
             "head_dim": 16,
-            "query_pre_attn_scalar": 12,
+            "query_pre_attn_scalar": 16,
             "sliding_window": 7,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },

@@ -19,7 +19,10 @@ from torch import Tensor
 from tests.checkpoints import make_model
 from tests.gguf_k_blocks import quantize_k
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Hugging Face model types whose name in llama.cpp is another one.
+ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
+PARTIAL = ("phi3", "stablelm")
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 
@@ -41,7 +44,7 @@ class Gguf:
         """Write the file; returns transformers' model with what the file's tensors stand for."""
         model = make_model(self.variant, **self.changes)
         family = model.config.model_type
-        architecture = "gpt2" if family == "gpt2" else ARCHITECTURES[family]
+        architecture = ARCHITECTURES.get(family, family)
         writer = gguf.GGUFWriter(path, architecture)
         values = _sizes(model.config, architecture) | (
             {} if self.tokenizer is None else _byte_level(self.tokenizer, self.pre)
@@ -68,10 +71,17 @@ class Gguf:
             values = tensor.detach()
             if architecture == "gpt2" and _is_conv(name):
                 values = values.t()
-            if architecture == "llama" and any(f"{part}_proj" in name for part in "qk"):
+            is_reordered = architecture in INTERLEAVED and any(
+                f"{part}_proj" in name for part in "qk"
+            )
+            if architecture.startswith("gemma") and name.endswith("norm.weight"):
+                values = values + 1
+            if is_reordered:
                 values = _turned(values, model.config, is_key="k_proj" in name)
             stored = self._store(writer, own, values.contiguous())
-            if architecture == "llama" and any(f"{part}_proj" in name for part in "qk"):
+            if architecture.startswith("gemma") and name.endswith("norm.weight"):
+                stored = stored - 1
+            if is_reordered:
                 stored = _turned_back(stored, model.config, is_key="k_proj" in name)
             if architecture == "gpt2" and _is_conv(name):
                 stored = stored.t()
@@ -127,13 +137,54 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         sizes |= {
             "feed_forward_length": config.intermediate_size,
             "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            "attention.key_length": head_dim,
+            **({} if architecture in PARTIAL else {"attention.key_length": head_dim}),
             "attention.value_length": head_dim,
             "rope.dimension_count": head_dim,
-            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+            **_norm_and_rope(config, head_dim),
+        }
+        sizes |= {
+            key: getattr(config, name)
+            for key, name in OTHERS.items()
+            if getattr(config, name, None) is not None and architecture not in ("qwen2", "qwen3")
         }
     return {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+# Keys of families beyond Llama's, as llama.cpp's converter writes them, and their config fields.
+OTHERS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "use_parallel_residual": "use_parallel_residual",
+}
+
+
+def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    found: dict[str, Any] = {"rope.freq_base": float(full["rope_theta"])}
+    if "partial_rotary_factor" in full:
+        found["rope.dimension_count"] = int(head_dim * full["partial_rotary_factor"])
+    if hasattr(config, "layer_norm_eps"):
+        found["attention.layer_norm_epsilon"] = config.layer_norm_eps
+    else:
+        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if full["rope_type"] == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": full["factor"],
+            "rope.scaling.original_context_length": full["original_max_position_embeddings"],
+        }
+    if full["rope_type"] == "longrope":
+        found |= {
+            "rope.scaling.attn_factor": full["attention_factor"],
+            "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        }
+    return found
 
 
 def _byte_level(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:

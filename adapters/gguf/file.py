@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from engine.errors import StartupError
@@ -218,3 +219,8 @@ def _entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
     sizes = [int(size) for size in cursor.numbers("Q", num_dimensions)]
     kind = GGMLQuantizationType(cursor.integer("I"))
     return name, TensorEntry(kind, tuple(reversed(sizes)), cursor.integer("Q"))
+
+
+def shortest_decimal(value: object) -> object:
+    """A float32 as the shortest decimal that rounds to it; other values unchanged."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

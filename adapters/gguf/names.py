@@ -16,6 +16,11 @@ ROTARY_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FOUR_NORMS = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 GPT2_BLOCK = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -64,6 +69,14 @@ _ROTARY_WHOLE = {
     "output": "lm_head",
 }
 _ROTARY = Names(_ROTARY_WHOLE, ROTARY_BLOCK, "model.layers")
+_INTERLEAVED = _ROTARY._replace(interleaved=frozenset({"attn_q", "attn_k"}))
+
+
+def _with(block: Mapping[str, str]) -> Names:
+    """Llama's names, but for some tensors of a block."""
+    return _ROTARY._replace(block={**ROTARY_BLOCK, **block})
+
+
 _GPT2_WHOLE = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -78,11 +91,17 @@ NAMES = {
         "transformer.h",
         transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
     ),
-    "llama": _ROTARY._replace(interleaved=frozenset({"attn_q", "attn_k"})),
+    "llama": _INTERLEAVED,
     "qwen2": _ROTARY,
     "qwen3": _ROTARY,
+    "smollm3": _INTERLEAVED,
+    "granite": _INTERLEAVED,
+    "phi3": _with({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "stablelm": _ROTARY,
+    "olmo2": _with(POST_NORMS),
+    "gemma2": _with(FOUR_NORMS),
+    "gemma3": _with(FOUR_NORMS),
 }
-ROPE_FACTORS = "rope_freqs.weight"  # a tensor that becomes part of config.json
 
 
 def names_of(architecture: str) -> Names | None:

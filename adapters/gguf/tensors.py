@@ -15,7 +15,8 @@ from torch import Tensor
 
 from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
-from adapters.gguf.names import NAMES, ROPE_FACTORS, Names
+from adapters.gguf.names import NAMES, Names
+from adapters.gguf.rope import ROPE_TENSORS
 from engine.errors import StartupError
 from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.formats.grouped import GroupedWeight
@@ -35,7 +36,9 @@ class GgufTensors:
         self._architecture = file.text("general.architecture") or ""
         self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
         self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
-        self._stored = {self._names.of(name): name for name in file.tensors if name != ROPE_FACTORS}
+        self._stored = {
+            self._names.of(name): name for name in file.tensors if name not in ROPE_TENSORS
+        }
 
     @property
     def names(self) -> Set[str]:

@@ -20,6 +20,15 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_FIRST, _LAST = r"[^\r\n\p{L}\p{N}]?", _CONTRACTIONS + "?"
+O200K = "|".join(  # of tiktoken's o200k_base
+    (
+        f"{_FIRST}{_UPPER}*{_LOWER}+{_LAST}",
+        f"{_FIRST}{_UPPER}+{_LOWER}*{_LAST}",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 
 
 class PreTokenization(NamedTuple):
@@ -40,6 +49,10 @@ PRE_TOKENIZATIONS = {
     "llama-v3": _LLAMA_3,
     "qwen2": PreTokenization(QWEN_2, normalizes=True),
     "smollm": PreTokenization(None, splits_digits=True),
+    "refact": PreTokenization(None, splits_digits=True),  # Granite 3
+    "smaug-bpe": PreTokenization(LLAMA_3, ignores_merges=True),  # SmolLM 3
+    "dbrx": PreTokenization(LLAMA_3),  # OLMo 2 and 3
+    "gpt-4o": PreTokenization(O200K),  # Phi-4-mini
 }
 
 

@@ -33,7 +33,7 @@ class Gemma2(RotaryFamily):
             out_bias=has_bias,
             qk_norm=self.qk_norm,
             norms=FOUR_NORMS,
-            norm_offset=1.0,
+            norm_offset=0.0 if fields.flag("norms_include_one", False) else 1.0,  # in GGUF files
             embedding_scale=self.shape.hidden_size**0.5,
             logit_cap=fields.optional_number("final_logit_softcapping"),
         )

@@ -1,6 +1,7 @@
 """A GGUF file gives the logits of the model that was written to it, for every tensor type."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,36 @@ from torch import Tensor
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
 from engine.worker.ports import PreferredFormat, dequantize
-from tests.checkpoints import LLAMA3_ROPE
+from tests.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.gguf_files import Gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 WIDER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # blocks of 256
-VARIANTS = [
-    *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads"),
-    *("mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
-]
+SLIDING = {"rope_type": "default", "rope_theta": YARN["rope_theta"]}
+LONG_TENSORS = {
+    f"rope_factors_{each}.weight": torch.tensor(LONGROPE[f"{each}_factor"])
+    for each in ("short", "long")
+}
+PLAIN = (
+    *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads", "mistral"),
+    *("qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
+    *("granite", "phi3", "stablelm", "olmo2", "gemma2"),
+)
+# Variants of `tests.checkpoints`, with what llama.cpp's form of the model needs beside them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PLAIN},
+    "phi3_short": {"extra": LONG_TENSORS},
+    "phi3_long": {"extra": LONG_TENSORS},
+    # every fourth layer has no RoPE, every sixth one of Gemma 3 has full attention
+    "smollm3": {"changes": {"no_rope_layer_interval": 4}},
+    "gemma3": {"changes": {"num_hidden_layers": 6, "layer_types": None}},
+    "olmo3": {  # has the name olmo2, and windows
+        "changes": {"rope_parameters": {"sliding_attention": SLIDING, "full_attention": YARN}},
+        "more": {"olmo2.attention.sliding_window_pattern": [True, False, True]},
+    },
+}
 
 
 def expected(model: object) -> Tensor:
@@ -36,7 +56,7 @@ def found(path: Path, **settings: str) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_gives_the_original_logits(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "model.gguf"
-    model = Gguf(variant).write(path)
+    model = Gguf(variant, **VARIANTS[variant]).write(path)
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 

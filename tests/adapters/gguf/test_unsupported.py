@@ -17,10 +17,11 @@ from tests.gguf_files import Gguf
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"general.architecture": "gemma2"}, "general.architecture 'gemma2' .*known: gpt2, llama"),
+        ({"general.architecture": "mamba"}, "general.architecture 'mamba' .*known: gpt2, llama"),
         ({"split.count": 3}, "split.count"),
         ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"llama.rope.scaling.type": "ntk"}, "rope.scaling.type='ntk'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope_factors_long.weight is missing"),
         ({"llama.attention.value_length": 4}, "value_length=4 is not supported; only 8"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 is not supported"),
         ({"llama.embedding_length": "wide"}, "hidden_size is 'wide'"),

@@ -1,0 +1,117 @@
+"""How each architecture's metadata becomes config.json, beyond renamed fields.
+
+What llama.cpp knows from an architecture's name alone, and so does not write, is filled in here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from adapters.gguf.file import GgufFile
+
+Config = dict[str, Any]
+
+ROTARY_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+GPT2_FIELDS = {
+    "block_count": "n_layer",
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+GEMMA2_FIELDS = {
+    **ROTARY_FIELDS,
+    **WINDOW,
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA3_FIELDS = {**GEMMA2_FIELDS, "rope.freq_base_swa": "rope_local_base_freq"}
+GRANITE_FIELDS = {
+    **ROTARY_FIELDS,
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+STABLELM_FIELDS = {
+    **ROTARY_FIELDS,
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "use_parallel_residual": "use_parallel_residual",
+}
+OLMO2_FIELDS = {**ROTARY_FIELDS, **WINDOW, "attention.sliding_window_pattern": "layer_types"}
+# Layers of the Gemmas with 27 B parameters, whose scores have another scale than head_dim ** -0.5.
+GEMMA_27B_LAYERS = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
+
+
+class Architecture(NamedTuple):
+    """One value of `general.architecture`; `fields` are its keys, which become fields of the
+    family. `finish` changes the config, whose `rope_parameters` are there already."""
+
+    family: str
+    fields: Mapping[str, str] = ROTARY_FIELDS
+    has_partial_rope: bool = False
+    finish: Callable[[GgufFile, Config], None] | None = None
+
+
+def _mistral(file: GgufFile, config: Config) -> None:
+    if "sliding_window" in config:
+        config["architectures"] = ["MistralForCausalLM"]
+
+
+def _by_type(config: Config, full: Config, sliding: Config) -> None:
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+
+
+def _olmo(file: GgufFile, config: Config) -> None:
+    """OLMo 3 has the name of OLMo 2, and windows; RoPE scaling is that of full attention."""
+    if "sliding_window" not in config:
+        return
+    config["architectures"] = ["Olmo3ForCausalLM"]
+    pattern = config.pop("layer_types", None)
+    if pattern is not None:
+        names = ["sliding_attention" if each else "full_attention" for each in pattern]
+        config["layer_types"] = names
+    rope = config["rope_parameters"]
+    _by_type(config, rope, {"rope_type": "default", "rope_theta": rope["rope_theta"]})
+
+
+def _gemma(file: GgufFile, config: Config) -> None:
+    """Norms are stored with the 1 that Hugging Face's leave out."""
+    config["norms_include_one"] = True
+    scalar = config.get("head_dim", 256)
+    if config.get("num_hidden_layers") == GEMMA_27B_LAYERS[config["architectures"][0]]:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = scalar
+
+
+def _gemma3(file: GgufFile, config: Config) -> None:
+    _gemma(file, config)
+    local = config.pop("rope_local_base_freq", 10000.0)
+    sliding = {"rope_type": "default", "rope_theta": local}
+    _by_type(config, config["rope_parameters"], sliding)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gpt2": Architecture("GPT2LMHeadModel", GPT2_FIELDS),
+    "llama": Architecture("LlamaForCausalLM", {**ROTARY_FIELDS, **WINDOW}, finish=_mistral),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM"),
+    "granite": Architecture("GraniteForCausalLM", GRANITE_FIELDS),
+    "phi3": Architecture("Phi3ForCausalLM", {**ROTARY_FIELDS, **WINDOW}, has_partial_rope=True),
+    "stablelm": Architecture("StableLmForCausalLM", STABLELM_FIELDS, has_partial_rope=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", OLMO2_FIELDS, finish=_olmo),
+    "gemma2": Architecture("Gemma2ForCausalLM", GEMMA2_FIELDS, finish=_gemma),
+    "gemma3": Architecture("Gemma3ForCausalLM", GEMMA3_FIELDS, finish=_gemma3),
+}

@@ -1,0 +1,84 @@
+"""Families in the whole engine: what it reuses, swaps and guesses changes no output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from engine.request import RequestSpec
+from engine.step import SamplingParams
+from engine.worker.process.worker import Worker
+from tests.checkpoints import make_checkpoint
+from tests.drafts import a_drafter
+from tests.engine.worker.process.driving import Driver, settings_for
+from tests.inline import RequestOutcome, play
+
+VARIANTS = (
+    *("llama", "mistral_window", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
+    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3"),
+)
+COUNT, NEW_TOKENS, SHARED = 4, 12, 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A worker with host memory, and the greedy outputs of each request alone."""
+
+    worker: Worker
+    specs: tuple[RequestSpec, ...]
+    expected: list[list[int]]
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Four prompts with the same beginning."""
+    shared = Random(0).choices(range(97), k=SHARED)
+    return [(*shared, *Random(at + 1).choices(range(97), k=5 + at)) for at in range(COUNT)]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = make_checkpoint(tmp_path_factory.mktemp("model"), str(request.param))
+    settings = replace(settings_for(directory, "cpu"), host_kv_bytes=1 << 18)
+    worker = Worker.load(settings, lambda *_: None)
+    alone = Driver(worker)
+    return Served(
+        worker,
+        tuple(RequestSpec(each, NEW_TOKENS, SamplingParams(temperature=0.0)) for each in prompts()),
+        [alone.generate(at, each, NEW_TOKENS) for at, each in enumerate(prompts())],
+    )
+
+
+def tokens(outcomes: Sequence[RequestOutcome]) -> list[list[int]]:
+    return [outcome.tokens for outcome in outcomes]
+
+
+def test_a_shared_prefix_is_computed_once(served: Served) -> None:
+    outcomes = play(served.worker, served.specs, max_batch_size=1, max_batch_tokens=8)
+    assert tokens(outcomes) == served.expected
+    cached = [outcome.request.num_cached for outcome in outcomes if outcome.request]
+    assert cached == [0, SHARED, SHARED, SHARED]
+
+
+def test_preempted_and_swapped_requests_continue_as_they_were(served: Served) -> None:
+    for reuses in (True, False):
+        outcomes = play(
+            served.worker,
+            served.specs,
+            num_blocks=14,
+            max_batch_size=4,
+            max_batch_tokens=12,
+            reuses_prefixes=reuses,
+        )
+        assert tokens(outcomes) == served.expected
+    requests = [outcome.request for outcome in outcomes if outcome.request]
+    assert sum(each.num_swaps for each in requests) > 0
+
+
+def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
+    drafter = a_drafter(served.expected)
+    outcomes = play(
+        served.worker, served.specs, max_batch_size=4, max_batch_tokens=32, drafter=drafter
+    )
+    assert tokens(outcomes) == served.expected
+    assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0
