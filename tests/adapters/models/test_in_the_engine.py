@@ -17,6 +17,7 @@ from tests.inline import RequestOutcome, play
 VARIANTS = (
     *("llama", "mistral_window", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3"),
+    *("mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
 )
 COUNT, NEW_TOKENS, SHARED = 4, 12, 16
 
