@@ -78,7 +78,13 @@ def play(
     preemptions."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
-    ledger = KVLedger(num_blocks or report.num_blocks, report.block_size, report.num_host_blocks)
+    ledger = KVLedger(
+        num_blocks or report.num_blocks,
+        report.block_size,
+        report.num_host_blocks,
+        windows=report.windows,
+        chunk=settings.max_batch_tokens * (1 + lookahead),
+    )
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
