@@ -59,12 +59,19 @@ class Recorder(NullObserver):
                 before = last.get(request.request_id)
                 last[request.request_id] = now
                 if before is not None:
-                    self.gaps.append(now - before)
+                    self.add_gap(now - before, 1)
         self.sample_if_due(now)
 
     def add_gap(self, seconds: float, count: int) -> None:
         """So many requests got a token `seconds` after their last one."""
-        self.gaps.extend(array("d", (seconds,)) * count)
+        if count == 1:
+            self.gaps.append(seconds)
+        else:
+            self.gaps.extend(array("d", (seconds,)) * count)
+
+    def forget(self, request: "Request") -> None:
+        """The request has ended."""
+        self._last_token_at.pop(request.request_id, None)
 
     def produced(self, requests: "Iterable[Request]", now: float) -> None:
         """Each of these requests got a token."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.events import Observer
     from engine.policy.port import Policy
     from engine.ports import Cost
+    from engine.simulated.replica import OnEnd
     from engine.simulated.trace import Arrival
 
 NO_SLO = SLO()
@@ -60,51 +61,73 @@ def simulate(
     """Run the arrivals, which are sorted by time, until every request has ended. `also` observes
     all events."""
     recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
-    observer = ObserverGroup(recorder, also) if also is not None else recorder
-    cost = KnownCost(setup.cost)
-    size = setup.block_size
-    ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
-    scheduler = IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
-    recorder.watch(scheduler)
-    if lengths_of(scheduler.policy) is not None:
+    arrivals = prepared(setup, arrivals)
+    outputs = RecordedOutputs() if is_recorded(arrivals) else None
+    on_accepted = outputs.accepted if outputs is not None else None
+    if also is None and may_leap(setup, arrivals):
+        replica = partial(build_replica, setup, recorder, outputs)
+        played = play_leaping(replica, arrivals, on_accepted)
+    else:
+        observer = ObserverGroup(recorder, also) if also is not None else recorder
+        scheduler = _scheduler(setup, KnownCost(setup.cost), observer)
+        recorder.watch(scheduler)
+        executor = _executor(setup, outputs)
+        played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
+    return summarise(setup.label, played, recorder, setup.slo)
+
+
+def prepared(setup: Setup, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]":
+    """The arrivals with the lengths that the policy may know: none in advance if it learns them,
+    all of them if it is an oracle."""
+    if lengths_of(setup.policy(KnownCost(setup.cost))) is not None:
         arrivals = with_unknown_lengths(arrivals, setup.settings.max_model_len)
     if setup.is_oracle:
         arrivals = [
             one.with_known_length() if isinstance(one, RecordedRequest) else one for one in arrivals
         ]
-    outputs = (
-        RecordedOutputs()
-        if any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
-        else None
-    )
-    on_accepted = outputs.accepted if outputs is not None else None
-    executor = SimulatedExecutor(
-        setup.cost, setup.stages, outputs, setup.lookahead, setup.slot_seconds * size
-    )
-    if also is None and _may_leap(setup, arrivals):
-        leaps = Leaps(scheduler, cost, recorder, outputs)
-        replica = partial(Replica, scheduler, executor, leaps)
-        played = play_leaping(replica, arrivals, on_accepted)
-    else:
-        played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
-    return summarise(setup.label, played, recorder, setup.slo)
+    return arrivals
 
 
-def _may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
+def is_recorded(arrivals: "Sequence[Arrival]") -> bool:
+    """Whether the arrivals say which tokens the outputs have."""
+    return any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
+
+
+def build_replica(
+    setup: Setup, recorder: Recorder, outputs: RecordedOutputs | None, on_end: "OnEnd"
+) -> Replica:
+    """A new replica of the simulated system; `may_leap` is true of its arrivals."""
+    cost = KnownCost(setup.cost)
+    scheduler = _scheduler(setup, cost, recorder)
+    recorder.watch(scheduler)
+    leaps = Leaps(scheduler, cost, recorder, outputs)
+    return Replica(scheduler, _executor(setup, outputs), leaps, on_end)
+
+
+def _scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> IterationScheduler:
+    size = setup.block_size
+    ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
+    return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
+
+
+def _executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:
+    block_seconds = setup.slot_seconds * setup.block_size
+    return SimulatedExecutor(setup.cost, setup.stages, outputs, setup.lookahead, block_seconds)
+
+
+def may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
     """Whether a `Replica` can play these arrivals: one step in flight, and no request that ends
     from outside or is not planned in every iteration."""
     if not setup.leaps or setup.stages > 1 or setup.lookahead:
         return False
-    if any(arrival.patience is not None for arrival in arrivals):
+    return all(_is_plain(arrival) for arrival in arrivals)
+
+
+def _is_plain(arrival: "Arrival") -> bool:
+    if arrival.patience is not None:
         return False
-    recorded = [one.params for one in arrivals if isinstance(one, RecordedRequest)]
-    return not any(
-        params is not None
-        and (
-            params.deadline is not None
-            or params.itl_goal is not None
-            or params.is_background
-            or params.grammar is not None
-        )
-        for params in recorded
-    )
+    params = arrival.params if isinstance(arrival, RecordedRequest) else None
+    if params is None:
+        return True
+    limits = (params.deadline, params.itl_goal, params.grammar)
+    return not params.is_background and all(limit is None for limit in limits)

@@ -52,11 +52,11 @@ class Arrival:
 
     def prompt(self, index: int) -> tuple[int, ...]:
         """Synthetic token ids; `index` makes the tokens after the named blocks unique."""
-        tokens: tuple[int, ...] = ()
+        tokens: list[int] = []
         for block in self.blocks[: -(-self.prompt_len // SHARED_BLOCK)]:
-            tokens += (block,) * SHARED_BLOCK
-        unique = (_FIRST_UNIQUE_TOKEN + index,) * (self.prompt_len - len(tokens))
-        return (tokens + unique)[: self.prompt_len]
+            tokens += [block] * SHARED_BLOCK
+        tokens += [_FIRST_UNIQUE_TOKEN + index] * (self.prompt_len - len(tokens))
+        return tuple(tokens[: self.prompt_len])
 
 
 def poisson(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
@@ -130,6 +130,23 @@ def at_rate(arrivals: "Sequence[Arrival]", rate: float) -> list[Arrival]:
     """The same requests in the same pattern, at `rate` requests/s on average."""
     assert mean_rate(arrivals) > 0.0, "simultaneous arrivals cannot be scaled to a rate"
     return sped_up(arrivals, rate / mean_rate(arrivals))
+
+
+def superposed(
+    arrivals: "Sequence[Arrival]", copies: int, random: "Random", spread: float = 60.0
+) -> list[Arrival]:
+    """So many copies of the same requests, each later by up to `spread` seconds. Copies share no
+    block."""
+    names = 1 + max((max(one.blocks) for one in arrivals if one.blocks), default=0)
+    if names * copies > _FIRST_UNIQUE_TOKEN:
+        raise BadTrace(f"{copies} copies of {names} shared blocks have too many names")
+    found: list[Arrival] = []
+    for copy in range(copies):
+        later = random.uniform(0.0, spread)
+        for one in arrivals:
+            blocks = tuple([block + copy * names for block in one.blocks])
+            found.append(replace(one, at=one.at + later, blocks=blocks))
+    return sorted(found, key=lambda one: one.at)
 
 
 def between(arrivals: "Sequence[Arrival]", start: float, stop: float) -> list[Arrival]:

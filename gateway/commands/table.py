@@ -14,6 +14,10 @@ COMMANDS = {
         "gateway.commands.simulate.command:main",
         "run a workload through the scheduler in virtual time",
     ),
+    "plan": (
+        "gateway.commands.plan.command:main",
+        "find the fewest GPUs that serve a workload within latency limits",
+    ),
     "explain": ("gateway.commands.explain:main", "say why a request was slow"),
     "top": ("gateway.commands.top:main", "show the engine of a server live"),
     "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),

@@ -1,7 +1,8 @@
 """`podway simulate`: runs a workload through the serving engine in virtual time.
 
 The hardware is described by flags. Each policy runs at each load; the results are a table, JSON and
-a plot. With --capacity, the command searches for the highest load that keeps the SLO instead.
+a plot. With --capacity, the command searches for the highest load that keeps the SLO instead. With
+--replicas or --autoscale, the load goes to a fleet behind each router.
 """
 
 import argparse
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from random import Random
 
 from rich.console import Console
 
@@ -23,26 +23,18 @@ from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import (
     Arrival,
     at_rate,
-    between,
-    gamma,
     mean_rate,
-    orca_lengths,
-    poisson,
-    read_trace,
-    skewed_lengths,
-    sped_up,
-    steady,
 )
 from engine.simulated.verify import RecordingVerifier
+from gateway.commands.simulate.fleet import add_fleet, fleets, run_fleets
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups
 from gateway.commands.simulate.tables import show
+from gateway.commands.simulate.workload import add_workload, arrivals_of
 from gateway.settings.flags import (
     Parser,
     ShowDefaults,
-    above_zero,
     output_file,
     plot_file,
-    positive,
 )
 
 
@@ -64,9 +56,10 @@ def main(argv: list[str]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for workload, hardware, engine and results."""
-    _add_workload(parser)
+    add_workload(parser)
     add_hardware(parser)
     add_engine(parser)
+    add_fleet(parser)
     add = parser.add_argument_group("results").add_argument
     slo = "latency objective in seconds; goodput counts the requests that keep it"
     add("--slo", type=_slo, default=SLO(), metavar="ttft=S,tpot=S,norm=S,jct=S", help=slo)
@@ -78,27 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--events", type=output_file, metavar="FILE", help=events)
     plot = "write a PNG plot: over load for several --rate values, else over time"
     add("--plot", type=plot_file, metavar="FILE", help=plot)
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("workload").add_argument
-    add("--trace", type=Path, metavar="FILE", help="CSV or Mooncake JSONL, plain or .gz")
-    add("--replay", type=Path, metavar="FILE", help="a file that podway serve --record wrote")
-    lengths = "distribution of prompt and output lengths without --trace"
-    add("--lengths", choices=("orca", "skewed"), default="orca", help=lengths)
-    arrivals = "arrival process without --trace"
-    add("--arrivals", choices=("poisson", "gamma", "steady"), default="poisson", help=arrivals)
-    variation = "coefficient of variation of gamma's gaps"
-    add("--variation", type=above_zero, default=2.0, metavar="CV", help=variation)
-    rate = "requests/s; one run for each; a trace is stretched to the rate"
-    add("--rate", type=above_zero, nargs="+", metavar="R", help=rate)
-    add("--time-scale", type=above_zero, default=1.0, metavar="X", help="replay X times as fast")
-    start, stop = "first second of the trace to use", "last second of the trace to use"
-    add("--from", type=float, default=0.0, dest="start", metavar="S", help=start)
-    add("--to", type=float, default=float("inf"), dest="stop", metavar="S", help=stop)
-    count = "number of requests (default 1000, or the whole trace)"
-    add("-n", "--requests", type=positive, metavar="N", help=count)
-    add("--seed", type=int, default=0, metavar="N", help="seed of lengths and arrivals")
 
 
 def _slo(text: str) -> SLO:
@@ -118,8 +90,12 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print the results; 1 and one error line if the flags are invalid."""
     try:
         recording = read_recording(args.replay) if args.replay else None
-        arrivals = _arrivals(args, recording)
+        arrivals = arrivals_of(args, recording)
+        if (args.rate or args.capacity) and not mean_rate(arrivals):
+            raise InvalidRequest("--rate and --capacity need requests at different times", "rate")
         all_setups = setups(args, recording)
+        if args.replicas or args.autoscale:
+            return run_fleets(args, fleets(args, all_setups), arrivals)
         if args.capacity:
             runs, capacities = _search(args, all_setups, arrivals)
         else:
@@ -190,34 +166,6 @@ def _reproduced(args: argparse.Namespace, recording: Recording) -> list[Figures]
     sys.stdout.write(f"the schedule is reproduced: {count} iterations\n")
     sys.stdout.write(f"error of the fitted cost model: {recording.cost_error()}\n")
     return [followed.figures]
-
-
-def _arrivals(args: argparse.Namespace, recording: Recording | None) -> list[Arrival]:
-    """The arrivals at their own times; a synthetic load has one request per second."""
-    if recording is not None:
-        if args.trace:
-            raise InvalidRequest("--replay and --trace cannot be combined", "replay")
-        arrivals = between(recording.arrivals, args.start, args.stop)[: args.requests]
-        arrivals = sped_up(arrivals, args.time_scale)
-    elif args.trace:
-        arrivals = between(read_trace(args.trace), args.start, args.stop)[: args.requests]
-        arrivals = sped_up(arrivals, args.time_scale)
-    else:
-        arrivals = _synthetic(args)
-    if (args.rate or args.capacity) and not mean_rate(arrivals):
-        raise InvalidRequest("--rate and --capacity need requests at different times", "rate")
-    if not arrivals:
-        raise InvalidRequest("no request arrives between --from and --to", "from")
-    return arrivals
-
-
-def _synthetic(args: argparse.Namespace) -> list[Arrival]:
-    random, count = Random(args.seed), args.requests or 1000
-    lengths = orca_lengths if args.lengths == "orca" else skewed_lengths()
-    if args.arrivals == "gamma":
-        return gamma(args.time_scale, count, lengths, random, args.variation)
-    process = poisson if args.arrivals == "poisson" else steady
-    return process(args.time_scale, count, lengths, random)
 
 
 def _show(args: argparse.Namespace, runs: Sequence[Figures], capacities: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.policy import PolicySettings
+from gateway.commands.plan.command import main as plan
 from gateway.commands.simulate.command import main, parser
 from gateway.commands.simulate.setups import read_cost, setups
 
@@ -160,3 +161,58 @@ def test_settings_of_policies_are_flags() -> None:
         input_weight=2.0,
         output_weight=7.0,
     )
+
+
+FLEET = ["--trace", str(AZURE), "--to", "20", "--device", "l4", "--processes", "1"]
+
+
+def test_a_fleet_runs_behind_each_router(tmp_path: Path) -> None:
+    plot = tmp_path / "fleet.png"
+    flags = ["--replicas", "3", "--router", "round-robin", "forecast", "--plot", str(plot)]
+    runs = simulated(tmp_path, *FLEET, *flags)["runs"]
+    labels = [run["label"] for run in runs]
+    assert labels == ["round-robin × fcfs grow", "forecast × fcfs grow"]
+    assert all(run["num_finished"] == run["num_arrived"] for run in runs)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_copies_of_a_trace_are_a_larger_load(tmp_path: Path) -> None:
+    (one,) = simulated(tmp_path, *FLEET, "--replicas", "4")["runs"]
+    (three,) = simulated(tmp_path, *FLEET, "--autoscale", "2", "4", "--copies", "3")["runs"]
+    assert three["num_arrived"] == 3 * int(str(one["num_arrived"]))
+
+
+def test_a_single_replica_has_flags_that_a_fleet_has_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*FLEET, "--replicas", "2", "--replay", str(GOLDEN)]) == 1
+    assert main([*FLEET, "--replicas", "2", "--capacity", "--slo", "ttft=1"]) == 1
+    assert main([*FLEET, "--replicas", "2", "--autoscale", "1", "2"]) == 1
+    assert main([*FLEET, "--autoscale", "3", "2"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert "--replay and --trace cannot be combined" in errors[0]
+    assert "are for a single replica" in errors[1]
+    assert "--replicas and --autoscale exclude each other" in errors[2]
+    assert "1 <= least <= most replicas, not 3 and 2" in errors[3]
+
+
+def test_a_plan_names_the_fewest_gpus_that_meet_the_goals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    goal = ["--goal", "ttft.p99=1.5,itl.p99=0.5", "--copies", "3", "--router", "round-robin"]
+    assert plan([*FLEET, *goal, "--json", str(table), "--plot", str(plot)]) == 0
+    (found,) = json.loads(table.read_text()).values()
+    fewest = found["replicas"]
+    assert found["gpus"] == fewest > 1
+    enough, fewer = (found["runs"][str(count)]["spreads"] for count in (fewest, fewest - 1))
+    assert enough["ttft"]["p99"] <= 1.5
+    assert enough["itl"]["p99"] <= 0.5
+    assert fewer["ttft"]["p99"] > 1.5 or fewer["itl"]["p99"] > 0.5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert f" {fewest} " in capsys.readouterr().out
+
+
+def test_a_plan_without_enough_replicas_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan([*FLEET, "--goal", "ttft.p50=0.0001", "--most", "2"]) == 0
+    assert "> 2" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""Autoscaler: how many replicas take requests, from the tokens that wait for one.
+
+The rule of Kubernetes' HorizontalPodAutoscaler on waiting tokens per replica: above the target the
+number grows in proportion, at most by half at a time. A new replica takes requests after its
+start-up delay. Once nothing has waited for `calm_seconds`, a twentieth of the replicas stops taking
+requests in each interval; they finish those that they have.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from engine.errors import InvalidRequest
+
+MOST_GROWTH = 1.5  # at a time
+SHRINK = 0.05
+CALM = 0.1  # of the target, below which the fleet may shrink
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleSettings:
+    """Bounds and pace of autoscaling. Seconds; tokens per replica."""
+
+    least: int
+    most: int
+    target_tokens: float = 2_000.0
+    start_seconds: float = 60.0  # from the decision until a new replica takes requests
+    interval: float = 15.0
+    calm_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise InvalidRequest(
+                f"autoscaling needs 1 <= least <= most replicas, not {self.least} and {self.most}"
+            )
+
+
+class Scale(NamedTuple):
+    """The replicas at one time: those that take requests, and those that start."""
+
+    active: int
+    starting: int
+
+
+class Autoscaler:
+    """Decides once per interval. Replica numbers are reused: the lowest ones are active."""
+
+    def __init__(self, settings: AutoscaleSettings) -> None:
+        self._settings = settings
+        self._active = settings.least
+        self._starting: deque[float] = deque()  # when each one takes requests
+        self._decide_at = settings.interval
+        self._calm_since = 0.0
+
+    def update(self, now: float, waiting_tokens: float) -> Scale:
+        """The replicas from `now` on; `waiting_tokens` of all replicas."""
+        while self._starting and self._starting[0] <= now:
+            self._starting.popleft()
+            self._active += 1
+        if now >= self._decide_at:
+            self._decide_at = now + self._settings.interval
+            self._decide(now, waiting_tokens)
+        return Scale(self._active, len(self._starting))
+
+    def _decide(self, now: float, waiting_tokens: float) -> None:
+        settings = self._settings
+        ratio = waiting_tokens / self._active / settings.target_tokens
+        total = self._active + len(self._starting)
+        if ratio > CALM:
+            self._calm_since = now
+        if ratio > 1.0:
+            wanted = ceil(self._active * min(ratio, MOST_GROWTH))
+            for _ in range(min(wanted, settings.most) - total):
+                self._starting.append(now + settings.start_seconds)
+        elif now - self._calm_since >= settings.calm_seconds and not self._starting:
+            self._active = max(settings.least, self._active - ceil(SHRINK * self._active))

@@ -1,0 +1,194 @@
+"""Routers: which replica gets a request, from what a router in front of real replicas knows.
+
+A router sees the load reports of the last epoch, and counts what it has routed since. It knows no
+replica's KV cache: it remembers which prompts it sent where, as the cache-aware routers of SGLang
+and vLLM do, in blocks of 512 tokens (`Arrival.blocks`).
+"""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+import numpy
+
+from engine.simulated.trace import SHARED_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from engine.cost.model import CostModel
+    from engine.simulated.fleet.shard import LoadReport
+    from engine.simulated.trace import Arrival
+
+CACHE_THRESHOLD = 0.5  # share of a prompt that must match for affinity to decide
+BALANCE_ABS, BALANCE_REL = 32, 1.1  # loads further apart than both are balanced first
+
+
+class Loads:
+    """The last report of each replica, and what was routed to it since."""
+
+    def __init__(self, most: int) -> None:
+        self.penalty = numpy.full(most, numpy.inf)  # infinite for a replica that takes no requests
+        self.live = numpy.zeros(most)
+        self.tokens = numpy.zeros(most)
+        self.delay = numpy.zeros(most)
+        self.waiting_tokens = numpy.zeros(most)
+        self.active: list[int] = []
+
+    def activate(self, replicas: "Iterable[int]") -> None:
+        """From now on these replicas, and no others, take requests."""
+        self.active = sorted(replicas)
+        self.penalty[:] = numpy.inf
+        self.penalty[self.active] = 0.0
+
+    def report(self, report: "LoadReport") -> None:
+        """A replica has reported its load."""
+        at = report.replica
+        self.live[at] = report.num_live
+        self.tokens[at] = report.tokens
+        self.waiting_tokens[at] = report.waiting_tokens
+        self.delay[at] = report.delay
+
+    def least(self, load: "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]") -> int:
+        """The active replica of least load, the first one if several have it."""
+        return int((load + self.penalty).argmin())
+
+
+class Router(Protocol):
+    """Chooses an active replica for each request. Routers are made with the loads, the replicas'
+    cost model, and the number of 512-token blocks that fit into a replica's KV cache."""
+
+    def route(self, arrival: "Arrival") -> int: ...
+
+
+class RoundRobin:
+    """Each active replica in turn."""
+
+    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+        self._loads = loads
+        self._next = 0
+
+    def route(self, arrival: "Arrival") -> int:
+        active = self._loads.active
+        self._next = (self._next + 1) % len(active)
+        return active[self._next]
+
+
+class LeastTokens:
+    """The replica with the fewest tokens of live requests."""
+
+    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+        self._loads = loads
+
+    def route(self, arrival: "Arrival") -> int:
+        replica = self._loads.least(self._loads.tokens)
+        self._loads.tokens[replica] += arrival.prompt_len
+        return replica
+
+
+class _Sent:
+    """Which prompts were sent to which replica: for each block, after those before it, the
+    replicas that got it. Of each replica the `most` blocks that were sent last are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._holders: dict[tuple[int, int], set[int]] = {}
+        self._recent: dict[int, OrderedDict[tuple[int, int], None]] = {}
+
+    def matches(self, arrival: "Arrival") -> dict[int, int]:
+        """The number of leading blocks that were sent to each replica, if any was."""
+        found: dict[int, int] = {}
+        holders: set[int] | None = None
+        for depth, block in enumerate(_blocks(arrival)):
+            here = self._holders.get((depth, block), set())
+            holders = here if holders is None else holders & here
+            if not holders:
+                break
+            found.update(dict.fromkeys(holders, depth + 1))
+        return found
+
+    def add(self, arrival: "Arrival", replica: int) -> None:
+        """The prompt was sent to this replica."""
+        recent = self._recent.setdefault(replica, OrderedDict())
+        for key in enumerate(_blocks(arrival)):
+            recent[key] = None
+            recent.move_to_end(key)
+            self._holders.setdefault(key, set()).add(replica)
+        while len(recent) > self._most:
+            key, _ = recent.popitem(last=False)
+            self._holders[key].discard(replica)
+            if not self._holders[key]:
+                del self._holders[key]
+
+
+def _blocks(arrival: "Arrival") -> "Sequence[int]":
+    return arrival.blocks[: arrival.prompt_len // SHARED_BLOCK]
+
+
+class PrefixAffinity:
+    """SGLang's cache-aware policy: the replica that got the longest matching prefix, if that is
+    long enough; else, or if loads are out of balance, the one with the fewest requests."""
+
+    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+        self._loads = loads
+        self._sent = _Sent(cache_blocks)
+
+    def route(self, arrival: "Arrival") -> int:
+        loads = self._loads
+        replica = self._affine(arrival)
+        if replica is None or self._is_unbalanced():
+            replica = loads.least(loads.live)
+        loads.live[replica] += 1
+        self._sent.add(arrival, replica)
+        return replica
+
+    def _affine(self, arrival: "Arrival") -> int | None:
+        matches = self._sent.matches(arrival)
+        candidates = [r for r in matches if not self._loads.penalty[r]]
+        if not candidates:
+            return None
+        best = min(candidates, key=lambda r: (-matches[r], self._loads.live[r], r))
+        share = matches[best] * SHARED_BLOCK / arrival.prompt_len
+        return best if share > CACHE_THRESHOLD else None
+
+    def _is_unbalanced(self) -> bool:
+        live = self._loads.live[self._loads.active]
+        most, least = float(live.max()), float(live.min())
+        return most - least > BALANCE_ABS and most > BALANCE_REL * least
+
+
+class LeastForecast:
+    """Two tiers that share one cost model: a replica forecasts how much later a new request would
+    end there, the router adds what it has sent since and the uncached part of this prompt, and
+    takes the replica with the earliest end."""
+
+    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+        self._loads = loads
+        self._cost = cost
+        self._sent = _Sent(cache_blocks)
+
+    def route(self, arrival: "Arrival") -> int:
+        loads = self._loads
+        replica = loads.least(loads.delay)
+        seconds = self._prefill(arrival, 0)
+        ends = loads.delay[replica] + seconds
+        for other, blocks in sorted(self._sent.matches(arrival).items()):
+            own = self._prefill(arrival, blocks)
+            if loads.delay[other] + loads.penalty[other] + own < ends:
+                replica, seconds, ends = other, own, loads.delay[other] + own
+        loads.delay[replica] += seconds
+        self._sent.add(arrival, replica)
+        return replica
+
+    def _prefill(self, arrival: "Arrival", num_cached: int) -> float:
+        """Seconds that the rest of the prompt adds to iterations."""
+        start = min(num_cached * SHARED_BLOCK, arrival.prompt_len - 1)
+        return self._cost.compute(arrival.prompt_len - start, start) - self._cost.tokens(0)
+
+
+ROUTERS: "dict[str, Callable[[Loads, CostModel, int], Router]]" = {
+    "round-robin": RoundRobin,
+    "least-tokens": LeastTokens,
+    "prefix": PrefixAffinity,
+    "forecast": LeastForecast,
+}
+FORECASTING = frozenset({"forecast"})  # routers that use `LoadReport.delay`

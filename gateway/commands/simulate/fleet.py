@@ -1,0 +1,132 @@
+"""`podway simulate --replicas N`: a fleet of replicas behind a router, with autoscaling."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.errors import InvalidRequest
+from engine.simulated.fleet.autoscaler import AutoscaleSettings
+from engine.simulated.fleet.figures import FleetFigures
+from engine.simulated.fleet.router import ROUTERS
+from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
+from engine.simulated.run import Setup
+from engine.simulated.trace import Arrival, at_rate
+from gateway.settings.flags import above_zero, positive
+
+_SCALE = AutoscaleSettings(1, 1)
+
+
+def add_fleet(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a fleet."""
+    add = parser.add_argument_group("fleet").add_argument
+    add("--replicas", type=positive, metavar="N", help="servers with this hardware behind a router")
+    add_router(parser)
+    bounds = "vary the number of replicas between MIN and MAX with the waiting tokens"
+    add("--autoscale", type=positive, nargs=2, metavar=("MIN", "MAX"), help=bounds)
+    target = "waiting tokens per replica above which the fleet grows"
+    add("--target-tokens", type=above_zero, default=_SCALE.target_tokens, metavar="N", help=target)
+    delay = "seconds until a new replica takes requests"
+    add("--start-delay", type=above_zero, default=_SCALE.start_seconds, metavar="S", help=delay)
+
+
+def add_router(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the router, and of the processes that share the work."""
+    add = parser.add_argument_group("router").add_argument
+    routers = f"{', '.join(ROUTERS)}; one run for each"
+    add("--router", nargs="+", choices=ROUTERS, default=["prefix"], metavar="R", help=routers)
+    epoch = "seconds between two load reports of a replica"
+    add("--report-interval", type=above_zero, default=0.1, metavar="S", help=epoch)
+    processes = "processes that advance the replicas (default: one per core)"
+    add("--processes", type=positive, metavar="N", help=processes)
+
+
+def processes_of(args: argparse.Namespace) -> int:
+    """The number of processes for the replicas."""
+    return args.processes or os.cpu_count() or 1
+
+
+def fleets(args: argparse.Namespace, setups: Sequence[Setup]) -> list[FleetSetup]:
+    """A fleet for each router and setup. Raises `InvalidRequest`."""
+    if args.capacity or args.replay or args.events:
+        raise InvalidRequest("--capacity, --replay and --events are for a single replica")
+    if args.replicas and args.autoscale:
+        raise InvalidRequest("--replicas and --autoscale exclude each other")
+    autoscale = None
+    if args.autoscale:
+        least, most = args.autoscale
+        autoscale = AutoscaleSettings(least, most, args.target_tokens, args.start_delay)
+    replicas = args.replicas or args.autoscale[0]
+    interval, processes = args.report_interval, processes_of(args)
+    return [
+        FleetSetup(setup, replicas, router, autoscale, interval, processes)
+        for setup in setups
+        for router in args.router
+    ]
+
+
+def run_fleets(
+    args: argparse.Namespace, fleets: Sequence[FleetSetup], arrivals: Sequence[Arrival]
+) -> int:
+    """Simulate each fleet at each load, and print, save and plot the figures."""
+    loads = [at_rate(arrivals, rate) for rate in args.rate] if args.rate else [arrivals]
+    runs = [simulate_fleet(fleet, load) for fleet in fleets for load in loads]
+    show_fleets(runs, Console())
+    if args.json:
+        args.json.write_text(json.dumps({"runs": [run.as_json() for run in runs]}))
+    if args.plot:  # matplotlib takes a second to import
+        from gateway.commands.simulate.fleet_plots import draw_fleets
+
+        draw_fleets(runs, args.plot)
+    return 0
+
+
+def show_fleets(runs: Sequence[FleetFigures], console: Console) -> None:
+    """Print a table of rates and shares, then one of latencies; one row per run."""
+    rates = table_of(*_RATES)
+    times = table_of(*(f"{title}\n{point}" for _, title, point, _ in _LATENCIES))
+    for run in runs:
+        rates.add_row(
+            run.label,
+            f"{run.offered:.3g}",
+            f"{run.throughput:.3g}",
+            f"{100 * run.attainment:.1f}",
+            f"{100 * run.cached_share:.1f}",
+            f"{100 * run.busy_mean:.0f}",
+            f"{100 * run.busy_p5:.0f}-{100 * run.busy_p95:.0f}",
+            f"{run.replica_hours:,.1f}",
+        )
+        cells = (_cell(run, measure, point, unit) for measure, _, point, unit in _LATENCIES)
+        times.add_row(run.label, *cells)
+    console.print(rates)
+    console.print(times)
+
+
+def table_of(*titles: str) -> Table:
+    """An empty table with a column for labels and one for each title."""
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+_RATES = (
+    "offered\n/s", "done\n/s", "good\n%", "cached\n%", "busy\n%", "busy %\np5-p95", "replica\nhours",
+)  # fmt: skip
+_LATENCIES = (
+    ("ttft", "TTFT s", "p50", 1.0),
+    ("ttft", "TTFT s", "p99", 1.0),
+    ("itl", "ITL ms", "p50", 1e3),
+    ("itl", "ITL ms", "p99", 1e3),
+    ("jct", "JCT s", "p50", 1.0),
+    ("jct", "JCT s", "p99", 1.0),
+)
+
+
+def _cell(run: FleetFigures, measure: str, point: str, unit: float) -> str:
+    value = run.at(measure, point)
+    return "-" if value is None else f"{value * unit:.3g}"
