@@ -158,8 +158,9 @@ class PrefixAffinity:
 
 class LeastForecast:
     """Two tiers that share one cost model: a replica forecasts how much later a new request would
-    end there, the router adds what it has sent since and the uncached part of this prompt, and
-    takes the replica with the earliest end."""
+    end there, and the router adds what it has sent since, the uncached part of this prompt, and
+    the time by which that part delays each live request. It takes the replica where the sum of all
+    completion times grows least."""
 
     def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
         self._loads = loads
@@ -168,14 +169,16 @@ class LeastForecast:
 
     def route(self, arrival: "Arrival") -> int:
         loads = self._loads
-        replica = loads.least(loads.delay)
         seconds = self._prefill(arrival, 0)
-        ends = loads.delay[replica] + seconds
+        replica = loads.least(loads.delay + seconds * loads.live)
+        growth = loads.delay[replica] + seconds * (loads.live[replica] + 1)
         for other, blocks in sorted(self._sent.matches(arrival).items()):
             own = self._prefill(arrival, blocks)
-            if loads.delay[other] + loads.penalty[other] + own < ends:
-                replica, seconds, ends = other, own, loads.delay[other] + own
+            grows = loads.delay[other] + loads.penalty[other] + own * (loads.live[other] + 1)
+            if grows < growth:
+                replica, seconds, growth = other, own, grows
         loads.delay[replica] += seconds
+        loads.live[replica] += 1
         self._sent.add(arrival, replica)
         return replica
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from engine.simulated.figures import MEASURES
 from engine.simulated.fleet.plan import Goals, Plan
@@ -33,6 +34,9 @@ def draw_plans(plans: Mapping[str, Plan], goals: Goals, gpus: int, path: Path) -
                       xytext=(0, 3), textcoords="offset points")  # fmt: skip
         title = f"{MEASURES[goal.measure]}, {goal.point}"
         axes.set(title=title, xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(ScalarFormatter())
         axes.grid(alpha=0.3, which="both")
     panels[0].legend()
     figure.savefig(path, format="png", dpi=110)

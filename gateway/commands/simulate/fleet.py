@@ -115,8 +115,14 @@ def table_of(*titles: str) -> Table:
 
 
 _RATES = (
-    "offered\n/s", "done\n/s", "good\n%", "cached\n%", "busy\n%", "busy %\np5-p95", "replica\nhours",
-)  # fmt: skip
+    "offered\n/s",
+    "done\n/s",
+    "good\n%",
+    "cached\n%",
+    "busy\n%",
+    "busy %\np5-p95",
+    "replica\nhours",
+)
 _LATENCIES = (
     ("ttft", "TTFT s", "p50", 1.0),
     ("ttft", "TTFT s", "p99", 1.0),

@@ -200,7 +200,7 @@ def test_a_plan_names_the_fewest_gpus_that_meet_the_goals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, plot = tmp_path / "plan.json", tmp_path / "plan.png"
-    goal = ["--goal", "ttft.p99=1.5,itl.p99=0.5", "--copies", "3", "--router", "round-robin"]
+    goal = ["--goal", "ttft.p99=1.5,itl.p99=0.5", "--copies", "12", "--router", "round-robin"]
     assert plan([*FLEET, *goal, "--json", str(table), "--plot", str(plot)]) == 0
     (found,) = json.loads(table.read_text()).values()
     fewest = found["replicas"]

@@ -70,11 +70,16 @@ def test_the_forecast_weighs_the_cached_prefix_against_the_delay() -> None:
     state = loads((0, 0, 0.0), (0, 0, 0.0))
     router = LeastForecast(state, COST, 100)
     first = router.route(chat(1, 2))
-    state.report(LoadReport(first, 1, 0, 0, 0.9))
+    state.report(LoadReport(first, 0, 0, 0, 0.9))
     assert router.route(chat(1, 2, 3)) == first  # saves 1.024 s
-    state.report(LoadReport(first, 1, 0, 0, 1.1))
+    state.report(LoadReport(first, 0, 0, 0, 1.1))
     state.report(LoadReport(1 - first, 0, 0, 0, 0.0))
     assert router.route(chat(1, 2, 4)) == 1 - first
+
+
+def test_the_forecast_counts_the_delay_of_live_requests() -> None:
+    router = LeastForecast(loads((9, 0, 0.0), (2, 0, 1.0), (1, 0, 5.0)), COST, 100)
+    assert router.route(chat(1)) == 1  # 0.5 s of prefill: 4.7 s, 2.0 s and 5.5 s of delay
 
 
 def test_no_router_chooses_an_inactive_replica() -> None:
