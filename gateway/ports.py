@@ -102,8 +102,11 @@ class Dialect(Protocol):
         """
         ...
 
-    def without_reasoning(self, prompt: str) -> str:
-        """The text that closes the reasoning if `prompt` opens it, else an empty string."""
+    def without_reasoning(self, prompt: str, *, has_tools: bool) -> str:
+        """What to append to `prompt` so that an answer follows without reasoning; "" if nothing.
+
+        With `has_tools` the answer may be a tool call.
+        """
         ...
 
     def call_grammar(self, calls: ToolCallGrammar) -> "Grammar | None":

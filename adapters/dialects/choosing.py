@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
+from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
 from adapters.dialects.parser import ReasoningMarkers
 from adapters.dialects.tool_calls import (
     HERMES_CLOSE,
@@ -38,6 +39,7 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         special_tokens=_MISTRAL,
         new_id=short_id,
     ),
+    "harmony": CALL_STYLE,
     "mistral-args": ToolStyle(  # since 2025; one parser reads both forms
         read_mistral,
         mark=MISTRAL_CALLS,
@@ -49,6 +51,7 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
 REASONING_MARKS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "harmony": REASONING,
 }
 
 
@@ -61,7 +64,8 @@ def choose_dialect(template: str, tools: str = AUTO, reasoning: str = AUTO) -> M
         tools = _tools_of(template)
     if reasoning == AUTO:
         reasoning = _reasoning_of(template)
-    return ModelDialect(
+    kind = HarmonyDialect if "harmony" in (tools, reasoning) else ModelDialect
+    return kind(
         tools=_named(tools, TOOL_STYLES, "--tool-dialect"),
         reasoning=_named(reasoning, REASONING_MARKS, "--reasoning-dialect"),
     )
@@ -70,6 +74,8 @@ def choose_dialect(template: str, tools: str = AUTO, reasoning: str = AUTO) -> M
 def _tools_of(template: str) -> str:
     if "tools" not in template:
         return NONE
+    if CHANNEL in template:
+        return "harmony"
     if MISTRAL_CALLS in template:
         return "mistral-args" if MISTRAL_ARGS in template else "mistral"
     if HERMES_OPEN in template:
@@ -80,6 +86,8 @@ def _tools_of(template: str) -> str:
 def _reasoning_of(template: str) -> str:
     if "[THINK]" in template:
         return "mistral"
+    if CHANNEL in template:
+        return "harmony"
     return "think" if "<think>" in template or "</think>" in template else NONE
 
 

@@ -79,7 +79,7 @@ class ModelDialect:
             is_reasoning=self._is_open(prompt),
         )
 
-    def without_reasoning(self, prompt: str) -> str:
+    def without_reasoning(self, prompt: str, *, has_tools: bool) -> str:
         """The text that closes the reasoning which `prompt` has opened; "" if it has not."""
         if self.reasoning is None or not self._is_open(prompt):
             return ""

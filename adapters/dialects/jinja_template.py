@@ -44,6 +44,7 @@ class JinjaTemplate:
         """
         self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
+        self._has_channels = {name: "<|channel|>" in text for name, text in sources.items()}
         self._special_tokens = dict(special_tokens)
         self._processes = TemplateProcesses()
         self.source = "\n".join(sources.values())
@@ -75,6 +76,8 @@ class JinjaTemplate:
         shown = [_with_reasoning(message) for message in messages]
         if not self._knows_developer[name]:
             shown = [_as_system(message) for message in shown]
+        if self._has_channels[name]:
+            shown = [_as_harmony(message) for message in shown]
         variables = {
             "tools": None,
             "documents": None,
@@ -173,6 +176,17 @@ def _with_reasoning(message: Message) -> Message:
 
 def _as_system(message: Message) -> Message:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _as_harmony(message: Message) -> Message:
+    """A message that gpt-oss' template accepts: beside calls it has content or reasoning, not both,
+    and a content that is not null."""
+    if not message.get("tool_calls"):
+        return message
+    content, reasoning = message.get("content") or "", message.get("thinking")
+    if not content or not reasoning:
+        return {**message, "content": content}
+    return {**message, "content": "", "thinking": f"{reasoning}\n\n{content}"}
 
 
 def _budget(messages: Sequence[Message]) -> RenderBudget:

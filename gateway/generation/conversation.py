@@ -97,7 +97,9 @@ async def _rendered(
         )
     functions = [function.as_tool() for function in tools.offered]
     variables = {**request.template_variables, **({"tools": functions} if functions else {})}
-    finish = partial(_finish, model, request, skips_reasoning=skips_reasoning)
+    finish = partial(
+        _finish, model, request, skips_reasoning=skips_reasoning, has_tools=bool(functions)
+    )
     if request.chat_template is not None:
         messages = await asyncio.to_thread(_template_messages, request)
         text = await _render_request_template(model, template, request, messages, variables)
@@ -147,11 +149,12 @@ def _finish(
     text: str,
     *,
     skips_reasoning: bool,
+    has_tools: bool,
 ) -> RenderedPrompt:
     if request.continue_final_message:
         text = _cut_after(text, messages[-1]["content"])
     if skips_reasoning and model.dialect is not None:
-        text += model.dialect.without_reasoning(text)
+        text += model.dialect.without_reasoning(text, has_tools=has_tools)
     return RenderedPrompt(
         text, token_ids(model.tokenizer, text, "messages", add_special_tokens=False)
     )

@@ -32,6 +32,7 @@ COMPILER = byte_grammars()
         ("{{ tools }}[TOOL_CALLS]", "mistral", None),
         ("{{ tools }}[TOOL_CALLS][ARGS]", "mistral-args", None),
         ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "[THINK]"),
+        ("{{ tools }}<|channel|>", "harmony", "<|channel|>analysis<|message|>"),
     ],
 )
 def test_the_template_determines_the_dialect(
@@ -79,8 +80,9 @@ WRITTEN = {
     "llama3": '{"name": "%s", "parameters": %s}',
     "mistral": '[TOOL_CALLS][{"name": "%s", "arguments": %s}]',
     "mistral-args": "[TOOL_CALLS]%s[ARGS]%s",
+    "harmony": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
 }
-MARKED = sorted(WRITTEN.keys() - {"llama3"})
+MARKED = sorted(WRITTEN.keys() - {"llama3", "harmony"})
 
 
 def grammar_of(style: str, calls: ToolCallGrammar) -> Grammar:
@@ -151,5 +153,6 @@ def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
     assert not allows(grammar, WRITTEN[style] % ("f", '{"child":\n\n\n\n{}}'))
 
 
-def test_calls_without_a_mark_cannot_be_constrained_within_free_text() -> None:
-    assert choose_dialect("", "llama3").call_grammar(ToolCallGrammar({"f": TREE})) is None
+@pytest.mark.parametrize("style", ["llama3", "harmony"])
+def test_calls_without_a_mark_in_text_cannot_be_constrained_within_it(style: str) -> None:
+    assert choose_dialect("", style).call_grammar(ToolCallGrammar({"f": TREE})) is None

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
+from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from adapters.dialects.dialect import ModelDialect
 from gateway.ports import CallArguments, CallBegin, Piece, ToolChoice
 from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished_choice
 
 TOOLS = ("f", "weather")
 DIALECTS = {
-    name: ModelDialect(style, REASONING_MARKS["mistral" if name == "mistral" else "think"])
-    for name, style in TOOL_STYLES.items()
+    name: choose_dialect("", name, name if name in ("mistral", "harmony") else "think")
+    for name in TOOL_STYLES
 }
 
 
@@ -241,9 +241,9 @@ def test_reasoning_that_the_prompt_opens_is_recognised_and_can_be_closed() -> No
     dialect = DIALECTS["hermes"]
     prompt = "<|im_start|>assistant\n<think>\n"
     assert read("hermes", ["why\n", "</think>\n\nso"], prompt) == ParsedMessage("so", "why")
-    closed = prompt + dialect.without_reasoning(prompt)
+    closed = prompt + dialect.without_reasoning(prompt, has_tools=False)
     assert read("hermes", ["so"], closed) == ParsedMessage("so")
-    assert dialect.without_reasoning(closed) == ""
+    assert dialect.without_reasoning(closed, has_tools=False) == ""
 
 
 def test_a_model_without_reasoning_and_calls_needs_no_parser() -> None:
