@@ -124,13 +124,13 @@ class EngineSettings(BaseSettings):
         "auto",
         "model",
         "format of the model's tool calls: auto (detected in the chat template), none, hermes, "
-        "llama3, mistral, mistral-args",
+        "llama3, mistral, mistral-args, harmony",
         "NAME",
     )
     reasoning_dialect: str = _option(
         "auto",
         "model",
-        "format of the model's reasoning: auto, none, think (<think>), mistral",
+        "format of the model's reasoning: auto, none, think (<think>), mistral, harmony",
         "NAME",
     )
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
-from adapters.dialects.dialect import ModelDialect
+from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from engine.request import Abort, FinishReason
 from gateway.generation.choice_stream import ChoiceOptions
 from gateway.ports import StreamParser, ToolChoice
@@ -45,8 +44,7 @@ STOPS = st.lists(
 
 def a_parser(style: str | None, max_calls: int | None = None) -> StreamParser | None:
     """A fresh parser whose calls are numbered alike each time."""
-    tools = TOOL_STYLES[style] if style else None
-    dialect = ModelDialect(tools, REASONING_MARKS["think"] if style else None)
+    dialect = choose_dialect("", style or "none", "think" if style else "none")
     choice = ToolChoice(("f",), max_calls)
     return dialect.parser("", choice, random.Random(1).getrandbits)
 
