@@ -34,6 +34,13 @@ class ModelNotFound(InvalidRequest):
         )
 
 
+class LoraNotFound(InvalidRequest):
+    """No LoRA adapter with this name is loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The LoRA adapter {name[:200]!r} is not loaded.", "lora_name")
+
+
 class UnsupportedByModel(InvalidRequest):
     """The endpoint exists, but the served model cannot do this."""
 
@@ -183,6 +190,7 @@ TABLE: dict[type[EngineError], HttpError] = {
     InvalidApiKey: HttpError(401, _INVALID, "invalid_api_key"),
     Forbidden: HttpError(403, _INVALID, "permission_denied"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    LoraNotFound: HttpError(404, _INVALID, "lora_not_found"),
     UnsupportedByModel: HttpError(400, _INVALID, "unsupported_model"),
     PathNotFound: HttpError(404, _INVALID, "not_found"),
     RequestNotFound: HttpError(404, _INVALID, "request_not_found"),

@@ -17,6 +17,7 @@ from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.errors import ModelNotFound, UnsupportedByModel
+from gateway.loras import LoraNames
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
@@ -100,12 +101,13 @@ class Service:
     live: LiveView = field(default_factory=LiveView)
     timelines: Timelines = field(default_factory=Timelines)
     traces: Traces | None = None
+    loras: LoraNames = field(default_factory=LoraNames)
     has_page: bool = True
 
     def check_model(self, name: str) -> None:
-        """Raise `ModelNotFound` unless this is a name of the served model."""
-        if name not in self.model.names:
-            raise ModelNotFound(name, self.model.names)
+        """Raise `ModelNotFound` unless this is a name of the served model or of a LoRA adapter."""
+        if name not in self.model.names and self.loras.find(name) is None:
+            raise ModelNotFound(name, (*self.model.names, *self.loras.served))
 
     def check_generates(self, name: str) -> None:
         """Raise `ModelNotFound` for another model's name, and `UnsupportedByModel` if the model

@@ -31,6 +31,8 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
     "Model": {
         "max_model_len": {"type": "integer", "minimum": 1},
         "task": {"enum": ["generate", "embed", "score"]},
+        "root": {"type": "string"},
+        "parent": _TEXT,
     },
     "CreateChatCompletionResponse": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
@@ -212,6 +214,7 @@ SHAPES = (
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(
     r"/(health|ready|v1/loads|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
+    r"|/v1/(un)?load_lora_adapter"
     r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/.+|/v1/messages(/.+)?"
 )
 

@@ -49,6 +49,7 @@ from gateway.access.quotas import Quotas
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
+from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
@@ -179,7 +180,7 @@ def build_service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(NoGrammars()),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log, LoraUsage()),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,

@@ -124,6 +124,8 @@ class ChoiceGroup:
 def enter_stream(streams: ExitStack, spec: RequestSpec, service: "Service") -> "TokenStream":
     """Add a request to the engine, whose stream closes with `streams`; errors name the field as
     the request body spells it."""
+    if spec.lora is not None:  # it may have been unloaded since the request was planned
+        service.loras.check(spec.lora, service.model.names)
     try:
         return streams.enter_context(service.engine.stream(spec))
     except InvalidRequest as error:

@@ -18,6 +18,7 @@ from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
 
 if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
     from engine.step import SamplingParams
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt, TokenizedPrompts
@@ -60,6 +61,7 @@ class GenerationPlan:
     constraint: OutputConstraint | None = None
     prediction: str = ""  # text that the outputs are expected to repeat, if the engine can use it
     on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
+    lora: "LoraAdapter | None" = None  # None: the base model
 
     @property
     def num_candidates(self) -> int:
@@ -133,6 +135,7 @@ def build_plan(
         ignores_eos=request.never_ends(vocabulary),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
+        lora=service.loras.find(request.model),
     )
 
 
@@ -165,6 +168,7 @@ def request_specs(
         grammar=None if constraint is None else constraint.grammar,
         avoided_ids=avoided_ids,
         prediction=prediction,
+        lora=plan.lora,
         label=plan.caller.request_id,
         tenant=plan.caller.tenant,
         weight=plan.caller.weight,

@@ -25,6 +25,7 @@ from gateway.observe.families import Described, histograms_of, labelled, table
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
+    from gateway.observe.loras import LoraUsage
     from gateway.observe.metrics import Metrics
     from gateway.observe.request_log import RequestLog
     from gateway.store.database import Database
@@ -42,12 +43,14 @@ class Exposition(Collector):
         model: str,
         database: "Database",
         request_log: "RequestLog",
+        lora_usage: "LoraUsage",
     ) -> None:
         self._metrics = metrics
         self._scheduler = scheduler
         self._model = model
         self._database = database
         self._request_log = request_log
+        self._lora_usage = lora_usage
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -76,6 +79,7 @@ class Exposition(Collector):
         yield from self._histograms()
         yield from self._vllm_only()
         yield from self._http()
+        yield from self._lora_usage.metrics(self._scheduler.pool)
         yield self._policy()
         yield from self._steps()
         yield from self._gauge(

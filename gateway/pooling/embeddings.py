@@ -31,6 +31,7 @@ def plan_embeddings(body: bytes, caller: "Caller", service: "Service") -> Poolin
         scheduling=request.scheduling_params,
         dimensions=request.dimensions,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        lora=service.loras.find(request.model),
     )
 
 

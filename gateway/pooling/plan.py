@@ -15,6 +15,7 @@ from gateway.generation.plan import scheduling_of
 from gateway.schema.fields.scheduling import SchedulingParams
 
 if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt
     from gateway.pooling.inputs import PoolingInput, TokenizedInput
@@ -45,6 +46,7 @@ class PoolingPlan:
     scheduling: SchedulingParams
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
+    lora: "LoraAdapter | None" = None  # None: the base model
 
 
 def pooling_specs(
@@ -70,6 +72,7 @@ def pooling_specs(
             tenant=caller.tenant,
             weight=caller.weight,
             itl_goal=caller.itl_goal,
+            lora=plan.lora,
             **scheduling._asdict(),
         )
         specs.append(spec)

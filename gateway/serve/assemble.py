@@ -41,10 +41,12 @@ from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.kv_events import KVEvents, KVEventsConfig, ZmqPublisher, topic_of
 from gateway.observe.live import LiveView
+from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
 from gateway.observe.recording import recording
 from gateway.observe.request_log import RequestLog
@@ -53,7 +55,7 @@ from gateway.observe.traces import Traces
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
-from gateway.serve.load import LoadedModel, OnProgress, load_model, served_name
+from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
 from gateway.serve.saved import SavedFile
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.service import Pace, ServedModel, Service, unix_now
@@ -86,6 +88,7 @@ class ControlPlane(NamedTuple):
     request_log: RequestLog
     traces: Traces | None
     lengths: LearnedLengths
+    lora_usage: LoraUsage
 
 
 def serve(
@@ -161,11 +164,22 @@ def build_service(
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
+    model = _served_model(settings, loaded)
+    loras = LoraRegistry(loaded.executor, plane.lora_usage, model.names, engine.fail_lora)
+    loras.start(lora_specs(settings), loaded.report.loras, unix_now())
     return Service(
         engine=engine,
-        model=_served_model(settings, loaded),
+        model=model,
+        loras=loras,
         grammars=GrammarCheck(loaded.texts.grammars),
-        exposition=Exposition(metrics, scheduler, loaded.name, store.database, plane.request_log),
+        exposition=Exposition(
+            metrics,
+            scheduler,
+            loaded.name,
+            store.database,
+            plane.request_log,
+            plane.lora_usage,
+        ),
         watch=LoopWatch(time.perf_counter, metrics.loop_lag),
         clock=time.perf_counter,
         unix_now=unix_now,
@@ -226,7 +240,8 @@ def build_control_plane(
     timelines = Timelines()
     if traces is not None:
         timelines.report_to(traces)
-    observers: list[Observer] = [metrics, request_log, quotas, live, timelines]
+    lora_usage = LoraUsage(settings.max_loras)
+    observers: list[Observer] = [metrics, request_log, quotas, live, timelines, lora_usage]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
     kv_events = _kv_events(settings, loaded, metrics, stack)
@@ -242,7 +257,9 @@ def build_control_plane(
         scheduler.ledger.lower.listen(kv_events)
     scheduler.ledger.lower.restore_disk(loaded.report.disk_hashes)
     timelines.attach(scheduler)
-    return ControlPlane(scheduler, metrics, quotas, live, timelines, request_log, traces, lengths)
+    return ControlPlane(
+        scheduler, metrics, quotas, live, timelines, request_log, traces, lengths, lora_usage
+    )
 
 
 def _save_if_learned(file: SavedFile, lengths: LearnedLengths, num_before: int) -> None:

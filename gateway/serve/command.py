@@ -20,6 +20,7 @@ from gateway.settings.options import Option
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
 
+REPEATABLE = ("lora",)  # settings whose flag may be given several times
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -49,7 +50,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(option.flag, action=action, default=None, help=_help(option))
     else:
         metavar = option.metavar or "{" + ",".join(option.choices) + "}"
-        group.add_argument(option.flag, metavar=metavar, help=_help(option))
+        how = "append" if option.name in REPEATABLE else "store"
+        group.add_argument(option.flag, metavar=metavar, action=how, help=_help(option))
 
 
 def main(

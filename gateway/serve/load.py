@@ -19,11 +19,13 @@ from platformdirs import user_cache_path
 
 from engine.cost.profiler import ProbeLimits
 from engine.errors import StartupError
+from engine.lora import LoraSpec
 from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
+from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
@@ -245,4 +247,12 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         cuda_graphs=settings.cuda_graphs,
         batch_invariant=settings.batch_invariant,
         gemm_cache=str(_cache(settings) / "gemm"),
+        loras=lora_specs(settings),
+        max_lora_rank=settings.max_lora_rank,
     )
+
+
+def lora_specs(settings: Settings) -> tuple[LoraSpec, ...]:
+    """The adapters of `--lora`, with the ids 1, 2, …"""
+    pairs = (value.partition("=")[::2] for value in settings.lora)
+    return tuple(LoraSpec(i, name, absolute(path)) for i, (name, path) in enumerate(pairs, 1))

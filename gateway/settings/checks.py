@@ -36,6 +36,11 @@ def check_settings(settings: Settings) -> None:
         raise StartupError(
             "--record cannot be used with --speculative-config: recordings have no drafts"
         )
+    if len(settings.lora) > settings.max_loras:
+        raise StartupError(
+            f"--lora names {len(settings.lora)} adapters, and --max-loras allows "
+            f"{settings.max_loras}"
+        )
     if settings.chat_template is not None and not settings.chat_template.is_file():
         raise StartupError(f"--chat-template: there is no file {settings.chat_template}")
 

@@ -29,6 +29,8 @@ def option(
 
 def split(value: object) -> object:
     """A setting with several values, which flags and the environment separate by commas."""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        value = ",".join(value)  # of a repeated flag, or of a file
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 

@@ -23,11 +23,12 @@ from pydantic_settings import (
 from engine.errors import StartupError
 from gateway.settings.engine import EngineSettings
 from gateway.settings.flags import did_you_mean
+from gateway.settings.lora import LoraSettings
 from gateway.settings.options import PREFIX, Option, allowed, as_option
 from gateway.settings.server import LOCAL_FILE, ServerSettings
 
 
-class Settings(ServerSettings, EngineSettings):
+class Settings(ServerSettings, LoraSettings, EngineSettings):
     """All settings of `podway serve`. Immutable; durations are float seconds, sizes are bytes."""
 
     model_config = SettingsConfigDict(
@@ -72,9 +73,9 @@ def options() -> tuple[Option, ...]:
     return tuple(as_option(name, info) for name, info in Settings.model_fields.items())
 
 
-def load(flags: Mapping[str, str | bool]) -> Settings:
+def load(flags: Mapping[str, str | bool | list[str]]) -> Settings:
     """The settings of this run. `flags` maps setting names to the command line's values: strings,
-    and booleans for switches.
+    booleans for switches, and lists for flags that can be repeated.
 
     Raises `StartupError` with one line that names the first wrong setting. A PODWAY_ variable that
     resembles a setting's is an error; any other unknown one, for instance of a Kubernetes service
@@ -114,7 +115,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 
-def _one_line(error: ValidationError, flags: Mapping[str, str | bool]) -> str:
+def _one_line(error: ValidationError, flags: Mapping[str, object]) -> str:
     """The first error, for a person at a terminal."""
     first = error.errors()[0]
     if not first["loc"]:

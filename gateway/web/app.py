@@ -30,7 +30,7 @@ from gateway.web.routes import (
     responses,
     tokens,
 )
-from gateway.web.routes.operations import admin, docs, health, loads, page, simulate
+from gateway.web.routes.operations import admin, docs, health, loads, loras, page, simulate
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -80,6 +80,8 @@ ROUTES = (
     Route("/v1/requests/{request_id:path}/timeline", requests.timeline, methods=["GET"]),
     Route("/", page.index, methods=["GET"]),
     Route("/page/{name:path}", page.file, methods=["GET"]),
+    Route("/v1/load_lora_adapter", loras.load_lora, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", loras.unload_lora, methods=["POST"]),
     Route("/admin/simulate", simulate.simulate, methods=["POST"]),
     Route("/admin/live", page.live, methods=["GET"]),
     Route("/admin/policy", admin.policy, methods=["GET", "POST"]),

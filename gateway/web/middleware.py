@@ -36,7 +36,7 @@ UNGUARDED = frozenset({"/health", "/ready", "/"})  # probes and routers cannot s
 UNGUARDED_FILES = "/page/"  # the web page asks for the key itself
 PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
 METERED = ("/v1/", "/tokenize", "/detokenize")  # POSTs to these count against limits of the key,
-ADMIN = "/admin/"
+ADMIN = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 UNMETERED = "/cancel"  # except these: a cancellation frees capacity
 EXPOSED = (
     "x-request-id",
@@ -168,8 +168,9 @@ class AccessControl:
             if service.keys.is_open:
                 service.origins.check_admin(scope)
             elif not key.is_admin:
+                path = "/admin/" if scope["path"].startswith("/admin/") else scope["path"]
                 raise Forbidden(
-                    f"The API key {key.name!r} may not use {ADMIN}; it needs an admin key."
+                    f"The API key {key.name!r} may not use {path}; it needs an admin key."
                 )
         return key
 
@@ -227,7 +228,8 @@ def _is_unguarded(path: str) -> bool:
 
 def _is_metered(scope: "Scope") -> bool:
     path: str = scope["path"]
-    return scope["method"] == "POST" and path.startswith(METERED) and not path.endswith(UNMETERED)
+    is_free = path.endswith(UNMETERED) or path.startswith(ADMIN)
+    return scope["method"] == "POST" and path.startswith(METERED) and not is_free
 
 
 def _header(scope: "Scope", name: bytes) -> str | None:

@@ -19,6 +19,7 @@ from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.request import ResponseRequest
 from gateway.version import podway_version
 from gateway.web.routes.operations.admin import PolicyChoice
+from gateway.web.routes.operations.loras import LoadLoraRequest, UnloadLoraRequest
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -122,6 +123,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/admin/policy"): Operation("operation", "The scheduling policy."),
     ("POST", "/admin/policy"): Operation(
         "operation", "Change the scheduling policy while serving.", PolicyChoice
+    ),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        "operation", "Load a LoRA adapter.", LoadLoraRequest, (TEXT,)
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        "operation", "Unload a LoRA adapter.", UnloadLoraRequest, (TEXT,)
     ),
     ("GET", "/health"): Operation("operation", "Liveness."),
     ("GET", "/v1/loads"): Operation("operation", "Load, for routers, in SGLang's format."),

@@ -44,9 +44,11 @@ from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
+from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
@@ -60,6 +62,7 @@ from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 from gateway.web.routes.batches import ENDPOINTS
 from tests.asgi import Client
+from tests.gateway.lora_loader import ScriptedLoader
 
 T = TypeVar("T")
 STEP = 0.25
@@ -266,6 +269,7 @@ class Setting:
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     lines: LineLimits = field(default_factory=LineLimits)
     pooling: PoolingReport | None = None
+    max_loras: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,7 @@ class Rig:
     metrics: Metrics
     ended: list[Request]
     runner: BatchRunner
+    loader: ScriptedLoader
 
     @property
     def engine(self) -> Engine:
@@ -327,6 +332,7 @@ def build_rig(setting: Setting) -> Rig:
     clock = asyncio.get_running_loop().time
     metrics, ends, quotas = Metrics(), Ends(), Quotas()
     view, timelines, request_log = LiveView(), Timelines(), RequestLog(clock)
+    lora_usage, loader = LoraUsage(setting.max_loras), ScriptedLoader()
     born_at = clock()
     cost = CostModel.linear(per_step=setting.step, per_token=0.0, per_slot=0.0)
     live = LiveCost(UNMEASURED)
@@ -342,7 +348,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        ObserverGroup(metrics, request_log, ends, quotas, view, timelines),
+        ObserverGroup(metrics, request_log, ends, quotas, view, timelines, lora_usage),
         live,
         Drafter.build(setting.speculation, LiveCost(cost)) if setting.speculation else None,
     )
@@ -351,8 +357,9 @@ def build_rig(setting: Setting) -> Rig:
         setting.store, setting.files, setting.store_executor(), setting.responses, clock
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
+    engine = Engine(scheduler, executor, clock)
     service = Service(
-        engine=Engine(scheduler, executor, clock),
+        engine=engine,
         model=ServedModel(
             name=MODEL,
             created=1_700_000_000,
@@ -367,7 +374,8 @@ def build_rig(setting: Setting) -> Rig:
             pooling=setting.pooling,
         ),
         grammars=GrammarCheck(CheckedOnLoop()),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log),
+        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log, lora_usage),
+        loras=LoraRegistry(loader, lora_usage, (MODEL, *setting.aliases), engine.fail_lora),
         watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
@@ -392,7 +400,7 @@ def build_rig(setting: Setting) -> Rig:
     )
     runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
     app = build_app(service)
-    return Rig(app, Client(app), service, metrics, ends.requests, runner)
+    return Rig(app, Client(app), service, metrics, ends.requests, runner, loader)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

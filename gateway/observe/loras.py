@@ -1,0 +1,78 @@
+"""Requests of LoRA adapters: the live ones, for unloading and vLLM's gauge, and tokens."""
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from engine.events import NullObserver
+from engine.request import State
+from gateway.observe.families import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from engine.request import Request
+
+
+class LoraUsage(NullObserver):
+    """Counts the requests of each adapter."""
+
+    def __init__(self, max_loras: int = 0) -> None:
+        """`max_loras` is the largest number of adapters that may be loaded at once."""
+        self.max_loras = max_loras
+        self.tokens: Counter[tuple[str, str]] = Counter()  # by name and kind
+        self._live: Counter[int] = Counter()  # requests, by id
+        self._idle: dict[int, asyncio.Event] = {}  # awaited, by id
+
+    def arrived(self, request: "Request", now: float) -> None:
+        if (lora := request.spec.lora) is not None:
+            self._live[lora.lora_id] += 1
+
+    def ended(self, request: "Request", now: float) -> None:
+        """Count its tokens; the last request of an adapter wakes up who waits for that."""
+        lora = request.spec.lora
+        if lora is None:
+            return
+        self.tokens[lora.name, "prompt"] += request.prompt_len
+        self.tokens[lora.name, "output"] += request.produced
+        self._live[lora.lora_id] -= 1
+        if not self._live[lora.lora_id]:
+            del self._live[lora.lora_id]
+            if (idle := self._idle.get(lora.lora_id)) is not None:
+                idle.set()
+
+    def num_live(self, lora_id: int) -> int:
+        """Requests of an adapter that have not ended."""
+        return self._live[lora_id]
+
+    async def wait_until_idle(self, lora_id: int) -> None:
+        """Wait until no live request uses the adapter; no new one may be accepted meanwhile."""
+        if self.num_live(lora_id):
+            idle = self._idle.setdefault(lora_id, asyncio.Event())
+            await idle.wait()
+            self._idle.pop(lora_id, None)
+
+    def metrics(self, requests: "Iterable[Request]") -> "Iterator[Metric]":
+        """vLLM's gauge, whose value is the time, from the live requests; and the tokens."""
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for request in requests:
+            if (lora := request.spec.lora) is not None:
+                names[request.state is State.WAITING].add(lora.name)
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters of running and of waiting requests.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        waiting, running = (",".join(sorted(names[is_waiting])) for is_waiting in (True, False))
+        now = datetime.now(UTC).timestamp()
+        info.add_metric([str(self.max_loras), waiting, running], now)
+        yield info
+        yield table(
+            "podway_lora_tokens_total",
+            "Tokens of ended requests by LoRA adapter.",
+            ("lora", "kind"),
+            self.tokens,
+        )
