@@ -23,7 +23,8 @@ class LoraUsage(NullObserver):
     def __init__(self, max_loras: int = 0) -> None:
         """`max_loras` is the largest number of adapters that may be loaded at once."""
         self.max_loras = max_loras
-        self.tokens: Counter[tuple[str, str]] = Counter()  # by name and kind
+        self.tokens: Counter[tuple[str, str]] = Counter()  # by name, "" for the base, and kind
+        self.tokens.update({("", "prompt"): 0, ("", "output"): 0})
         self._live: Counter[int] = Counter()  # requests, by id
         self._idle: dict[int, asyncio.Event] = {}  # awaited, by id
 
@@ -32,12 +33,13 @@ class LoraUsage(NullObserver):
             self._live[lora.lora_id] += 1
 
     def ended(self, request: "Request", now: float) -> None:
-        """Count its tokens; the last request of an adapter wakes up who waits for that."""
+        """Count its tokens; the last request of an adapter ends `wait_until_idle`."""
         lora = request.spec.lora
+        name = "" if lora is None else lora.name
+        self.tokens[name, "prompt"] += request.prompt_len
+        self.tokens[name, "output"] += request.produced
         if lora is None:
             return
-        self.tokens[lora.name, "prompt"] += request.prompt_len
-        self.tokens[lora.name, "output"] += request.produced
         self._live[lora.lora_id] -= 1
         if not self._live[lora.lora_id]:
             del self._live[lora.lora_id]
@@ -72,7 +74,7 @@ class LoraUsage(NullObserver):
         yield info
         yield table(
             "podway_lora_tokens_total",
-            "Tokens of ended requests by LoRA adapter.",
+            "Tokens of ended requests by LoRA adapter; without a name, of the base model.",
             ("lora", "kind"),
             self.tokens,
         )
