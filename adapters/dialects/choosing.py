@@ -3,18 +3,24 @@
 from collections.abc import Mapping
 from typing import TypeVar
 
+from adapters.dialects.bare_call import BareCallMarks, make_bare_reader
 from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
 from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
+from adapters.dialects.message_tools import reads_tools_of_messages
 from adapters.dialects.parser import ReasoningMarkers
 from adapters.dialects.tool_calls import (
+    GRANITE_CALLS,
     HERMES_CLOSE,
     HERMES_OPEN,
     MISTRAL_ARGS,
     MISTRAL_CALLS,
     MISTRAL_ID,
+    PHI_CLOSE,
+    PHI_OPEN,
     PYTHON_TAG,
     read_hermes,
     read_llama,
+    read_marked_array,
     read_mistral,
 )
 from engine.errors import StartupError
@@ -22,6 +28,7 @@ from engine.errors import StartupError
 T = TypeVar("T")
 AUTO, NONE = "auto", "none"
 _MISTRAL = (MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID)
+GEMMA = BareCallMarks("<start_function_call>", "<end_function_call>", "<escape>")
 TOOL_STYLES: Mapping[str, ToolStyle] = {
     "hermes": ToolStyle(
         read_hermes,
@@ -46,6 +53,26 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         head="%s" + MISTRAL_ARGS,
         special_tokens=_MISTRAL,
         new_id=short_id,
+    ),
+    "granite": ToolStyle(
+        read_marked_array,
+        mark=GRANITE_CALLS,
+        head='[{"name": "%s", "arguments": ',
+        tail="}]",
+        special_tokens=(GRANITE_CALLS,),
+    ),
+    "phi4": ToolStyle(
+        read_marked_array,
+        mark=PHI_OPEN,
+        head='[{"name": "%s", "arguments": ',
+        tail="}]" + PHI_CLOSE,
+        special_tokens=(PHI_OPEN, PHI_CLOSE),
+    ),
+    "gemma": ToolStyle(  # FunctionGemma
+        make_bare_reader(GEMMA),
+        mark=GEMMA.open,
+        special_tokens=tuple(GEMMA),
+        bare_marks=GEMMA,
     ),
 }
 REASONING_MARKS: Mapping[str, ReasoningMarkers] = {
@@ -78,6 +105,12 @@ def _tools_of(template: str) -> str:
         return "harmony"
     if MISTRAL_CALLS in template:
         return "mistral-args" if MISTRAL_ARGS in template else "mistral"
+    if reads_tools_of_messages(template) and "<|/tool|>" in template:
+        return "phi4"
+    if GEMMA.open in template:
+        return "gemma"
+    if GRANITE_CALLS in template:
+        return "granite"
     if HERMES_OPEN in template:
         return NONE if "<function=" in template else "hermes"  # Qwen3-Coder's calls are XML
     return "llama3" if PYTHON_TAG in template or "<|eom_id|>" in template else NONE

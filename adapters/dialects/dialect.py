@@ -1,13 +1,16 @@
 """A model's dialect, behind the `Dialect` port: how it writes reasoning and tool calls."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.dialects.bare_call import BareCallMarks
 from adapters.dialects.parser import MessageParser, ReasoningMarkers
 from adapters.dialects.reader import TextReader
 from adapters.dialects.tool_calls import ParseOutput
+from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.ports import StreamParser, ToolCallGrammar, ToolChoice
 
@@ -33,7 +36,8 @@ class ToolStyle:
 
     A call begins with `mark` and `head`, in which `%s` is the name, and ends with `tail`. Without
     a mark, a call is a JSON object with its arguments under `key`. `special_tokens` are the marks
-    which are control tokens in some vocabularies.
+    which are control tokens in some vocabularies. With `bare_marks`, arguments are not JSON, so
+    only the names of calls can be constrained.
     """
 
     read: ParseOutput
@@ -43,6 +47,7 @@ class ToolStyle:
     key: str = "arguments"
     special_tokens: tuple[str, ...] = ()
     new_id: Callable[[Bits], str] = long_id
+    bare_marks: BareCallMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class ModelDialect:
         """
         style = self.tools
         assert style is not None, "the model can call tools"
+        if style.bare_marks is not None:
+            return _bare(style.bare_marks, calls)
         if style.mark:
             return _tagged(style, calls)
         if not calls.must_call and calls.answer is None:
@@ -127,6 +134,26 @@ def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
     if not calls.must_call and calls.answer is not None:
         tags["answer"] = calls.answer
     return _json(GrammarKind.TAGS, tags)
+
+
+def _bare(marks: BareCallMarks, calls: ToolCallGrammar) -> Grammar | None:
+    """Calls of the offered tools with any arguments; None if free text is allowed.
+
+    Raises `InvalidRequest` if JSON is requested besides, which is another kind of grammar.
+    """
+    if not calls.must_call:
+        if calls.answer is not None:
+            raise InvalidRequest(
+                "This model's tool calls are not JSON, so tools cannot be combined with a "
+                "'response_format'.",
+                "response_format",
+            )
+        return None
+    names = "|".join(map(re.escape, calls.tools))
+    inner = rf"(?:[^<]|{re.escape(marks.quote)})*"
+    call = rf"{re.escape(marks.open)}call:(?:{names})\{{{inner}\}}{re.escape(marks.close)}"
+    most = "" if calls.max_calls is None else str(calls.max_calls)
+    return Grammar(GrammarKind.REGEX, rf"(?:{call}){{1,{most}}}")
 
 
 def _json(kind: GrammarKind, value: Any) -> Grammar:

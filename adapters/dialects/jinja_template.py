@@ -14,6 +14,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.utils import Namespace
 
 from adapters.dialects.bounds import BUDGET, BoundedEnvironment, RenderBudget
+from adapters.dialects.message_tools import reads_tools_of_messages, with_message_tools
 from adapters.dialects.template_process import TemplateJob, TemplateProcesses
 from engine.errors import InvalidRequest, StartupError
 
@@ -45,6 +46,9 @@ class JinjaTemplate:
         self._templates = {name: _compiled(name, text, now) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
         self._has_channels = {name: "<|channel|>" in text for name, text in sources.items()}
+        self._reads_message_tools = {
+            name: reads_tools_of_messages(text) for name, text in sources.items()
+        }
         self._special_tokens = dict(special_tokens)
         self._processes = TemplateProcesses()
         self.source = "\n".join(sources.values())
@@ -76,6 +80,8 @@ class JinjaTemplate:
         shown = [_with_reasoning(message) for message in messages]
         if not self._knows_developer[name]:
             shown = [_as_system(message) for message in shown]
+        if self._reads_message_tools[name]:
+            shown = with_message_tools(shown, kwargs.get("tools"))
         if self._has_channels[name]:
             shown = [_as_harmony(message) for message in shown]
         variables = {

@@ -16,6 +16,8 @@ ParseOutput = Callable[
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+GRANITE_CALLS = "<|tool_call|>"
+PHI_OPEN, PHI_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 
 _ANY_NAME = AnyName()
 _MISTRAL_NAME = re.compile(r"\s*([\w.\-]{1,64})(?:\[CALL_ID\][\w\-]{1,64})?(?:\[ARGS\])?\s*(?=\{)")
@@ -55,6 +57,17 @@ def read_mistral(reader: TextReader, names: Container[str]) -> Parsing[None]:
     while (yield from reader.emit_until(content, MISTRAL_CALLS)):
         is_array = yield from reader.accept("[")
         if not (yield from (_read_array(reader) if is_array else _read_named(reader))):
+            emit_skipped(reader)
+
+
+def read_marked_array(reader: TextReader, names: Container[str]) -> Parsing[None]:
+    """Granite 3 and Phi-4-mini: `<|tool_call|>[{"name": …, "arguments": …}, …]`, which Phi closes
+    with `<|/tool_call|>`."""
+    while (yield from reader.emit_until(content, GRANITE_CALLS)):
+        is_array = yield from reader.accept("[")
+        if is_array and (yield from _read_array(reader)):
+            yield from reader.accept(PHI_CLOSE)
+        else:
             emit_skipped(reader)
 
 

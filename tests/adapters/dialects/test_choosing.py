@@ -8,7 +8,7 @@ import pytest
 
 from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
-from engine.errors import StartupError
+from engine.errors import InvalidRequest, StartupError
 from engine.grammar import GrammarError
 from engine.step import Grammar
 from gateway.ports import ToolCallGrammar
@@ -30,6 +30,11 @@ COMPILER = byte_grammars()
         ("{{ content.split('</think>') }}", None, "<think>"),
         ("{{ tools }}<|python_tag|>", "llama3", None),
         ("{{ tools }}[TOOL_CALLS]", "mistral", None),
+        ("{{ tools }}<|tool_call|>", "granite", None),
+        ("{{ tools }}<|tool_call|><think>", "granite", "<think>"),
+        ("{% if 'tools' in message %}<|tool|>{{ message['tools'] }}<|/tool|>", "phi4", None),
+        ("{{ tools }}<start_function_call>call:", "gemma", None),
+        ("{% if xml_tools or tools %}<tool_call>{% endif %}<think>", "hermes", "<think>"),
         ("{{ tools }}[TOOL_CALLS][ARGS]", "mistral-args", None),
         ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "[THINK]"),
         ("{{ tools }}<|channel|>", "harmony", "<|channel|>analysis<|message|>"),
@@ -81,6 +86,8 @@ WRITTEN = {
     "mistral": '[TOOL_CALLS][{"name": "%s", "arguments": %s}]',
     "mistral-args": "[TOOL_CALLS]%s[ARGS]%s",
     "harmony": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
+    "granite": '<|tool_call|>[{"name": "%s", "arguments": %s}]',
+    "phi4": '<|tool_call|>[{"name": "%s", "arguments": %s}]<|/tool_call|>',
 }
 MARKED = sorted(WRITTEN.keys() - {"llama3", "harmony"})
 
@@ -156,3 +163,16 @@ def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
 @pytest.mark.parametrize("style", ["llama3", "harmony"])
 def test_calls_without_a_mark_in_text_cannot_be_constrained_within_it(style: str) -> None:
     assert choose_dialect("", style).call_grammar(ToolCallGrammar({"f": TREE})) is None
+
+
+def test_calls_that_are_not_json_are_constrained_by_name_only() -> None:
+    calls = ToolCallGrammar({"f": TREE, "g": TREE}, must_call=True, max_calls=1)
+    grammar = grammar_of("gemma", calls)
+    call = "<start_function_call>call:%s{a:<escape>x} {<escape>,n:[1]}<end_function_call>"
+    assert allows(grammar, call % "f")
+    for text in ("", "Hello", call % "h", call % "f" * 2, "a" + call % "f"):
+        assert not allows(grammar, text)
+    free = ToolCallGrammar({"f": TREE}, must_call=False)
+    assert choose_dialect("", "gemma").call_grammar(free) is None
+    with pytest.raises(InvalidRequest, match="cannot be combined with a 'response_format'"):
+        choose_dialect("", "gemma").call_grammar(free._replace(answer={"type": "object"}))

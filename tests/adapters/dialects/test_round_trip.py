@@ -57,6 +57,67 @@ THINKING = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif -%}{#- tools -#}
 """
+GRANITE = """\
+{%- if tools %}{{ '<|start_of_role|>available_tools<|end_of_role|>' ~ tools }}{% endif -%}
+{%- for m in messages -%}
+{{- '<|start_of_role|>' ~ m.role ~ '<|end_of_role|>' -}}
+{%- if m.reasoning_content -%}{{- '<think>' ~ m.reasoning_content ~ '</think>' -}}{%- endif -%}
+{{- m.content -}}
+{%- if m.tool_calls -%}
+{{- '<|tool_call|>' ~ (m.tool_calls | map(attribute='function') | list | tojson) -}}
+{%- endif -%}{{- '<|end_of_text|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif -%}
+"""
+PHI = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' and 'tools' in message and message['tools'] is not none -%}
+{{- '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' -}}
+{%- else -%}
+{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}
+"""
+SMOL = """\
+{%- if xml_tools or tools %}{{ '<tools>' ~ ((xml_tools or tools) | tojson) }}{% endif -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' ~ m.role ~ '\n' -}}
+{%- if m.role == 'assistant' -%}
+{{- '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n' -}}
+{%- endif -%}
+{{- m.content -}}
+{%- for c in m.tool_calls or [] -%}
+{{- '<tool_call>' ~ (c.function | tojson) ~ '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
+"""
+GEMMA = """\
+{%- macro value(v) -%}
+{%- if v is string -%}{{- '<escape>' ~ v ~ '<escape>' -}}
+{%- elif v is boolean -%}{{- 'true' if v else 'false' -}}
+{%- elif v is none -%}null
+{%- elif v is mapping -%}
+{{- '{' -}}{%- for k in v -%}{{- k ~ ':' -}}{{- value(v[k]) -}}{%- if not loop.last %},{% endif -%}
+{%- endfor -%}{{- '}' -}}
+{%- elif v is iterable -%}
+{{- '[' -}}{%- for x in v -%}{{- value(x) -}}{%- if not loop.last %},{% endif -%}
+{%- endfor -%}{{- ']' -}}
+{%- else -%}{{- v -}}{%- endif -%}
+{%- endmacro -%}
+{%- for m in messages -%}
+{{- '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' -}}
+{{- m.content -}}
+{%- for c in m.tool_calls or [] -%}
+{{- '<start_function_call>call:' ~ c.function.name ~ value(c.function.arguments) -}}
+{{- '<end_function_call>' -}}
+{%- endfor -%}
+{{- '<end_of_turn>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif -%}{#- tools -#}
+"""
 BUILTIN_TEMPLATE = load_chat_template(BUILTIN)
 assert BUILTIN_TEMPLATE is not None
 TEMPLATES = {
@@ -64,6 +125,10 @@ TEMPLATES = {
     "llama": (LLAMA, "<|eot_id|>"),
     "mistral": (MISTRAL, "</s>"),
     "thinking": (THINKING, "<|im_end|>"),
+    "granite": (GRANITE, "<|end_of_text|>"),
+    "phi": (PHI, "<|end|>"),
+    "smol": (SMOL, "<|im_end|>"),
+    "gemma": (GEMMA, "<end_of_turn>"),
 }
 
 
@@ -74,6 +139,7 @@ def called(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+NESTED = called(("f", {"a": {"b c": [True, None, -1.5, ["x, y", {}]], "d": "}{<escap"}, "e": ""}))
 CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
 
 
@@ -89,6 +155,15 @@ CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
         ("mistral", {"content": "Well.", "tool_calls": CALLS}),
         ("thinking", {"content": "Yes.", "reasoning_content": "Hm.\n\nSo."}),
         ("thinking", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS}),
+        ("granite", {"content": "Hello."}),
+        ("granite", {"content": "", "tool_calls": CALLS}),
+        ("granite", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}),
+        ("phi", {"content": "Hello."}),
+        ("phi", {"content": "Let me see.", "tool_calls": CALLS}),
+        ("smol", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS}),
+        ("gemma", {"content": "Hello."}),
+        ("gemma", {"content": "", "tool_calls": CALLS}),
+        ("gemma", {"content": "", "tool_calls": NESTED}),
     ],
 )
 def test_a_message_is_parsed_as_the_template_wrote_it(family: str, answer: dict[str, Any]) -> None:
