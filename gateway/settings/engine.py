@@ -124,7 +124,7 @@ class EngineSettings(BaseSettings):
         "auto",
         "model",
         "format of the model's tool calls: auto (detected in the chat template), none, hermes, "
-        "llama3, mistral, mistral-args, harmony",
+        "llama3, mistral, mistral-args, harmony, granite, phi4, gemma",
         "NAME",
     )
     reasoning_dialect: str = _option(
