@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
 from engine.errors import StartupError, WorkerLost
@@ -60,7 +60,6 @@ from engine.worker.process.torch_import import skip_meta_registrations
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
 RECEIVE_BYTES = 1 << 18
-IDLE_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -79,10 +78,6 @@ class LoadableWorker(Protocol):
     @property
     def times(self) -> StepTimes:
         """The times of the step launched last."""
-        ...
-
-    def idle(self) -> None:
-        """Called once, when no step has come for `IDLE_SECONDS`, in the thread that runs steps."""
         ...
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
@@ -242,14 +237,8 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
             received.put(error)
 
     threading.Thread(target=listen, name="podway-control", daemon=True).start()
-    idle_seconds: float | None = IDLE_SECONDS
     while True:
-        try:
-            found = received.get(timeout=idle_seconds)
-        except Empty:
-            idle_seconds = None
-            worker.idle()
-            continue
+        found = received.get()
         if found is None:
             return
         if isinstance(found, Exception):

@@ -51,7 +51,6 @@ class Worker:
         self._stage = parts.stage
         self._pooler = parts.pooler
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
-        self._constraints = parts.constraints
         self._mover = parts.mover
         self._files = parts.files
         self._launcher = parts.launcher
@@ -75,14 +74,11 @@ class Worker:
         """Build a worker and run two warm-up steps; raises `StartupError`."""
         parts = build_worker(settings, progress, device)
         worker = cls(parts)
+        if worker._samples and parts.pooler is None:
+            parts.constraints.open_now()
         if faults := worker._warm_up():
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker
-
-    def idle(self) -> None:
-        """Do what can wait until no step runs: open the grammar compiler."""
-        if self._samples and self._pooler is None:
-            self._constraints.open()
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
         """Load a LoRA adapter beside the steps; the report has the error if that fails."""

@@ -157,8 +157,8 @@ class _Collected:
 class Constraints:
     """Computes grammar masks with the compiler that `open_compiler` opens.
 
-    Opening reads the vocabulary, which holds the GIL for up to a second; `open` does it while no
-    step runs. Without it, the first request with a grammar does it beside the steps.
+    Opening reads the vocabulary, which holds the GIL for up to a second. So a worker opens the
+    compiler while it loads, and the first request with a grammar delays no step.
     """
 
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
@@ -176,6 +176,10 @@ class Constraints:
         if self._opened is None:
             self._opened = self._compiling.submit(self._open_compiler)
         return self._opened
+
+    def open_now(self) -> None:
+        """Open the compiler, if that has not begun, and wait until it is open or has failed."""
+        wait([self.open()])
 
     def begin(self, step: Step) -> MaskRequest:
         """Start computing the masks of a step whose tokens are all known."""

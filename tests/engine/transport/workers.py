@@ -42,7 +42,6 @@ class Command(IntEnum):
     UNSENDABLE = 905
     OTHER_STEP = 906
     ENVIRONMENT = 907
-    IDLE = 908
     LORAS = 909
 
 
@@ -59,12 +58,7 @@ class UnconnectedWorker:
 
     times = StepTimes(None, 0.0, 0.0)
 
-    num_idle = 0  # calls of `idle`
-
     loras: tuple[int, ...] = ()  # ids of the loaded adapters
-
-    def idle(self) -> None:
-        self.num_idle += 1
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
         """The digest is the path; a path with "bad" has an error, "raise" raises."""
@@ -136,9 +130,8 @@ class EchoWorker(UnconnectedWorker):
                 signal.pause()
             case Command.SEND_GARBAGE:
                 send_garbage()
-            case Command.IDLE | Command.LORAS as asked:
-                loaded = sum(10**lora_id for lora_id in self.loras)
-                tokens = [loaded if asked == Command.LORAS else self.num_idle]
+            case Command.LORAS:
+                tokens = [sum(10**lora_id for lora_id in self.loras)]
             case Command.UNSENDABLE:
                 tokens = [2**64]
             case Command.OTHER_STEP:

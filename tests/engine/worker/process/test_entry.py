@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -82,29 +80,6 @@ def test_a_worker_sends_progress_then_its_report_then_results_in_order(line: Lin
         StepFailure(StepId(2), "ValueError: a step that raises"),
         StepRan(StepResult(StepId(3), (31, 41), 0.0)),
     ]
-
-
-def test_a_worker_is_idle_once_before_the_first_step_that_comes_late(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entry, "IDLE_SECONDS", 0.0)
-    line.send(LOAD)
-    serving = threading.Thread(target=line.serve)
-    serving.start()
-    while LOADING[-1] not in line.received():
-        pass
-
-    def num_idle() -> int:
-        line.send(RunStep(a_step(1, Command.IDLE)))
-        (ran,) = line.received()
-        assert isinstance(ran, StepRan)
-        return ran.result.tokens[0]
-
-    while not num_idle():  # until a step has come late
-        time.sleep(0.01)
-    assert [num_idle(), num_idle()] == [1, 1]
-    line.send(Goodbye())
-    serving.join()
 
 
 @pytest.mark.parametrize("before", [[], [LOAD], [LOAD, RunStep(a_step(1, 10))]])

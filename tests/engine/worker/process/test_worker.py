@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -53,16 +54,19 @@ def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[i
     return out
 
 
-def test_the_grammar_compiler_is_opened_when_the_worker_is_idle(
+def test_the_grammar_compiler_is_open_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = threading.Event()
-    monkeypatch.setattr(Checkpoint, "open_grammars", lambda _: opened.set())
-    worker = load_worker(make_checkpoint(tmp_path), attention="cpu")
-    assert alone(worker, 1, [5, 6], 2)
-    assert not opened.is_set()
-    worker.idle()
-    assert opened.wait(60)
+    """Opening holds the GIL, so beside steps it would delay them."""
+    is_open = threading.Event()
+
+    def open_slowly(_: Checkpoint) -> None:
+        time.sleep(0.5)
+        is_open.set()
+
+    monkeypatch.setattr(Checkpoint, "open_grammars", open_slowly)
+    load_worker(make_checkpoint(tmp_path), attention="cpu")
+    assert is_open.is_set()
 
 
 def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Worker) -> None:
