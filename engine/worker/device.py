@@ -106,8 +106,12 @@ class Device(Protocol):
         """Load all kernels; those that were never compiled on this machine are compiled now."""
         ...
 
-    def check_weights(self, num_bytes: int) -> None:
-        """Raise `StartupError` if this worker's weights, so many bytes, do not fit."""
+    def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
+        """Raise `StartupError` if this worker's weights, so many bytes, do not fit.
+
+        `idle_bytes` of them are experts that one token does not use; a device that maps them from
+        a file does not need memory for these.
+        """
         ...
 
     def operators(self) -> Operators: ...

@@ -171,8 +171,8 @@ class CpuDevice:
     def sampler(self, vocab_size: int, operators: Operators) -> HostSampler:
         return HostSampler(vocab_size, operators)
 
-    def check_weights(self, num_bytes: int) -> None:
-        check_memory(num_bytes)
+    def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
+        check_memory(num_bytes - (idle_bytes if self._settings.packed_cache else 0))
 
     @contextmanager
     def source(

@@ -169,7 +169,7 @@ class NativeOperators:
         kind: str,
     ) -> list[ExpertLinear]:
         """A linear of all experts for each run of weights of one format."""
-        of_experts = [self._store.packed(each) for each in weights]
+        of_experts = [self._store.packed(each, is_sparse=True) for each in weights]
         made, first = [], 0
         for parts in zip(*of_experts, strict=True):
             linears, outputs = parts[0][0], parts[0][1].outputs

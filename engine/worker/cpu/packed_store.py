@@ -81,20 +81,23 @@ class PackedStore:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of packed weights that are pages of a file."""
-        return self._file.num_bytes
+        """Bytes of packed weights that are pages of a file and stay in memory."""
+        return self._file.resident_bytes
 
-    def packed(self, weights: Sequence[LinearWeight]) -> list[tuple[CpuLinears, PackedWeights]]:
+    def packed(
+        self, weights: Sequence[LinearWeight], *, is_sparse: bool = False
+    ) -> list[tuple[CpuLinears, PackedWeights]]:
         """The weights stacked along out, and the linears that compute with them.
 
-        Weights of several formats make several linears, each of neighbours of one format.
+        Weights of several formats make several linears, each of neighbours of one format. With
+        `is_sparse` not every step reads them.
         """
         deferred = [weight for weight in weights if isinstance(weight, DeferredWeight)]
         if len(deferred) == len(weights) and (found := self._find(deferred)) is not None:
             for weight in deferred:
                 weight.skip(weight.part.name)
             return [(self._linears_of(entry.format), _weights_of(entry)) for entry in found]
-        return [self._pack(run) for run in runs_of_one_format(weights)]
+        return [self._pack(run, is_sparse) for run in runs_of_one_format(weights)]
 
     def _find(self, weights: Sequence[DeferredWeight]) -> list[PackedEntry] | None:
         """The entries of the file for these weights, None if it lacks some of them."""
@@ -110,7 +113,9 @@ class PackedStore:
                 return None
         return found
 
-    def _pack(self, run: Sequence[tuple[LinearWeight, Weight]]) -> tuple[CpuLinears, PackedWeights]:
+    def _pack(
+        self, run: Sequence[tuple[LinearWeight, Weight]], is_sparse: bool
+    ) -> tuple[CpuLinears, PackedWeights]:
         """Pack neighbours of one format, and add them to the file unless they cannot be named."""
         weights = [weight for _, weight in run]
         name = format_of(weights[0])
@@ -118,7 +123,7 @@ class PackedStore:
         packed = linears.pack(weights, self._pages)
         deferred = [each for each, _ in run if isinstance(each, DeferredWeight)]
         if len(deferred) == len(run):
-            self._file.add(_key(deferred), _entry_of(name, packed))
+            self._file.add(_key(deferred), _entry_of(name, packed, is_sparse))
         return linears, packed
 
     def _linears_of(self, name: str) -> CpuLinears:
@@ -137,12 +142,13 @@ def _key(weights: Sequence[DeferredWeight]) -> str:
     return " ".join(weight.key for weight in weights)
 
 
-def _entry_of(name: str, packed: PackedWeights) -> PackedEntry:
+def _entry_of(name: str, packed: PackedWeights, is_sparse: bool) -> PackedEntry:
     values = {field.name: getattr(packed, field.name) for field in fields(packed)}
     return PackedEntry(
         format=name,
         tensors={key: value for key, value in values.items() if isinstance(value, Tensor)},
         sizes={key: value for key, value in values.items() if isinstance(value, int)},
+        is_sparse=is_sparse,
     )
 
 

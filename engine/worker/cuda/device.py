@@ -139,7 +139,7 @@ class CudaDevice:
         """Keep `progress` for `kv_capacity`, which compiles the kernels that the model needs."""
         self._progress = progress
 
-    def check_weights(self, num_bytes: int) -> None:
+    def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
         """Raise `StartupError` if the GPU has less memory left for weights."""
         check_weights(self._gpu, self._settings.gpu_memory_utilization, num_bytes)
 

@@ -163,7 +163,9 @@ def build_worker(
     weights = checkpoint.open_weights(device.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard)
     own_bytes = _weight_bytes(checkpoint, device, num_parameters) // placement.num_workers
-    device.check_weights(own_bytes)
+    is_cached = checkpoint.files is not None
+    idle_bytes = own_bytes * shape.idle_parameters // num_parameters if is_cached else 0
+    device.check_weights(own_bytes, idle_bytes)
     packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
     model, operators, head = build_model(checkpoint, weights, shard, device, packed, own_bytes)
     loras = Loras(

@@ -18,7 +18,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from engine.worker.model.kv_tensors import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,15 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 class PackedEntry(NamedTuple):
-    """The packed weights of one linear: the format they are in, tensors, and sizes."""
+    """The packed weights of one linear: the format they are in, tensors, and sizes.
+
+    Not every step reads them if `is_sparse`: they belong to one of several experts.
+    """
 
     format: str
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int]
+    is_sparse: bool = False
 
 
 class PackedFile:
@@ -55,8 +61,14 @@ class PackedFile:
     This class is neither: it finds nothing, keeps nothing, and its memory is anonymous.
     """
 
-    num_bytes = 0  # of the file, whose pages the system counts as available memory
+    num_bytes = 0  # of the file
     slab_bytes = SLAB_BYTES  # at least so many are requested from `grow`; 0: a tensor's own
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the file's pages, which the system counts as available memory, those that stay in
+        memory while the worker runs."""
+        return self.num_bytes
 
     def find(self, key: str) -> PackedEntry | None:
         """The entry of this key in a file of an earlier start."""
@@ -77,6 +89,11 @@ class MappedFile(PackedFile):
         self._mapping = mapping
         self._entries = entries
         self.num_bytes = len(mapping)
+        self._resident = resident_runs(entries.values(), len(mapping), available_bytes())
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(map(len, self._resident))
 
     @classmethod
     def open(cls, path: Path, facts: object) -> "MappedFile | None":
@@ -95,17 +112,19 @@ class MappedFile(PackedFile):
             )
             return None
         protect(mapping)
-        threading.Thread(target=_map_pages, args=(mapping,), name=READ_THREAD, daemon=True).start()
         with suppress(OSError):
             os.utime(path)  # the least recently used file is removed first
-        return cls(mapping, entries)
+        opened = cls(mapping, entries)
+        arguments = mapping, opened._resident
+        threading.Thread(target=_map_pages, args=arguments, name=READ_THREAD, daemon=True).start()
+        return opened
 
     def find(self, key: str) -> PackedEntry | None:
         found = self._entries.get(key)
         if found is None:
             return None
         tensors = {name: self._tensor(*place) for name, place in found.tensors.items()}
-        return PackedEntry(found.format, tensors, found.sizes)
+        return PackedEntry(found.format, tensors, found.sizes, found.is_sparse)
 
     def _tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
@@ -119,6 +138,15 @@ class _EntryHeader(NamedTuple):
     format: str
     tensors: Mapping[str, tuple[str, list[int], int]]
     sizes: Mapping[str, int]
+    is_sparse: bool = False
+
+    @property
+    def runs(self) -> list[range]:
+        """The bytes of its tensors in the file."""
+        return [
+            range(at, at + getattr(torch, dtype).itemsize * prod(shape))
+            for dtype, shape, at in self.tensors.values()
+        ]
 
 
 class NewFile(PackedFile):
@@ -149,9 +177,14 @@ class NewFile(PackedFile):
         self._mappings[address_of(mapping)] = (start, mapping)
         return mapping
 
+    @property
+    def resident_bytes(self) -> int:
+        runs = resident_runs(self._entries.values(), self.num_bytes, available_bytes())
+        return sum(map(len, runs))
+
     def add(self, key: str, entry: PackedEntry) -> None:
         places = {name: self._place(tensor) for name, tensor in entry.tensors.items()}
-        self._entries[key] = _EntryHeader(entry.format, places, entry.sizes)
+        self._entries[key] = _EntryHeader(entry.format, places, entry.sizes, entry.is_sparse)
 
     def _place(self, tensor: Tensor) -> tuple[str, list[int], int]:
         """Where the tensor is in the file; one that lies elsewhere is copied into it."""
@@ -197,15 +230,26 @@ class NewFile(PackedFile):
             self._file, self._temporary = -1, ""
 
 
-def _map_pages(mapping: mmap.mmap) -> None:
-    """Read the file and map its pages, which is faster than doing it page by page in the first
-    step. Systems that cannot do it ignore it."""
+def resident_runs(
+    entries: Iterable[_EntryHeader], num_bytes: int, available: int
+) -> Sequence[range]:
+    """The bytes of a file that stay in memory: all if they fit, else those of entries that every
+    step reads. Experts then stay on the disk until a step uses them."""
+    if num_bytes <= available:
+        return [range(num_bytes)]
+    return [run for entry in entries if not entry.is_sparse for run in entry.runs]
+
+
+def _map_pages(mapping: mmap.mmap, runs: Sequence[range]) -> None:
+    """Read runs of the file and map their pages, which is faster than doing it page by page in the
+    first step. Systems that cannot do it ignore it."""
     if sys.platform != "linux":
         return
     madvise, start = ctypes.CDLL(None).madvise, address_of(mapping)
-    for at in range(0, len(mapping), READ_BYTES):
-        size = min(READ_BYTES, len(mapping) - at)
-        madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(size), MADV_POPULATE_READ)
+    for run in runs:
+        for at in range(run.start // PAGE * PAGE, run.stop, READ_BYTES):
+            size = min(READ_BYTES, run.stop - at)
+            madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(size), MADV_POPULATE_READ)
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -101,7 +101,7 @@ class ExpertLinear:
             )
         )
         self._scratch = torch.empty(pool.threads * kernels.SCRATCH_BYTES, dtype=torch.uint8)
-        self._columns = columns_of_chunks(first.outputs, pool.threads)
+        self._threads = pool.threads
         operands = kernels.ExpertLinearOperands(
             kernel=kernel(linears.kernel).address,
             table=ctypes.addressof(self._table),
@@ -119,13 +119,15 @@ class ExpertLinear:
         """`y[pairs]`, sorted, from a row of `x` for each pair, or one row for all pairs."""
         call = self._call.operands
         call.plan, call.max_in_use = pairs.plan.data_ptr(), pairs.max_in_use
-        call.columns = self._columns(pairs.size)
+        in_use = pairs.max_in_use  # all experts have chunks, so each needs fewer
+        columns = columns_of_chunks(self.outputs * in_use, self._threads)
+        call.columns = columns(-(-pairs.size // in_use))
         call.column_chunks = -(-self.outputs // call.columns)
         call.x, call.x_stride = x.values.data_ptr(), 0 if is_one_row else x.row_bytes
         call.x_scale = address_of(x.scale)
         call.x_scale_stride = 0 if is_one_row or x.scale is None else x.scale.itemsize
         call.y, call.y_stride = y.data_ptr(), y.stride(0)
-        self._call(call.column_chunks * pairs.max_in_use)
+        self._call(call.column_chunks * in_use)
 
 
 class NativeExperts:

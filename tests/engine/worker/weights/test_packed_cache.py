@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.errors import StartupError
 from engine.worker.cpu import device as cpu_device
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.ports import PreferredFormat, Shard
@@ -341,3 +342,56 @@ def test_mapped_weights_cannot_be_written_to(checkpoint: Path, tmp_path: Path) -
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
+
+
+def test_experts_stay_on_the_disk_if_the_file_is_larger_than_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(tmp_path, "weights")
+    sizes = {"first": 1000, "expert": 50_000, "second": 3000}
+    with opened(cache) as file:
+        for key, size in sizes.items():
+            packed = torch.frombuffer(file.grow(size), dtype=torch.uint8)[:size].fill_(7)
+            file.add(key, PackedEntry("int8", {"packed": packed}, {}, key == "expert"))
+        assert file.resident_bytes == file.num_bytes
+    with opened(cache) as file:
+        assert file.resident_bytes == file.num_bytes > sum(sizes.values())
+    monkeypatch.setattr("engine.worker.weights.packed_file.available_bytes", lambda: 10_000)
+    with opened(cache) as file:
+        assert file.resident_bytes == 4000
+        found = file.find("expert")
+        assert found is not None
+        assert found.is_sparse
+        assert found.tensors["packed"].sum() == 350_000
+
+
+def test_only_the_experts_of_a_mixture_may_stay_on_the_disk(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
+    plain = logits(checkpoint, "", "int8")
+    assert torch.equal(logits(checkpoint, cache, "int8"), plain)
+    monkeypatch.setattr("engine.worker.weights.packed_file.available_bytes", lambda: 0)
+    found = Checkpoint.open(str(checkpoint))
+    shape = found.family.shape
+    settings = settings_for(checkpoint, "cpu", weights="int8")
+    device = CpuDevice(settings, PreferredFormat())
+    source = found.open_weights(torch.float32, lambda *_: None)
+    packed = found.packed_cache(Shard.whole(shape), str(cache), LARGE)
+    with device.source(source, packed, 1) as deferred:
+        found.family.build(deferred, Shard.whole(shape), device.operators())
+        resident, whole = device._store.file_bytes, device._store._file.num_bytes
+    inner, hidden = 64, 32  # padded to whole panels
+    experts = 3 * 8 * (2 * inner * hidden + hidden * 40)
+    assert resident < whole - experts
+    assert torch.equal(logits(checkpoint, cache, "int8"), plain)
+
+
+def test_idle_experts_need_no_memory_if_they_are_mapped_from_a_file(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.weights.random.available_bytes", lambda: 1000)
+    settings = settings_for(checkpoint, "cpu")
+    with pytest.raises(StartupError, match="the model's weights need"):
+        CpuDevice(settings).check_weights(1500, 600)
+    CpuDevice(replace(settings, packed_cache=str(cache))).check_weights(1500, 600)
