@@ -1,6 +1,6 @@
 """Loads LoRA adapters into a worker's part of the model, and unloads them, while steps run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,11 @@ class Loras:
         self._linear_sizes = linear_sizes
         self._max_rank = max_rank
         self._whole: Mapping[str, tuple[int, int]] | None = None
+
+    @property
+    def linears(self) -> Sequence[LoraLinear]:
+        """The linears of this worker that adapters can change."""
+        return self._model.linears
 
     def load(self, spec: LoraSpec) -> LoraReport:
         """Read, check and load an adapter; the report has the error if it cannot be loaded."""

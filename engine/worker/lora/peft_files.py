@@ -107,7 +107,7 @@ def _pairs(
     max_rank: int,
 ) -> dict[str, LowRankPair]:
     factors: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         module, factor = _place(name, linears)
         factors.setdefault(module, {})[factor] = _checked(name, tensor, config, module, max_rank)
     for module in linears:

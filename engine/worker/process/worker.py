@@ -1,6 +1,7 @@
 """A worker: the layers of a stage, or a rank's part of them, and how steps run on them."""
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from engine.step import (
 )
 from engine.worker.device import Device, Progress
 from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
+from engine.worker.lora.model import LoraLinear
 from engine.worker.model.data_plane import ReceivedHidden
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import build_layout
@@ -83,6 +85,11 @@ class Worker:
     def load_lora(self, spec: LoraSpec) -> LoraReport:
         """Load a LoRA adapter beside the steps; the report has the error if that fails."""
         return self._loras.load(spec)
+
+    @property
+    def lora_linears(self) -> Sequence[LoraLinear]:
+        """The linears of this worker that adapters can change."""
+        return self._loras.linears
 
     def unload_lora(self, lora_id: int) -> None:
         """Free a LoRA adapter that no step will use any more."""

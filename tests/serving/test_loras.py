@@ -1,0 +1,109 @@
+"""LoRA adapters under a real server: mixed with the base model, reloaded, and after a crash."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.builtin_loras import builtin_lora
+from tests.conftest import Server, read_url, start_server
+from tests.serving.client import Json, streamed_text
+
+NAMES = ("builtin", "one", "two")
+PROMPT = "Once upon a time there was a small dog who lived near the sea, and every morning it"
+
+
+def body(model: str, prompt: str = PROMPT) -> Json:
+    fields = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    return {"model": model, "prompt": prompt, **fields}
+
+
+async def post(session: aiohttp.ClientSession, url: str, json: Json) -> tuple[int, str]:
+    async with session.post(url, json=json) as response:
+        return response.status, await response.text()
+
+
+async def load(session: aiohttp.ClientSession, url: str, name: str, path: Path) -> None:
+    fields = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+    status, text = await post(session, f"{url}/v1/load_lora_adapter", fields)
+    assert status == 200, text
+
+
+async def kill_worker(session: aiohttp.ClientSession, url: str, server: Server) -> None:
+    """Kill the worker and wait for the next one."""
+    (worker,) = psutil.Process(server.pid).children()
+    os.kill(worker.pid, signal.SIGKILL)
+    for wanted in (503, 200):
+        status = 0
+        while status != wanted:
+            async with session.get(f"{url}/ready") as response:
+                status = response.status
+
+
+@pytest.mark.parametrize("speculation", [(), ("--speculative-config", '{"method": "ngram"}')])
+async def test_texts_are_the_same_alone_and_mixed_with_other_adapters(
+    tmp_path: Path, speculation: tuple[str, ...]
+) -> None:
+    one, two = (builtin_lora(tmp_path / name, i) for i, name in enumerate(NAMES[1:]))
+    with start_server(tmp_path, "--lora", f"one={one}", *speculation) as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
+            await load(session, url, "two", two)
+            alone = {name: await streamed_text(session, url, body(name)) for name in NAMES}
+            assert len(set(alone.values())) == 3
+            names = NAMES * 4
+            texts = await asyncio.gather(
+                *(streamed_text(session, url, body(name)) for name in names)
+            )
+            assert texts == [alone[name] for name in names]
+
+
+async def test_a_reload_never_serves_what_other_bytes_computed(tmp_path: Path) -> None:
+    path = builtin_lora(tmp_path / "one", 1)
+    flags = ("--disk-kv", str(tmp_path / "kv"), "--host-kv-memory", "64MiB")
+    with start_server(tmp_path, "--lora", f"one={path}", *flags) as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
+            first = await streamed_text(session, url, body("one"))
+            await load(session, url, "one", builtin_lora(path, 2))
+            second = await streamed_text(session, url, body("one"))
+            assert second != first
+            status, _ = await post(session, f"{url}/v1/unload_lora_adapter", {"lora_name": "one"})
+            assert status == 200
+            assert (await post(session, f"{url}/v1/completions", body("one")))[0] == 404
+            await load(session, url, "one", builtin_lora(path, 1))
+            assert await streamed_text(session, url, body("one")) == first
+
+
+async def test_a_restarted_worker_has_the_adapters_whose_files_are_unchanged(
+    tmp_path: Path,
+) -> None:
+    one, two = (builtin_lora(tmp_path / name, i) for i, name in enumerate(NAMES[1:]))
+    with start_server(tmp_path, "--lora", f"one={one},two={two}") as server:
+        url = read_url(server)
+        async with aiohttp.ClientSession() as session:
+            before = await streamed_text(session, url, body("one"))
+            await kill_worker(session, url, server)
+            assert await streamed_text(session, url, body("one")) == before
+            builtin_lora(two, 7)
+            await kill_worker(session, url, server)
+            assert await streamed_text(session, url, body("one")) == before
+            status, text = await post(session, f"{url}/v1/completions", body("two"))
+            assert (status, "does not exist" in text) == (404, True)
+            await load(session, url, "two", two)
+            assert (await post(session, f"{url}/v1/completions", body("two")))[0] == 200
+
+
+def test_an_adapter_that_does_not_fit_fails_the_start_in_one_line(tmp_path: Path) -> None:
+    path = builtin_lora(tmp_path / "one", 1)
+    with start_server(tmp_path, "--lora", f"one={path}", "--max-lora-rank", "4") as server:
+        assert server.wait(60) == 1
+        line = server.log.read_text().splitlines()[-1]
+    assert line == (
+        "podway: LoRA adapter 'one': model.layers.0.self_attn.q_proj has rank 8; "
+        "--max-lora-rank allows 4"
+    )
