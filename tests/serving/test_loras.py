@@ -104,6 +104,6 @@ def test_an_adapter_that_does_not_fit_fails_the_start_in_one_line(tmp_path: Path
         assert server.wait(60) == 1
         line = server.log.read_text().splitlines()[-1]
     assert line == (
-        "podway: LoRA adapter 'one': model.layers.0.self_attn.q_proj has rank 8; "
+        "podway: LoRA adapter 'one': model.layers.0.mlp.down_proj has rank 8; "
         "--max-lora-rank allows 4"
     )
