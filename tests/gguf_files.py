@@ -20,7 +20,14 @@ from tests.checkpoints import make_model
 from tests.gguf_k_blocks import quantize_k
 
 # Hugging Face model types whose name in llama.cpp is another one.
-ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "mistral": "llama",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+}
 INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
 PARTIAL = ("phi3", "stablelm")
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -61,12 +68,16 @@ class Gguf:
 
     def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
         names = gguf.get_tensor_name_map(
-            {"gpt2": gguf.MODEL_ARCH.GPT2}.get(architecture, gguf.MODEL_ARCH[architecture.upper()]),
+            gguf.MODEL_ARCH[architecture.upper().replace("-", "_")],
             model.config.num_hidden_layers,
         )
         tensors = dict(model.named_parameters())
         for name, tensor in tensors.items():
+            if ".experts." in name:
+                self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
+                continue
             own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            own = f"{own}.weight" if name.endswith("sinks") else own
             assert own is not None, name
             values = tensor.detach()
             if architecture == "gpt2" and _is_conv(name):
@@ -89,10 +100,32 @@ class Gguf:
         for own, values in self.extra.items():
             writer.add_tensor(own, values.numpy())
 
-    def _store(self, writer: gguf.GGUFWriter, own: str, values: Tensor) -> Tensor:
+    def _add_experts(
+        self, writer: gguf.GGUFWriter, name: str, tensor: Any, *, is_interleaved: bool
+    ) -> None:
+        """One tensor for each linear of all experts; gpt-oss has them as [experts, in, out]."""
+        layer, linear = name.split(".")[2], name.rpartition(".")[2]
+        kind = "bias" if linear.endswith("_bias") else "weight"
+        values = tensor.detach()
+        if is_interleaved and kind == "weight":
+            values = values.transpose(1, 2)
+        if not linear.startswith("gate_up"):
+            parts = {"down": values}
+        elif is_interleaved:
+            parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
+        else:
+            half = values.shape[1] // 2
+            parts = {"gate": values[:, :half], "up": values[:, half:]}
+        for part, each in parts.items():
+            own = f"blk.{layer}.ffn_{part}_exps.{kind}"
+            each.copy_(self._store(writer, own, each.contiguous(), is_matrix=kind == "weight"))
+
+    def _store(
+        self, writer: gguf.GGUFWriter, own: str, values: Tensor, *, is_matrix: bool = True
+    ) -> Tensor:
         """Put a tensor into the file; returns what it stands for there, as floats."""
         kind = next((kind for part, kind in self.kinds.items() if part in own), self.kind)
-        kind = kind if values.dim() > 1 else Kind.F32
+        kind = kind if is_matrix and values.dim() > 1 else Kind.F32
         if kind is Kind.F32:
             writer.add_tensor(own, values.numpy())
             return values
@@ -160,6 +193,9 @@ OTHERS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
     "use_parallel_residual": "use_parallel_residual",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 
 

@@ -22,6 +22,8 @@ ROTARY_FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 WINDOW = {"attention.sliding_window": "sliding_window"}
+EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 GPT2_FIELDS = {
     "block_count": "n_layer",
     "context_length": "n_positions",
@@ -65,8 +67,18 @@ class Architecture(NamedTuple):
 
 
 def _mistral(file: GgufFile, config: Config) -> None:
-    if "sliding_window" in config:
+    if config.get("num_local_experts"):
+        config["architectures"] = ["MixtralForCausalLM"]
+    elif "sliding_window" in config:
         config["architectures"] = ["MistralForCausalLM"]
+
+
+def _qwen3_moe(file: GgufFile, config: Config) -> None:
+    config["norm_topk_prob"] = True
+
+
+def _gpt_oss(file: GgufFile, config: Config) -> None:
+    config["rope_parameters"]["truncate"] = False
 
 
 def _by_type(config: Config, full: Config, sliding: Config) -> None:
@@ -104,9 +116,20 @@ def _gemma3(file: GgufFile, config: Config) -> None:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture("GPT2LMHeadModel", GPT2_FIELDS),
-    "llama": Architecture("LlamaForCausalLM", {**ROTARY_FIELDS, **WINDOW}, finish=_mistral),
+    "llama": Architecture(
+        "LlamaForCausalLM", {**ROTARY_FIELDS, **WINDOW, **EXPERTS}, finish=_mistral
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", {**ROTARY_FIELDS, **EXPERTS, **EXPERT_WIDTH}, finish=_qwen3_moe
+    ),
+    "olmoe": Architecture("OlmoeForCausalLM", {**ROTARY_FIELDS, **EXPERTS}),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        {**ROTARY_FIELDS, **WINDOW, **EXPERTS, **EXPERT_WIDTH},
+        finish=_gpt_oss,
+    ),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
     "granite": Architecture("GraniteForCausalLM", GRANITE_FIELDS),
     "phi3": Architecture("Phi3ForCausalLM", {**ROTARY_FIELDS, **WINDOW}, has_partial_rope=True),

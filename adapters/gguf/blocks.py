@@ -14,7 +14,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from engine.worker.weights.formats import llama_cpp
+from engine.errors import StartupError
+from engine.worker.weights.formats import llama_cpp, mxfp4
 from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups
 
 HALF = 2  # bytes of a float16
@@ -107,6 +108,19 @@ def _q6_k(blocks: Tensor) -> Groups:
     return Groups((_nibbles(low) | (high << 4)).flatten(2), scales, factors)
 
 
+def _mxfp4(blocks: Tensor) -> Groups:
+    """An exponent and 16 bytes of codes."""
+    exponents = blocks[:, :, 0]
+    scales = mxfp4.halved_scales(exponents)
+    if scales is None:
+        least, most = exponents.aminmax()
+        raise StartupError(
+            f"MXFP4 weights have scales of 2 ** {int(least) - 127} to 2 ** {int(most) - 127}, "
+            "which float16 lacks"
+        )
+    return Groups(_nibbles(blocks[:, :, 1:]), scales[:, :, None])
+
+
 FORMATS: Mapping[Kind, tuple[GroupLayout, Callable[[Tensor], Groups]]] = MappingProxyType(
     {
         Kind.Q4_0: (llama_cpp.Q4_0, partial(_4_bits, has_minimum=False)),
@@ -117,5 +131,6 @@ FORMATS: Mapping[Kind, tuple[GroupLayout, Callable[[Tensor], Groups]]] = Mapping
         Kind.Q4_K: (llama_cpp.Q4_K, _q4_k),
         Kind.Q5_K: (llama_cpp.Q5_K, _q5_k),
         Kind.Q6_K: (llama_cpp.Q6_K, _q6_k),
+        Kind.MXFP4: (mxfp4.MXFP4, _mxfp4),
     }
 )

@@ -21,6 +21,25 @@ POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FOUR_NORMS = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+EXPERTS = {  # the linears of all experts in one tensor; `{}` is the expert
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+GPT_OSS_BLOCK = {
+    **EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+}
+WITHOUT_KIND = {"attn_sinks"}  # whose Hugging Face names do not end in `.weight`
 GPT2_BLOCK = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -47,9 +66,11 @@ class Names(NamedTuple):
             return f"{self.whole[stem]}.{kind}"
         root, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
-        if root == "blk" and layer.isdecimal() and part in self.block:
-            return f"{self.block_root}.{layer}.{self.block[part]}{dot}{kind}"
-        return name
+        part, _, expert = part.partition(".")
+        if root != "blk" or not layer.isdecimal() or part not in self.block:
+            return name
+        found = f"{self.block_root}.{layer}.{self.block[part].format(expert)}"
+        return found if part in WITHOUT_KIND else f"{found}{dot}{kind}"
 
     def is_interleaved(self, name: str) -> bool:
         return _part(name) in self.interleaved
@@ -91,9 +112,12 @@ NAMES = {
         "transformer.h",
         transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
     ),
-    "llama": _INTERLEAVED,
+    "llama": _INTERLEAVED._replace(block={**ROTARY_BLOCK, **MIXTRAL_EXPERTS}),
     "qwen2": _ROTARY,
     "qwen3": _ROTARY,
+    "qwen3moe": _with(EXPERTS),
+    "olmoe": _with(EXPERTS),
+    "gpt-oss": _with(GPT_OSS_BLOCK),
     "smollm3": _INTERLEAVED,
     "granite": _INTERLEAVED,
     "phi3": _with({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),

@@ -5,7 +5,7 @@ in. Other quantized tensors are dequantized to float32 exactly as their format d
 at a time.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ Kind = GGMLQuantizationType
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
 ELEMENTS_AT_ONCE = 1 << 20
+EXPERTS_SUFFIX = "_exps"
 
 
 class GgufTensors:
@@ -35,9 +36,10 @@ class GgufTensors:
         self._file = file = GgufFile(path)
         self._architecture = file.text("general.architecture") or ""
         self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
+        self._entries = split_experts(file.tensors)
         self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
         self._stored = {
-            self._names.of(name): name for name in file.tensors if name not in ROPE_TENSORS
+            self._names.of(name): name for name in self._entries if name not in ROPE_TENSORS
         }
 
     @property
@@ -71,7 +73,7 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]
-        entry = self._file.tensors[own]
+        entry = self._entries[own]
         if entry.kind not in {*FLOATS, *FORMATS, *OTHERS}:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
@@ -79,7 +81,7 @@ class GgufTensors:
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         own = self._stored[name]
-        entry = self._file.tensors[own]
+        entry = self._entries[own]
         if entry.kind in FORMATS and self._computes_stored and len(index) == 2:
             columns = range(*index[1].indices(entry.shape[1]))
             if _has_whole_blocks(entry, columns):
@@ -159,6 +161,21 @@ class GgufTensors:
             return torch.empty((len(rows), 0), dtype=torch.uint8)
         found = torch.frombuffer(self._file.data, dtype=torch.uint8, count=num_bytes, offset=start)
         return found.view(len(rows), entry.row_bytes)
+
+
+def split_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, those of all experts as one for each: `blk.0.ffn_up_exps.3.weight`."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(EXPERTS_SUFFIX):
+            found[name] = entry
+            continue
+        count, *shape = entry.shape
+        for expert in range(count):
+            start = entry.start + expert * entry.num_bytes // count
+            found[f"{stem}.{expert}.{kind}"] = TensorEntry(entry.kind, tuple(shape), start)
+    return found
 
 
 def _has_whole_blocks(entry: TensorEntry, columns: range) -> bool:

@@ -2,8 +2,8 @@
 
 A step reads every matrix once, and the KV that its tokens attend to, and multiplies each token by
 each matrix. In the last layer only the rows that sample need more than the matrices of k and v.
-Of a mixture of experts a step reads those that its tokens choose: as many as if every token chose
-evenly among all experts, independently of the others.
+Of a mixture of experts a step reads at least those that one token uses; how many more depends on
+what its other tokens choose.
 Norms, embeddings and biases are small and left out, so no bound is too high.
 """
 
@@ -93,7 +93,9 @@ class WeightSizes:
         window = config.get("sliding_window")
         has_window = isinstance(window, int) and config.get("use_sliding_window", True)
         num_experts, top_k, expert = _experts(config, hidden)
-        mlp = 3 * hidden * _number(config, "intermediate_size")
+        is_gated = "ffn_dim" not in config  # OPT
+        inner = _number(config, "intermediate_size" if is_gated else "ffn_dim")
+        mlp = (2 + is_gated) * hidden * inner
         return cls(
             num_layers=_number(config, "num_hidden_layers"),
             kv_elements=2 * hidden * kv_width,
@@ -116,19 +118,10 @@ class WeightSizes:
         layer = self.kv_elements + self.other_elements + idle
         return self.num_layers * layer + self.head_elements
 
-    def read_elements(self, work: Work) -> float:
-        """Elements of the matrices that a step reads."""
-        tokens, rows = work.num_requests * work.num_tokens, work.num_requests
-        layer = self.kv_elements + self.other_elements
-        beyond = (self.num_layers - 1) * self._more_experts(tokens) + self._more_experts(rows)
-        return self.num_layers * layer + self.head_elements + beyond * self.expert_elements
-
-    def _more_experts(self, tokens: int) -> float:
-        """How many experts so many tokens are expected to use, beyond those of one token."""
-        if not self.num_experts:
-            return 0.0
-        idle = (1 - self.top_k / self.num_experts) ** tokens
-        return self.num_experts * (1 - idle) - self.top_k
+    @property
+    def read_elements(self) -> int:
+        """Elements of the matrices that every step reads."""
+        return self.num_layers * (self.kv_elements + self.other_elements) + self.head_elements
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a KV block in float32, the largest format."""
@@ -158,7 +151,7 @@ def lower_bound_of(
     attended = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
-    weights = sizes.read_elements(work) * ITEM_BYTES[weights_of(report)]
+    weights = sizes.read_elements * ITEM_BYTES[weights_of(report)]
     num_bytes = weights + work.num_requests * attended * token_bytes + written
     products = sizes.products(work) / limits[weights_of(report)].rate
     attention = sizes.attention(work) / limits[report.dtype].rate

@@ -27,10 +27,18 @@ PLAIN = (
     *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads", "mistral"),
     *("qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
     *("granite", "phi3", "stablelm", "olmo2", "gemma2"),
+    *("mixtral", "mixtral_window", "qwen3_moe_renormalized", "olmoe"),
 )
 # Variants of `tests.checkpoints`, with what llama.cpp's form of the model needs beside them.
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN},
+    "gpt_oss": {
+        "more": {
+            "gpt-oss.rope.scaling.type": "yarn",
+            "gpt-oss.rope.scaling.factor": 4.0,
+            "gpt-oss.rope.scaling.original_context_length": 32,
+        }
+    },
     "phi3_short": {"extra": LONG_TENSORS},
     "phi3_long": {"extra": LONG_TENSORS},
     # every fourth layer has no RoPE, every sixth one of Gemma 3 has full attention
@@ -68,6 +76,19 @@ def test_every_tensor_type_is_dequantized_exactly(tmp_path: Path, kind: Kind) ->
     sizes = WIDER if kind in (Kind.Q4_K, Kind.Q6_K) else WIDE
     model = Gguf("llama", kind, changes=sizes).write(path)
     assert (found(path, weights="float32") - expected(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "gpt_oss"])
+def test_experts_are_computed_as_stored(tmp_path: Path, variant: str) -> None:
+    path = tmp_path / "model.gguf"
+    kinds = {"_exps": Kind.MXFP4} if variant == "gpt_oss" else {"ffn_down_exps": Kind.Q4_0}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    model = Gguf(variant, Kind.Q8_0, kinds, changes=sizes, **VARIANTS[variant]).write(path)
+    worker = load_worker(path, attention="cpu", activation_bits="14")
+    formats = "mxfp4+q8_0" if variant == "gpt_oss" else "int4+q8_0"
+    assert worker.report.weights == f"{formats} (14-bit activations)"
+    logits = expected(model)
+    assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
 
 
 def test_the_linears_of_a_mixed_file_are_computed_in_their_own_formats(tmp_path: Path) -> None:

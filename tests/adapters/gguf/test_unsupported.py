@@ -19,7 +19,7 @@ from tests.gguf_files import Gguf
     [
         ({"general.architecture": "mamba"}, "general.architecture 'mamba' .*known: gpt2, llama"),
         ({"split.count": 3}, "split.count"),
-        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.expert_group_count": 8}, "llama.expert_group_count=8 is not supported"),
         ({"llama.rope.scaling.type": "ntk"}, "rope.scaling.type='ntk'"),
         ({"llama.rope.scaling.type": "longrope"}, "rope_factors_long.weight is missing"),
         ({"llama.attention.value_length": 4}, "value_length=4 is not supported; only 8"),
@@ -42,9 +42,9 @@ def test_the_error_names_the_unsupported_key(
 
 def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    Gguf("llama", extra={"blk.0.ffn_gate_exps.weight": torch.zeros(2, 2)}).write(path)
+    Gguf("llama", extra={"blk.0.ffn_gate_shexp.weight": torch.zeros(2, 2)}).write(path)
     with pytest.raises(
-        StartupError, match=r"blk\.0\.ffn_gate_exps\.weight .*is not used by the model"
+        StartupError, match=r"blk\.0\.ffn_gate_shexp\.weight .*is not used by the model"
     ):
         load_worker(path)
 

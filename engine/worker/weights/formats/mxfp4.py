@@ -28,14 +28,19 @@ def mxfp4_weight(nibbles: Tensor, exponents: Tensor) -> Weight:
     """A weight of these tensors: uint8 `[out, in / 2]` with input 2i in the low bits, and uint8
     `[out, groups]`. In float32 if float16 does not have all of its scales."""
     tensors = MappingProxyType({"": nibbles, EXPONENTS: exponents})
-    weight = GroupedWeight(MXFP4, tensors, 2 * nibbles.shape[1], _unpack)
-    if exponents.numel() == 0:
-        return weight
-    least, most = (int(each) - BIAS for each in exponents.aminmax())
-    if least >= SMALLEST and most <= LARGEST:
-        return weight
+    if halved_scales(exponents) is not None:
+        return GroupedWeight(MXFP4, tensors, 2 * nibbles.shape[1], _unpack)
     whole = GroupedWeight(MXFP4, tensors, 2 * nibbles.shape[1], _unpack_wide)
     return whole.dequantize()
+
+
+def halved_scales(exponents: Tensor) -> Tensor | None:
+    """Half of the scales in float16; None if float16 does not have all of them."""
+    if exponents.numel():
+        least, most = (int(each) - BIAS for each in exponents.aminmax())
+        if least < SMALLEST or most > LARGEST:
+            return None
+    return torch.exp2(exponents.float() - BIAS).half()
 
 
 def _unpack(tensors: Mapping[str, Tensor]) -> Groups:

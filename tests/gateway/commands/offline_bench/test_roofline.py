@@ -59,6 +59,7 @@ def test_matrices_are_those_that_the_checkpoints_have() -> None:
     assert elements["gpt-oss-20b"] == 20_914_757_184 - embedding - norms_and_sinks - biases
     embedding, norms = 151936 * 2048, 97 * 2048 + 48 * 2 * 128
     assert elements["Qwen3-30B-A3B"] == 30_532_122_624 - embedding - norms
+    assert elements["OPT-125M"] == 50272 * 768 + 12 * (4 * 768 * 768 + 2 * 768 * 3072)
     assert elements["Qwen3-0.6B"] == 596_049_920 - 57 * 1024 - 28 * 2 * 128
 
 
@@ -74,15 +75,11 @@ def test_a_decode_reads_all_matrices_and_the_context_of_each_request() -> None:
     assert found.seconds == found.reading
 
 
-def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
+def test_a_step_of_a_mixture_reads_at_least_the_experts_of_one_token() -> None:
     sizes = replace(SMALL, num_experts=8, top_k=2, expert_elements=30)  # 60 of the 100 are experts'
     assert sizes.elements == 1330 + 3 * 6 * 30
-    assert sizes.read_elements(Work(1, 1, 6)) == 1330
-    two_tokens = 8 * (1 - 0.75**2) - 2  # experts beyond those of one token
-    assert sizes.read_elements(Work(2, 1, 6)) == pytest.approx(1330 + 3 * two_tokens * 30)
-    prompt = Work(num_requests=1, num_tokens=100, context=100)  # one row in the last layer
-    assert sizes.read_elements(prompt) == pytest.approx(1330 + 2 * 6 * 30)
-    assert sizes.products(Work(1, 1, 6)) == SMALL.products(Work(1, 1, 6))
+    assert sizes.read_elements == SMALL.read_elements == 1330
+    assert sizes.products(Work(4, 1, 6)) == SMALL.products(Work(4, 1, 6))
 
 
 def test_a_prefill_computes_only_sampled_rows_in_the_last_layer() -> None:
