@@ -18,6 +18,7 @@ StepId = NewType("StepId", int)
 
 HASH_BYTES = 16  # of the content of a KV block
 LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
+NO_STATE = -1  # in `StateSlots.source`: zeros
 OUTPUT_KEPT_STEPS = 64  # a worker remembers an output so many steps after it was last needed
 
 
@@ -120,6 +121,25 @@ class BlockTable(NamedTuple):
     blocks: bytes
 
 
+class Snapshot(NamedTuple):
+    """The state after the first `num_tokens` tokens of an entry is also written to a slot."""
+
+    num_tokens: int
+    slot: int
+
+
+class StateSlots(NamedTuple):
+    """Where an entry reads and writes the states of recurrent layers.
+
+    They are read from slot `source` (`NO_STATE`: zeros) before the first token, and written to slot
+    `slot` after the last one.
+    """
+
+    slot: int
+    source: int
+    snapshots: tuple[Snapshot, ...] = ()
+
+
 class StepEntry(NamedTuple):
     """One request's share of an iteration: compute `tokens` at positions `start`, `start + 1`, …
 
@@ -127,7 +147,7 @@ class StepEntry(NamedTuple):
     at least the slots `[0, start + len(tokens))`, and slots `[0, start)` already hold KV. For a
     model whose layers do not all keep all their KV (`WorkerReport.windows`), `blocks` is empty and
     `tables` has a table for each layer group, which covers at least the slots from the first
-    token's window on.
+    token's window on. `state` is given for a model with recurrent layers.
     With `sample` None the entry is a chunk of a prompt and samples no token; otherwise one token
     is sampled after the entry's last position. With `pooling` the entry ends a prompt whose hidden
     states are pooled into a vector, and `sample` is None. An entry that was planned before its
@@ -150,6 +170,7 @@ class StepEntry(NamedTuple):
     lora_id: int = NO_LORA
     tables: tuple[BlockTable, ...] = ()
     pooling: PoolSpec | None = None
+    state: StateSlots | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -189,6 +210,7 @@ class BlockMove(NamedTuple):
     is_awaited: bool
     tier: Tier = Tier.HOST
     hashes: bytes = b""
+    is_state: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -410,4 +432,7 @@ class WorkerReport:
     kernels: str = "torch"
     loras: tuple[LoraReport, ...] = ()
     windows: tuple[int | None, ...] = (None,)
+    num_states: int = 0
+    num_host_states: int = 0
+    bytes_per_state: int = 0
     pooling: PoolingReport | None = None

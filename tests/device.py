@@ -10,7 +10,16 @@ from dataclasses import replace
 
 from engine.iteration import Iteration
 from engine.request import Request, State
-from engine.step import LAST_TOKEN, BlockMove, BlockTable, Direction, Step, StepEntry
+from engine.step import (
+    LAST_TOKEN,
+    NO_STATE,
+    BlockMove,
+    BlockTable,
+    Direction,
+    StateSlots,
+    Step,
+    StepEntry,
+)
 from engine.worker.sampling.outputs import OutputMemory
 
 # By slot: the layer group, and all tokens up to the one whose KV is there.
@@ -32,6 +41,8 @@ class RememberingDevice:
         self._windows = windows
         self._device: Tier = {}
         self._host: Tier = {}
+        self._states: Tier = {}
+        self._host_states: Tier = {}
         self._outputs = OutputMemory()
 
     def forget(self) -> None:
@@ -39,6 +50,8 @@ class RememberingDevice:
         self._outputs = OutputMemory()
         self._device.clear()
         self._host.clear()
+        self._states.clear()
+        self._host_states.clear()
 
     def run(self, iteration: Iteration) -> None:
         """Carry out the oldest step in flight, except for requests that are leaving."""
@@ -68,10 +81,12 @@ class RememberingDevice:
             assert sample.grammar == request.spec.grammar
 
     def _copy(self, move: BlockMove) -> None:
-        size = self._block_size
+        size = 1 if move.is_state else self._block_size
         for device, host in zip(array("i", move.device), array("i", move.host), strict=True):
             for offset in range(size):
                 source, target = self._device, self._host
+                if move.is_state:
+                    source, target = self._states, self._host_states
                 at, to = device * size + offset, host * size + offset
                 if move.direction is Direction.IN:
                     source, target, at, to = target, source, to, at
@@ -85,6 +100,19 @@ class RememberingDevice:
         assert entry.tokens == tokens or (entry.tokens == (LAST_TOKEN,) and stop == len(known))
         for group, table in enumerate(tables_of(entry)):
             self._compute_group(entry.start, known[:stop], table, group)
+        if entry.state is not None:
+            self._compute_state(entry.start, known[:stop], entry.state)
+
+    def _compute_state(self, start: int, known: tuple[int, ...], state: StateSlots) -> None:
+        """Read the state after the tokens before, and write the new one and the snapshots."""
+        if state.source == NO_STATE:
+            assert start == 0, "a state of zeros behind tokens"
+        else:
+            assert self._states[state.source] == known[:start]
+        for num_tokens, slot in state.snapshots:
+            assert 0 < num_tokens <= len(known) - start
+            self._states[slot] = known[: start + num_tokens]
+        self._states[state.slot] = known
 
     def _compute_group(
         self, start: int, known: tuple[int, ...], table: BlockTable, group: int
@@ -111,7 +139,10 @@ def _last(entry: StepEntry, request: Request) -> tuple[int]:
 def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -> None:
     """Moves that are not awaited may run beside the newest step, and those before too."""
     steps = [newest, *[iteration.step for iteration in in_flight]]
-    beside = [move for step in steps for move in step.moves if not move.is_awaited]
+    _check_states(newest, steps)
+    beside = [
+        move for step in steps for move in step.moves if not move.is_awaited and not move.is_state
+    ]
     moving = {block for move in beside for block in array("i", move.device)}
     coming = {
         block
@@ -119,8 +150,10 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
         if move.direction is Direction.IN
         for block in array("i", move.device)
     }
-    host = [block for step in steps for move in step.moves for block in array("i", move.host)]
-    assert len(host) == len(set(host)), "a host block moves twice"
+    for is_state in (False, True):
+        moves = [move for step in steps for move in step.moves if move.is_state == is_state]
+        host = [block for move in moves for block in array("i", move.host)]
+        assert len(host) == len(set(host)), "a host block moves twice"
     for entry in newest.entries:
         end = entry.start + len(entry.tokens)
         for table in tables_of(entry):
@@ -128,3 +161,15 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
             written = touched[entry.start // block_size - table.first :]
             assert not coming & set(touched), "a block is read before it is there"
             assert not moving & set(written), "written while it moves"
+
+
+def _check_states(newest: Step, steps: Iterable[Step]) -> None:
+    """No entry writes a state that another entry reads or writes, or that moves beside the step."""
+    moves = [move for step in steps for move in step.moves if move.is_state and not move.is_awaited]
+    moving = {slot for move in moves for slot in array("i", move.device)}
+    states = [entry.state for entry in newest.entries if entry.state is not None]
+    written = [slot for state in states for slot in (state.slot, *(s for _, s in state.snapshots))]
+    assert len(written) == len(set(written)), "two entries write one state"
+    for state in states:
+        assert state.source == state.slot or state.source not in written, "read and written"
+    assert not moving & {*written, *[state.source for state in states]}, "used while it moves"

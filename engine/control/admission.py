@@ -101,7 +101,8 @@ class AdmissionControl:
     def admit(self, request: Request, now: float) -> bool:
         """Start a waiting or swapped request if its blocks are available, or can be made available
         by preemption. KV on the host is swapped in before the request runs."""
-        if self.num_missing(request) > 0 and not self._make_room_to_start(request, now):
+        is_short = self.num_missing(request) > 0 or self._kv.num_states_missing(request) > 0
+        if is_short and not self._make_room_to_start(request, now):
             return False
         self.start(request, now, is_awaited=True)
         return True
@@ -168,6 +169,7 @@ class AdmissionControl:
         missing = self.num_missing(request)
         if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
+        fewest = self._kv.num_states_missing(request)  # each victim has one state, or more
         victims: list[Request] = []
         needed, shared = missing, self._kv.shared_blocks(request)
         headroom = self._kv.num_groups if self._grows else 0
@@ -178,10 +180,11 @@ class AdmissionControl:
                 victims.append(victim)
                 host_left -= num_swapped
                 missing -= self._kv.num_gained(victim, exclude=shared) + headroom
-                if missing <= 0:
+                if missing <= 0 and len(victims) >= fewest:
                     break
-        if missing > 0:
-            self._reclaimable = needed - missing  # requests further back have fewer victims
+        if missing > 0 or len(victims) < fewest:
+            if missing > 0:
+                self._reclaimable = needed - missing  # requests further back have fewer victims
             return False
         for victim in victims:
             self._preempt(victim, now)

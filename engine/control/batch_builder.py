@@ -81,6 +81,8 @@ class BatchBuilder:
         )
         if not blocks:
             entry = entry._replace(tables=kv.tables(request))
+        if kv.states is not None:
+            entry = entry._replace(state=kv.plan_state(request, start, stop))
         if request.spec.lora is not None:
             entry = entry._replace(lora_id=request.spec.lora.lora_id)
             self._has_loras = True

@@ -270,8 +270,7 @@ class IterationScheduler:
             request.num_computed = entry.start + num_tokens
             count(request, num_tokens, seconds, now)
             if without_token and request in without_token:
-                request.reset_to(request.num_computed - 1)
-                request.was_late()
+                self._repeat_last(request)
             elif token is not None:
                 self._produce(request, token, now)
                 deliveries.append(Delivery(request, token, scores))
@@ -282,6 +281,7 @@ class IterationScheduler:
                 deliveries.append(Delivery(request, None))
             publish(request, entry.start)
             self._settle(request, now)
+        self._forget_late(without_token)
         self.cost.observe(iteration.step, result.seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
@@ -292,6 +292,19 @@ class IterationScheduler:
             self.lifecycle.iteration_returned(request, now)
         else:
             self.kv.forget(request)
+
+    def _repeat_last(self, request: Request) -> None:
+        """A late request computes the last of its tokens again."""
+        request.was_late()
+        if self.kv.states is None:
+            request.reset_to(request.num_computed - 1)
+
+    def _forget_late(self, rows: "dict[Request, Fault | None]") -> None:
+        """A recurrent state has gone past the token to compute again: a late request of a model
+        with such states waits again, to start behind its newest snapshot."""
+        for request, fault in rows.items():
+            if self.kv.states is not None and fault is None and request.state is State.READY:
+                self.kv.forget(request)
 
     def saved(self, iteration: Iteration) -> None:
         """An iteration of `save` has returned."""

@@ -85,11 +85,12 @@ class SwapPlanner:
         movable = [r for r in idle if r.state is READY and self._may_swap_out(r)]  # soonest first
         for request in [r for r in idle[: self._seats] if r.state is SWAPPED]:
             short = self._admission.num_missing(request) + spare
-            if short <= 0:
+            lacks_state = self._kv.num_states_missing(request) > 0
+            if short <= 0 and not lacks_state:
                 self._admission.start(request, now, is_awaited=False)
                 continue
             later = CLEARLY * times[request]
-            self._swap_out([r for r in movable if times[r] > later], short, now)
+            self._swap_out([r for r in movable if times[r] > later], max(short, 1), now)
             break  # requests behind it can wait for blocks to become free
         self._swap_out(movable, self._num_short(spare), now)
 

@@ -127,6 +127,12 @@ class BlockPool:
             if self.lower and self.lower.without(self.prefixes.hash_of(block)):
                 self._unsaved[block] = None
 
+    def discard(self, block: int) -> None:
+        """Free a cached block; one that a request holds or a step copies stays as it is."""
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
+            self._evict()
+
     def begin_save(self, most: int) -> "list[Save]":
         """Let the step being planned copy at most so many cached blocks, the least recently used
         first."""

@@ -78,7 +78,8 @@ class LayerGroups(tuple[LayerGroup, ...]):
         self, hashes: "Sequence[bytes]", most: int, published: "Container[bytes]"
     ) -> int:
         """How many of the first `most` hashes, at most, a request can start behind: the largest
-        number for which each group has what computing the next token reads."""
+        number for which each group has what computing the next token reads. If the first group
+        keeps the KV of all tokens, its blocks with these hashes are published."""
         count = most
         while count:
             missing = max(
@@ -95,6 +96,8 @@ class LayerGroups(tuple[LayerGroup, ...]):
         """The last block that a group lacks so that a request can start behind `count` blocks; -1
         if it lacks none."""
         group = self[number]
+        if not number and group.window is None:
+            return -1
         for place in range(count - 1, group.first_needed(count * group.block_size) - 1, -1):
             if name_in_group(hashes[place], number) not in published:
                 return place

@@ -15,6 +15,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
 from engine.kv.layer_groups import LayerGroups, name_in_group
 from engine.kv.saved_blocks import LowerTiers, SavedBlocks
+from engine.kv.state_ledger import StateLedger
 from engine.kv.tables import BlockPairs, Copied, Holding, Table
 from engine.step import BlockTable, Tier
 
@@ -52,12 +53,15 @@ class KVLedger:
         saves_on_host: bool = False,
         windows: "Sequence[int | None]" = (None,),
         chunk: int = 0,
+        num_states: int = 0,
+        num_host_states: int = 0,
     ) -> None:
         """`windows` has the window of each layer group, None for one that keeps all KV. At most
         `chunk` tokens of a request are planned beyond those that are computed.
 
-        With `saves_on_host` the host tier also keeps copies of cached blocks; only blocks of a
-        model that keeps all KV are saved in lower tiers.
+        A model with recurrent layers has `num_states` slots for their states. With `saves_on_host`
+        the host tier also keeps copies of cached blocks; only blocks of a model that keeps all KV,
+        and no state, are saved in lower tiers.
         """
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
@@ -65,7 +69,8 @@ class KVLedger:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = LayerGroups.of(windows, block_size, chunk)
-        self.keeps_all = self.groups.keeps_all
+        self.states = StateLedger(num_states, num_host_states) if num_states else None
+        self.keeps_all = self.groups.keeps_all and self.states is None
         self.host = HostTier(num_host_blocks)
         self.disk = SavedBlocks(list(range(num_disk_blocks - 1, -1, -1)))
         tiers: dict[Tier, SavedBlocks] = {}
@@ -136,9 +141,21 @@ class KVLedger:
     # Shared prefixes
 
     def num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
-        """How many of the first `most` hashes, at most, a request can start behind. If all KV is
-        kept, these blocks are published."""
-        return most if self.keeps_all else self.groups.num_reusable(hashes, most, self.prefixes)
+        """How many of the first `most` hashes, at most, a request can start behind. The first layer
+        group has them all, unless it has a window."""
+        if self.keeps_all:
+            return most
+        count, behind = most, self.states
+        while True:
+            found = count if behind is None else behind.longest(hashes, count)
+            count = self.groups.num_reusable(hashes, found, self.prefixes)
+            if count == found:
+                return count
+
+    @property
+    def version(self) -> int:
+        """Changes whenever what can be reused changes."""
+        return self.prefixes.version + (self.states.snapshots.version if self.states else 0)
 
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
         """How many of the published blocks of a prefix are cached: adopting them reduces
@@ -159,6 +176,8 @@ class KVLedger:
             blocks = array("i", [self.pool.share(name) for name in names])
             tables.append(Table(group.first_needed(stop), len(hashes), blocks))
         self._held[request_id] = Holding(tuple(tables), stop)
+        if self.states is not None:
+            self.states.start(request_id, hashes)
 
     def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[int]:
         """Publish the request's leading blocks, which are full and computed, under `hashes`.
@@ -254,9 +273,9 @@ class KVLedger:
         return self._held[request_id].tables[0].blocks.tobytes()
 
     def tables(self, request_id: "RequestId") -> tuple[BlockTable, ...]:
-        """The request's block table in each layer group (see `StepEntry.tables`); none if the model
-        keeps all KV."""
-        if self.keeps_all:
+        """The request's block table in each layer group (see `StepEntry.tables`); none if all
+        layers keep all their KV."""
+        if self.groups.keeps_all:
             return ()
         tables = self._held[request_id].tables
         return tuple([BlockTable(table.first, table.blocks.tobytes()) for table in tables])
@@ -278,19 +297,24 @@ class KVLedger:
         spans = holding.to_copy(self.blocks_for(num_slots))
         for table, span in zip(holding.tables, spans, strict=True):
             copied += table.blocks[: span.num_blocks]
+        if self.states is not None and not self.states.host.num_free:
+            return None
         copy = self.host.begin_write(request_id, len(copied))
         if copy is None:
             return None
+        state = None if self.states is None else self.states.begin_swap_out(request_id)
         self._copied[request_id] = spans
         if is_awaited:
             self._release_device(request_id)
         else:
             self._in_motion[request_id] = self.num_private(request_id)
-        return BlockPairs(copied, copy)
+        return BlockPairs(copied, copy, state)
 
     def finish_swap_out(self, request_id: "RequestId") -> None:
         """The step that copied the request's KV to the host has returned."""
         self.host.finish_write(request_id)
+        if self.states is not None:
+            self.states.host.finish_write(request_id)
         self._release_device(request_id)
 
     def begin_swap_in(
@@ -318,7 +342,8 @@ class KVLedger:
             filled += table.blocks[len(prefix) : span.num_blocks]
         if filled and not is_awaited:
             self._in_motion[request_id] = 0
-        return BlockPairs(filled, copy)
+        state = None if self.states is None else self.states.begin_swap_in(request_id)
+        return BlockPairs(filled, copy, state)
 
     def finish_swap_in(self, request_id: "RequestId") -> None:
         """The step that copied the request's KV to the device has returned."""
@@ -330,6 +355,8 @@ class KVLedger:
         The end of a prefix is evicted before its beginning, which more requests can use.
         """
         self._in_motion.pop(request_id, None)
+        if self.states is not None:
+            self.states.release_device(request_id)
         holding = self._held.pop(request_id, None)
         if holding is None:
             return 0
@@ -348,6 +375,8 @@ class KVLedger:
     def release(self, request_id: "RequestId") -> int:
         """Free the request's blocks in both tiers; the number of device blocks that it held."""
         self.host.release(request_id)
+        if self.states is not None:
+            self.states.host.release(request_id)
         self._copied.pop(request_id, None)
         return self._release_device(request_id)
 
@@ -359,11 +388,14 @@ class KVLedger:
         self._copied.clear()
         self.pool.reset()
         self.disk.abandon()
+        if self.states is not None:
+            self.states.reset()
 
     def num_leaked(self, live: "Container[RequestId]") -> int:
         """Blocks of both tiers whose request is not live; anything but 0 is a leak."""
         held = [sum(1 for _ in h.blocks()) for owner, h in self._held.items() if owner not in live]
-        return sum(held) + self.host.num_leaked(live)
+        states = 0 if self.states is None else self.states.num_leaked(live)
+        return sum(held) + self.host.num_leaked(live) + states
 
     def check(self) -> None:
         """Assert that every block is in exactly one state and that all counts agree."""
@@ -383,3 +415,5 @@ class KVLedger:
         assert min(counts) >= 0, f"a negative count: {self!r}"
         assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"
         self.host.check()
+        if self.states is not None:
+            self.states.check(self._held)

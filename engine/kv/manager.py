@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from engine.events import Observer
     from engine.kv.ledger import KVLedger
+    from engine.kv.state_ledger import StateLedger
     from engine.kv.tables import BlockPairs
     from engine.pool import RequestPool
-    from engine.step import BlockTable
+    from engine.step import BlockTable, StateSlots
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 
@@ -45,6 +46,8 @@ class KVManager:
         self._observer = observer
         self._reuses_prefixes = reuses_prefixes
         self._keeps_all = ledger.keeps_all
+        self._has_one_table = ledger.groups.keeps_all
+        self.states = ledger.states  # None without recurrent layers
         self.num_groups = len(ledger.groups)
         self.search = PrefixSearch(ledger, is_on=reuses_prefixes)
         self._moves: list[BlockMove] = []  # of the plan being made
@@ -83,6 +86,15 @@ class KVManager:
                 listener.stored(request, depths)
         if not self._keeps_all:
             self.ledger.give_back(request.request_id, request.num_computed)
+            if self.states is not None:
+                self._publish_snapshots(request, self.states)
+
+    def _publish_snapshots(self, request: Request, states: "StateLedger") -> None:
+        size, num_computed = self.block_size, request.num_computed
+        if self._reuses_prefixes:
+            extend_hashes(request, size, num_computed // size)
+        hashes, prompt_len = request.block_hashes, request.prompt_len
+        states.commit(request.request_id, num_computed, prompt_len, hashes, size)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
@@ -109,6 +121,10 @@ class KVManager:
         prefix = self.prefix(request)
         need = self.ledger.num_to_start(request.request_id, num_slots, len(prefix))
         return need + self.ledger.num_idle(prefix) - self.ledger.num_free
+
+    def num_states_missing(self, request: Request) -> int:
+        """State slots that lack for a waiting or swapped request to start; 0 or less if none do."""
+        return 0 if self.states is None else self.states.num_missing(self.prefix(request))
 
     def num_for_prompt(self, prompt_len: int) -> int:
         """Blocks that a prompt of this length needs to start, if nothing of it is cached."""
@@ -185,11 +201,32 @@ class KVManager:
 
     def table(self, request: Request) -> bytes:
         """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
-        return self.ledger.table(request.request_id) if self._keeps_all else b""
+        return self.ledger.table(request.request_id) if self._has_one_table else b""
 
     def tables(self, request: Request) -> "tuple[BlockTable, ...]":
-        """Its tables in all layer groups; none if the model keeps all KV (`StepEntry.tables`)."""
+        """Its tables in all layer groups; none if all layers keep all KV (`StepEntry.tables`)."""
         return self.ledger.tables(request.request_id)
+
+    def plan_state(self, request: Request, start: int, stop: int) -> "StateSlots | None":
+        """Where a step that computes the tokens `[start, stop)` reads and writes the request's
+        recurrent state; None without recurrent layers.
+
+        Snapshots are written after the last full block of the prompt, of all tokens so far, and of
+        each block of the output, and at intervals within long prompts.
+        """
+        if self.states is None:
+            return None
+        ends: set[int] = set()
+        if self._reuses_prefixes:
+            size, prompt_len = self.block_size, request.prompt_len
+            interval = -(-self.states.interval(prompt_len) // size) * size
+            last = (prompt_len - 1) // size * size
+            ends.update(range(interval, last, interval))
+            ends.update((last, (request.num_tokens - 1) // size * size))
+            if start >= prompt_len:
+                ends.add(stop // size * size)
+        written = sorted(end for end in ends if start < end <= stop)
+        return self.states.plan(request.request_id, start, written)
 
     def release(self, request: Request) -> None:
         """Free the request's blocks in both tiers; no step in flight may use them."""
@@ -257,6 +294,9 @@ class KVManager:
             request.num_in_flight += 1
         move = BlockMove(direction, pairs.device.tobytes(), pairs.host.tobytes(), is_awaited)
         self._moves.append(move)
+        if pairs.state is not None:
+            device, host = (array("i", [slot]).tobytes() for slot in pairs.state)
+            self._moves.append(BlockMove(direction, device, host, is_awaited, is_state=True))
         self._observer.swapped(request, move, now)
 
     def collect_swaps(self) -> Swaps:
@@ -317,7 +357,9 @@ class KVManager:
             if move.direction is Direction.IN and not move.hashes:
                 blocks = array("i")
                 blocks.frombytes(move.host)
-                self.ledger.host.finish_read(blocks)
+                states = self.ledger.states if move.is_state else None
+                tier = self.ledger.host if states is None else states.host
+                tier.finish_read(blocks)
 
 
 def _move(

@@ -69,7 +69,7 @@ class PrefixSearch:
         found = request.num_matched if self._has_chain else len(hashes)
         count = min(found, most)
         if count and not self._ledger.keeps_all:
-            key = (count, self._index.version)
+            key = (count, self._ledger.version)
             if request.reusable_at != key:
                 request.num_reusable = self._ledger.num_reusable(hashes, count)
                 request.reusable_at = key

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine.kv.state_ledger import StatePair
+
 
 @dataclass(slots=True)
 class Table:
@@ -50,7 +52,9 @@ class Copied(NamedTuple):
 
 
 class BlockPairs(NamedTuple):
-    """Blocks to copy: `device[i]` to or from `host[i]`."""
+    """Blocks to copy: `device[i]` to or from `host[i]`; and the request's recurrent state, if the
+    model has any."""
 
     device: "array[int]"
     host: "array[int]"
+    state: "StatePair | None" = None

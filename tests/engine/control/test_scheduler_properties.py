@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         itl_goal=st.sampled_from([0.5, 2.0, inf, inf]),
         prefill_slowdown=st.sampled_from([1.5, 4.0, inf]),
         windows=st.sampled_from(WINDOWS),
+        num_states=st.sampled_from([0, 0, 2, 3, 9]),
     )
     def start(
         self,
@@ -100,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         itl_goal: float,
         prefill_slowdown: float,
         windows: tuple[int | None, ...],
+        num_states: int,
     ) -> None:
         self.ends = Ends()
         self.depth = depth
@@ -126,6 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_slots // block_size,
             windows=windows,
             chunk=2 * bounds.max_batch_tokens,
+            num_states=num_states,
+            num_host_states=host_slots // 8,
         )
         self.name = name
         self.cost = LiveCost(HAND_COST)
@@ -286,6 +290,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ledger = self.scheduler.ledger
         assert ledger.num_held == ledger.num_moving == 0
         assert ledger.host.num_free == ledger.host.num_blocks
+        if ledger.states is not None:
+            assert ledger.states.num_leaked(()) == 0
         self.nothing_is_lost_or_doubled()
 
 

@@ -83,6 +83,8 @@ class Case:
             host_blocks * len(windows),
             windows=windows,
             chunk=2 * self.settings.max_batch_tokens,
+            num_states=random.choice([0, 0, 2, 3, 9]),
+            num_host_states=random.choice([1, 3]),
         )
         self.cost = LiveCost(HAND_COST)
         self.scheduler = IterationScheduler(
@@ -116,6 +118,8 @@ class Case:
         ledger = self.scheduler.ledger
         assert ledger.num_held == ledger.num_moving == 0
         assert ledger.host.num_free == ledger.host.num_blocks
+        if ledger.states is not None:
+            assert ledger.states.num_leaked(()) == 0
         assert all(request.state.is_terminal for request in self.requests)
 
     def arrive(self) -> None:

@@ -96,8 +96,10 @@ def test_without_the_last_window_a_shorter_prefix_is_reused() -> None:
     published.remove(name_in_group(hashes[16], 1))
     assert groups.num_reusable(hashes, 20, published) == 16
     assert groups.num_reusable(hashes, 5, published) == 5
-    published.remove(name_in_group(hashes[3], 0))  # kept by all layers of the first group
-    assert groups.num_reusable(hashes, 16, published) == 3
+    published.remove(name_in_group(hashes[15], 1))
+    published.remove(name_in_group(hashes[3], 1))
+    assert groups.num_reusable(hashes, 16, published) == 15
+    assert groups.num_reusable(hashes, 6, published) == 3
 
 
 def test_prompts_with_a_common_beginning_share_it_behind_a_window() -> None:

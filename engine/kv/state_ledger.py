@@ -1,0 +1,194 @@
+"""StateLedger: which request holds which recurrent states, and which snapshots are cached.
+
+A recurrent layer keeps one state of fixed size per request, whatever the number of tokens. A state
+slot has the states of all recurrent layers of all stages. Each started request owns one slot, which
+its steps read and write. A *snapshot* is a slot with the state after a prefix: a step writes it
+beside the request's own slot, and when the step has returned it is published under the hash of that
+prefix. A request that starts behind the prefix reads the snapshot in its first step.
+
+    free ──start──▶ owned by a request ──release──▶ free
+    free ──plan──▶ being written ──commit──▶ snapshot, cached ──evict──▶ free
+                                              │    ▲
+                                            start  commit of the first step
+                                              ▼    │
+                                        snapshot, being read
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.kv.block_pool import BlockPool
+from engine.kv.host_tier import HostTier
+from engine.kv.saved_blocks import LowerTiers
+from engine.step import NO_STATE, Snapshot, StateSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from engine.step import RequestId
+
+LEAST_STATES = 2  # the snapshot that a request starts behind, and its own
+SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, at least
+
+
+class _Written(NamedTuple):
+    """A snapshot that a step in flight writes: the state after so many tokens."""
+
+    num_tokens: int
+    slot: int
+
+
+class StatePair(NamedTuple):
+    """A state to copy between a device slot and a host slot."""
+
+    device: int
+    host: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """The slots of one request."""
+
+    slot: int
+    source: int = NO_STATE  # what its next step reads: zeros, a snapshot, or its own slot
+    snapshot: int | None = None  # that it started behind, until its first step has returned
+    written: list[_Written] = field(default_factory=list)
+    last_of_output: bytes | None = None  # the name of the newest snapshot within its output
+
+    def slots(self) -> list[int]:
+        held = [self.slot, *[one.slot for one in self.written]]
+        return held if self.snapshot is None else [*held, self.snapshot]
+
+
+class StateLedger:
+    """Allocates state slots on the device and on the host."""
+
+    def __init__(self, num_states: int, num_host_states: int = 0) -> None:
+        assert num_states >= LEAST_STATES, "a request can start behind a snapshot"
+        self.num_states = num_states
+        self.pool = BlockPool(num_states, LowerTiers())
+        self.snapshots = self.pool.prefixes
+        self.host = HostTier(num_host_states)
+        self._held: dict[RequestId, _Held] = {}
+
+    def __repr__(self) -> str:
+        free = self.pool.num_available - self.pool.num_cached
+        return f"StateLedger(free={free}, cached={self.pool.num_cached}, all={self.num_states})"
+
+    # Prefixes
+
+    def longest(self, hashes: "Sequence[bytes]", most: int) -> int:
+        """The largest number of hashes, at most `most`, behind which there is a snapshot."""
+        snapshots = self.snapshots
+        return next((n for n in range(most, 0, -1) if hashes[n - 1] in snapshots), 0)
+
+    def num_missing(self, hashes: "Sequence[bytes]") -> int:
+        """Slots that lack for a request to start behind this prefix; 0 or negative if none do."""
+        return 1 + self.pool.num_idle(hashes[-1:]) - self.pool.num_available
+
+    def interval(self, prompt_len: int) -> int:
+        """The tokens between two snapshots of a prompt: all its snapshots are at most a quarter of
+        the slots."""
+        most = max(1, self.num_states // 4)
+        return SNAPSHOT_TOKENS * -(-prompt_len // (SNAPSHOT_TOKENS * most))
+
+    # Slots of requests
+
+    def start(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
+        """Give a request a slot of its own, and the snapshot behind the prefix that it shares."""
+        assert request_id not in self._held, "a request has one state"
+        snapshot = self.pool.share(hashes[-1]) if hashes else None
+        (slot,) = self.pool.allocate(1)
+        source = NO_STATE if snapshot is None else snapshot
+        self._held[request_id] = _Held(slot, source, snapshot)
+
+    def plan(self, request_id: "RequestId", start: int, ends: "Sequence[int]") -> StateSlots:
+        """The slots of a step that computes the request's tokens from `start` on, and writes
+        snapshots of the states after `ends` tokens, as far as there are slots for them."""
+        held = self._held[request_id]
+        snapshots = []
+        for end in ends:
+            if self.pool.num_available:
+                (slot,) = self.pool.allocate(1)
+                held.written.append(_Written(end, slot))
+                snapshots.append(Snapshot(end - start, slot))
+        source, held.source = held.source, held.slot
+        return StateSlots(held.slot, source, tuple(snapshots))
+
+    def commit(
+        self,
+        request_id: "RequestId",
+        num_computed: int,
+        prompt_len: int,
+        hashes: "Sequence[bytes]",
+        block_size: int,
+    ) -> None:
+        """A step of the request has returned, with which so many tokens are computed: publish its
+        snapshots. Of those within the output only the newest is kept."""
+        held = self._held[request_id]
+        if held.snapshot is not None:
+            self.pool.drop(held.snapshot)
+            held.snapshot = None
+        done = [one for one in held.written if one.num_tokens <= num_computed]
+        held.written = [one for one in held.written if one.num_tokens > num_computed]
+        for end, slot in done:
+            name = hashes[end // block_size - 1]
+            if name not in self.snapshots:
+                self.snapshots.publish(slot, name, None)
+                if end >= prompt_len:
+                    self._forget(held.last_of_output)
+                    held.last_of_output = name
+            self.pool.drop(slot)
+
+    def _forget(self, name: bytes | None) -> None:
+        """Evict a snapshot that no request reads."""
+        if name is not None and name in self.snapshots:
+            self.pool.discard(self.snapshots.block(name))
+
+    # Swapping
+
+    def begin_swap_out(self, request_id: "RequestId") -> StatePair | None:
+        """Allocate a host slot for a copy of the request's state; None, and no change, if there is
+        none."""
+        copy = self.host.begin_write(request_id, 1)
+        return None if copy is None else StatePair(self._held[request_id].source, copy[0])
+
+    def begin_swap_in(self, request_id: "RequestId") -> StatePair:
+        """The copy is read into the slot of the request, which has just been started."""
+        held = self._held[request_id]
+        held.source = held.slot
+        return StatePair(held.slot, self.host.begin_read(request_id, 0)[0])
+
+    def release_device(self, request_id: "RequestId") -> None:
+        """Free the request's slots on the device; a host copy is kept."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            for slot in held.slots():
+                self.pool.drop(slot)
+
+    def release(self, request_id: "RequestId") -> None:
+        """Free the request's slots in both tiers."""
+        self.host.release(request_id)
+        self.release_device(request_id)
+
+    def reset(self) -> None:
+        """The worker is lost: all slots are free."""
+        self.host.reset()
+        self._held.clear()
+        self.pool.reset()
+
+    def num_leaked(self, live: "Container[RequestId]") -> int:
+        """Slots of both tiers whose request is not live; anything but 0 is a leak."""
+        held = [len(held.slots()) for owner, held in self._held.items() if owner not in live]
+        return sum(held) + self.host.num_leaked(live)
+
+    def check(self, owners: "Container[RequestId]") -> None:
+        """Assert that every slot is in exactly one state, and that only `owners` have one."""
+        holders = [0] * self.num_states
+        for owner, held in self._held.items():
+            assert owner in owners, "a state without blocks"
+            for slot in held.slots():
+                holders[slot] += 1
+            assert holders[held.slot] == 1, "a request's own state is shared"
+        self.pool.check(holders)
+        self.host.check()
