@@ -355,7 +355,8 @@ class WorkerSettings:
     `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
     their inputs.
     `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
-    chooses from the free memory. `host_kv_bytes`, also a total over all workers, is for KV that is
+    chooses from the free memory; so it does for `num_states` 0, the state slots of a model with
+    recurrent layers. `host_kv_bytes`, also a total over all workers, is for KV that is
     swapped out. `disk_kv_bytes` bounds the disk tier in `disk_kv_dir`; "" disables it.
     `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how threads wait
     between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
@@ -379,6 +380,7 @@ class WorkerSettings:
     block_size: int = 16
     kv_slots: int = 0
     kv_bytes: int = 0
+    num_states: int = 0
     host_kv_bytes: int = 0
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 0

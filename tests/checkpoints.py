@@ -81,6 +81,16 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 
+QWEN3_5: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -159,6 +169,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
     "gpt_oss_clamped": ("GptOssConfig", GPT_OSS | {"swiglu_limit": 0.5}),
+    "qwen3_5": ("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3_5_grouped": (
+        "Qwen3_5TextConfig",
+        QWEN3_5 | {"linear_num_value_heads": 4, "linear_value_head_dim": 12},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

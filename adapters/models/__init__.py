@@ -16,6 +16,8 @@ FAMILIES: dict[str, str] = {
     "Phi3ForCausalLM": "adapters.models.phi3:Phi3",
     "OlmoeForCausalLM": "adapters.models.olmoe:Olmoe",
     "Qwen2ForCausalLM": "adapters.models.qwen2:Qwen2",
+    "Qwen3_5ForCausalLM": "adapters.models.qwen3_5:Qwen35",
+    "Qwen3_5ForConditionalGeneration": "adapters.models.qwen3_5:Qwen35Multimodal",
     "Qwen3ForCausalLM": "adapters.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "adapters.models.qwen3_moe:Qwen3Moe",
     "SmolLM3ForCausalLM": "adapters.models.smollm3:SmolLM3",

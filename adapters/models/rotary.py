@@ -10,12 +10,19 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from adapters.models.fields import Fields
-from adapters.models.head_norms import head_norms
+from adapters.models.head_norms import HeadNorms, head_norms
 from adapters.models.projections import Fused, Projections, embedding_and_head
 from adapters.models.rope_fields import LayerRopes, read_rope
 from adapters.models.traits import FamilyTraits
 from engine.errors import StartupError
-from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mlp
+from engine.worker.model.layers import (
+    AttentionBlock,
+    Decoder,
+    DecoderLayer,
+    FeedForward,
+    Mixer,
+    Mlp,
+)
 from engine.worker.ports import (
     AttentionOptions,
     ModelShape,
@@ -172,13 +179,16 @@ class RotaryFamily(ABC):
             mlp_post_norm=norm(names.mlp_post),
         )
 
-    def _attention(self, projections: Projections, at: str, layer: int) -> AttentionBlock:
+    def _head_norms(self, projections: Projections, at: str) -> HeadNorms:
+        return head_norms(projections, at, self._traits, self._settings.eps)
+
+    def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
         shard, traits, at = projections.shard, self._traits, f"{at}.self_attn"
         dim = shard.shape.head_dim
         width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
         parts = {f"{at}.q_proj": width, f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
         fused = Fused(f"{at}.qkv_proj", tuple(parts.values())) if traits.is_fused else parts
-        norms = head_norms(projections, at, traits, self._settings.eps)
+        norms = self._head_norms(projections, at)
         return AttentionBlock(
             layer - shard.span.start,
             len(shard.heads.run),

@@ -92,6 +92,8 @@ class RecordingHeader:
     saves_on_host: bool = False
     num_disk_blocks: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the layer groups
+    num_states: int = 0  # slots for recurrent states
+    num_host_states: int = 0
 
     @property
     def _kept(self) -> tuple[int | None, ...]:
@@ -117,6 +119,8 @@ class RecordingHeader:
             saves_on_host=self.saves_on_host,
             windows=self._kept,
             chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
+            num_states=self.num_states,
+            num_host_states=self.num_host_states,
         )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
@@ -124,7 +128,7 @@ class RecordingHeader:
         """The first line of a recording, without tiers that are not there, scheduler settings that
         are infinite, and windows if there are none."""
         row = asdict(self)
-        for name in ("saves_on_host", "num_disk_blocks"):
+        for name in ("saves_on_host", "num_disk_blocks", "num_states", "num_host_states"):
             if not row[name]:
                 del row[name]
         if self.windows == (None,):

@@ -147,6 +147,7 @@ class MultiprocessExecutor:
         self._worker = replace(
             self._worker,
             kv_slots=report.num_blocks // len(report.windows) * report.block_size,
+            num_states=report.num_states,
             loras=tuple(
                 spec._replace(digest=lora.digest)
                 for spec, lora in zip(self._worker.loras, report.loras, strict=True)

@@ -309,6 +309,8 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         saves_on_host=settings.prefix_cache,
         num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
         windows=report.windows,
+        num_states=report.num_states,
+        num_host_states=report.num_host_states,
     )
 
 

@@ -48,7 +48,8 @@ class RecordedDecoder:
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         attention = context.attention
         plan = attention.plan_key if isinstance(attention, RecordableAttention) else b""
-        if not plan or context.rows is not None or len(hidden) > MAX_ROWS:
+        is_other = context.rows is not None or context.states is not None
+        if not plan or is_other or len(hidden) > MAX_ROWS:
             return self._decoder.layers(hidden, context)
         ropes = self._decoder.rope_angles(context.positions)
         key = (len(hidden), plan, context.loras)

@@ -8,10 +8,10 @@ in a block. Layers of different groups share KV tensors, since no block belongs 
     tensor   0        0          0          1        1          1
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from engine.errors import StartupError
 from engine.worker.ports import ModelShape
 
 MOST_WASTE = 8  # at most one in so many layers of a block is unused
@@ -19,13 +19,14 @@ MOST_WASTE = 8  # at most one in so many layers of a block is unused
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """The layer groups of a model; `of_layer` has the group of each layer, counted over all stages.
+    """The layer groups of a model; `of_layer` has the group of each layer, counted over all stages,
+    None for a recurrent layer.
 
     `windows` has the sliding window of each group, None for one that keeps the KV of all tokens.
     """
 
     windows: tuple[int | None, ...]
-    of_layer: tuple[int, ...]
+    of_layer: tuple[int | None, ...]
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
@@ -33,12 +34,15 @@ class KVGroups:
 
         Neighbours of one kind are in different groups, so that a stage has layers of all groups.
         """
-        kept = [options.window for options in shape.layer_attention]
-        layers = {window: _places(kept, window) for window in sorted(set(kept), key=_full_first)}
+        kept = {n: shape.layer_attention[n].window for n in shape.attention_layers}
+        if not kept:
+            raise StartupError("a model without attention layers is not supported")
+        found = sorted(set(kept.values()), key=_full_first)
+        layers = {window: [n for n in kept if kept[n] == window] for window in found}
         counts = {window: len(places) for window, places in layers.items()}
         size = next(n for n in range(max(counts.values()), 0, -1) if _fits(n, counts))
         windows: list[int | None] = []
-        of_layer = [0] * len(kept)
+        of_layer: list[int | None] = [None] * shape.num_layers
         for window, places in layers.items():
             num_groups = -(-len(places) // size)
             for number, layer in enumerate(places):
@@ -52,21 +56,18 @@ class KVGroups:
         return self.windows == (None,)
 
     def tensors(self, span: range) -> tuple[int, ...]:
-        """For each layer of a stage, the number of the KV tensor that it uses."""
+        """For each attention layer of a stage, the number of the KV tensor that it uses."""
         counts = [0] * len(self.windows)
         places = []
-        for group in self.of_layer[span.start : span.stop]:
+        for group in self.in_stage(span):
             places.append(counts[group])
             counts[group] += 1
         return tuple(places)
 
     def in_stage(self, span: range) -> tuple[int, ...]:
-        """The group of each layer of a stage."""
-        return self.of_layer[span.start : span.stop]
-
-
-def _places(kept: Sequence[int | None], window: int | None) -> list[int]:
-    return [layer for layer, one in enumerate(kept) if one == window]
+        """The group of each attention layer of a stage."""
+        groups = self.of_layer[span.start : span.stop]
+        return tuple(group for group in groups if group is not None)
 
 
 def _full_first(window: int | None) -> int:

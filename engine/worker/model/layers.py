@@ -133,25 +133,67 @@ class AttentionBlock:
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """The attention output `[tokens, heads * dim]`, before `out`, which the caller applies."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        return self.mix(self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim), context)
+
+    def mix(self, qkv: Tensor, context: StepContext) -> Tensor:
+        """The same from q, k and v, `[tokens, heads + 2 * kv_heads, dim]`."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.apply_(q)
             self.k_norm.apply_(k)
         rope = None if self.rope is None else context.ropes[self.rope]
-        return context.attention.run(self.layer, q, k, v, rope, self.sinks).view(len(x), -1)
+        return context.attention.run(self.layer, q, k, v, rope, self.sinks).view(len(qkv), -1)
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a request: attention, or a recurrent layer."""
+
+    @property
+    def out(self) -> Linear:
+        """The linear behind it, which the caller applies."""
+        ...
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        """The inputs of `out`, `[tokens, width]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttentionBlock:
+    """Attention whose output is multiplied by `sigmoid(gate)`, a gate for each of its elements.
+
+    `inputs` is one linear of q and gate, head by head, of k and of v.
+    """
+
+    attention: AttentionBlock  # its `qkv` is not used
+    inputs: Linear
+
+    @property
+    def out(self) -> Linear:
+        return self.attention.out
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        block, count = self.attention, len(x)
+        heads, kv_heads, dim = block.num_heads, block.num_kv_heads, block.head_dim
+        y = self.inputs(x).view(count, 2 * heads + 2 * kv_heads, dim)
+        gated = y[:, : 2 * heads].view(count, heads, 2, dim)
+        qkv = torch.cat((gated[:, :, 0], y[:, 2 * heads :]), dim=1)
+        mixed = block.mix(qkv, context)
+        return mixed * gated[:, :, 1].reshape(count, heads * dim).sigmoid()
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP; each adds its result to the residual stream in place.
+    """Attention, or a recurrent layer in its place, and MLP.
 
+    Each adds its result to the residual stream in place.
     Norms before them are None in models that only have norms of their results (OLMo 2); norms of
     their results (`…_post_norm`) are None in most others, and Gemma has both.
     """
 
     attention_norm: Norm | None
-    attention: AttentionBlock
+    attention: Mixer
     mlp_norm: Norm | None
     mlp: FeedForward
     attention_post_norm: Norm | None = None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.lora import NO_LORA
-from engine.step import LAST_TOKEN, BlockTable, Step, StepEntry
+from engine.step import LAST_TOKEN, NO_STATE, BlockTable, StateSlots, Step, StepEntry
 from engine.worker.ports import Int32s, Int64s, LoraSegment, PoolingMethod, RaggedLayout
 from engine.worker.ports.layout import NONE_POOLED, PooledRows
 
@@ -25,6 +25,7 @@ class LayoutLimits:
     num_blocks: int
     block_size: int
     windows: tuple[int | None, ...] = (None,)  # of the layer groups
+    num_states: int = 0
     pooling: PoolingMethod | None = None  # of a model that pools
 
     @property
@@ -182,6 +183,25 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     tokens = [entry.tokens for entry in entries]
     if not tokens or not all(tokens):
         raise ValueError("a step needs entries, and each entry needs tokens")
+    layout = _with_groups(entries, limits)
+    return replace(layout, states=_states(entries, limits)) if limits.num_states else layout
+
+
+def _states(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> tuple[StateSlots, ...]:
+    """The state slots of all entries; an entry without any uses the first slot."""
+    states = tuple(entry.state or StateSlots(0, NO_STATE) for entry in entries)
+    for entry, state in zip(entries, states, strict=True):
+        sources = () if state.source == NO_STATE else (state.source,)
+        slots = (state.slot, *sources, *(slot for _, slot in state.snapshots))
+        _check("state slots", np.array(slots, dtype=np.int64), limits.num_states)
+        ends = [0, *(num_tokens for num_tokens, _ in state.snapshots), len(entry.tokens) + 1]
+        if ends != sorted(set(ends)):
+            raise ValueError(f"request {entry.request_id}: snapshots outside of its tokens")
+    return states
+
+
+def _with_groups(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> RaggedLayout:
+    """The layout with those of the layer groups, if there are any."""
     if limits.keeps_all:
         return _build(entries, limits, _GroupTable(_NONE, [entry.blocks for entry in entries]))
     numbers = range(len(limits.windows))

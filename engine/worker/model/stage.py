@@ -7,7 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.ports import AttentionBackend, Int64s, RaggedLayout, StageModel, StepContext
+from engine.worker.model.recurrent_states import RecurrentStates, state_runs
+from engine.worker.ports import (
+    AttentionBackend,
+    Int64s,
+    RaggedLayout,
+    StageModel,
+    StepContext,
+    StepStates,
+)
 
 CPU = torch.device("cpu")
 
@@ -20,6 +28,7 @@ class Stage:
     attention: AttentionBackend
     place: torch.device = CPU
     gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
+    states: RecurrentStates | None = None  # with recurrent layers
 
     def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Hidden states `[tokens, hidden]` for the next stage.
@@ -57,7 +66,10 @@ class Stage:
         if hidden is None:
             hidden = self.model.embed(self._put(layout.token_ids), positions)
         self.attention.plan(layout)
-        context = StepContext(positions, self.attention, rows, loras=layout.lora_segments)
+        states = None if self.states is None else self.states.layers
+        step = None if states is None else StepStates(states, state_runs(layout))
+        loras = layout.lora_segments
+        context = StepContext(positions, self.attention, rows, loras=loras, states=step)
         return self.model.layers(hidden, context)
 
     def _put(self, array: Int64s) -> Tensor:

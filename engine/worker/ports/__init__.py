@@ -20,6 +20,12 @@ from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import Argmax, Linear, LowRank, LowRankUp, Norm, Operators
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
+from engine.worker.ports.recurrent import (
+    RecurrentShape,
+    RecurrentState,
+    StateRun,
+    StepStates,
+)
 from engine.worker.ports.shapes import (
     FULL_ATTENTION,
     AttentionOptions,
@@ -83,12 +89,16 @@ __all__ = [
     "RankPart",
     "ReadsFamily",
     "RecordableAttention",
+    "RecurrentShape",
+    "RecurrentState",
     "RopeAngles",
     "Routing",
     "Shard",
     "StageModel",
+    "StateRun",
     "StepContext",
     "StepLimits",
+    "StepStates",
     "TensorSlice",
     "ThreadPool",
     "Weight",

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.step import StateSlots
+
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 
@@ -56,6 +58,7 @@ class RaggedLayout:
     block_size: int
     lora_segments: tuple[LoraSegment, ...] = ()  # ascending; rows in none use no adapter
     groups: tuple["RaggedLayout", ...] = ()
+    states: tuple[StateSlots, ...] = ()  # one per request, of a model with recurrent layers
     pooled: PooledRows = NONE_POOLED
 
     def of_group(self, group: int) -> "RaggedLayout":

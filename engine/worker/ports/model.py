@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.worker.ports.attention import AttentionBackend, RopeAngles
 from engine.worker.ports.layout import LoraSegment
 from engine.worker.ports.operators import Operators
+from engine.worker.ports.recurrent import StepStates
 from engine.worker.ports.shapes import ModelShape
 from engine.worker.ports.shard import Shard
 from engine.worker.ports.weights import WeightSource
@@ -26,7 +27,7 @@ class StepContext:
     (int64, None for all) of the hidden states after the last layer are needed: the last layer
     skips what it would compute for other rows only. `ropes` is filled in by models that use RoPE:
     one set of angles for each kind of RoPE among their layers. The rows of `loras` are computed
-    with LoRA adapters.
+    with LoRA adapters. `states` is given to models with recurrent layers.
     """
 
     positions: Tensor
@@ -34,6 +35,7 @@ class StepContext:
     rows: Tensor | None = None
     ropes: tuple[RopeAngles, ...] = ()
     loras: tuple[LoraSegment, ...] = ()
+    states: StepStates | None = None
 
 
 class StageModel(Protocol):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from engine.worker.ports.recurrent import RecurrentShape
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
@@ -37,8 +39,10 @@ class ModelShape:
 
     `inner_size` is the width of the MLP, or of one expert; `layer_parameters` is the number of
     matrix elements in one layer, with all experts. `attention` has the options of each layer; empty
-    means `FULL_ATTENTION` in all. With LongRoPE, `original_positions` is the context length beyond
-    which other frequencies are used. Workers lower `max_positions` to the served context length.
+    means `FULL_ATTENTION` in all. `recurrent` has the shape of each layer with a recurrent state
+    instead of attention, None for the others; empty means none has. With LongRoPE,
+    `original_positions` is the context length beyond which other frequencies are used. Workers
+    lower `max_positions` to the served context length.
     """
 
     num_layers: int
@@ -53,6 +57,18 @@ class ModelShape:
     attention: tuple[AttentionOptions, ...] = ()
     original_positions: int | None = None
     experts: ExpertShape | None = None
+    recurrent: tuple[RecurrentShape | None, ...] = ()
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentShape, ...]:
+        """The layers that are recurrent, in order."""
+        return tuple(shape for shape in self.recurrent if shape is not None)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with attention: all that are not recurrent."""
+        is_recurrent = [shape is not None for shape in self.recurrent]
+        return tuple(n for n in range(self.num_layers) if not (is_recurrent and is_recurrent[n]))
 
     @property
     def layer_attention(self) -> tuple[AttentionOptions, ...]:

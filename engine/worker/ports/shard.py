@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import Placement
+from engine.worker.ports.recurrent import RecurrentShape
 from engine.worker.ports.shapes import ModelShape
 
 AllReduce = Callable[[Tensor], None]  # in place, over the ranks of a stage
@@ -102,7 +103,23 @@ class Shard:
             num_heads=len(self.heads.run),
             num_kv_heads=len(self.kv_heads.run),
             attention=self.shape.attention[self.span.start : self.span.stop],
+            recurrent=tuple(
+                shape and self.recurrent_part(shape)
+                for shape in self.shape.recurrent[self.span.start : self.span.stop]
+            ),
         )
+
+    def recurrent_part(self, shape: RecurrentShape) -> RecurrentShape:
+        """A recurrent layer with this rank's heads only."""
+        return replace(
+            shape,
+            num_key_heads=len(self.even(shape.num_key_heads).run),
+            num_value_heads=len(self.even(shape.num_value_heads).run),
+        )
+
+    def even(self, size: int) -> RankPart:
+        """This rank's part of a dimension that is divided evenly."""
+        return self._even(size)
 
     def _even(self, size: int) -> RankPart:
         start, stop = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
@@ -113,6 +130,12 @@ class Shard:
         for what, size in (("attention heads", shape.num_heads), ("MLP columns", shape.inner_size)):
             if size % ranks:
                 raise StartupError(f"{size} {what} cannot be divided evenly among {ranks} ranks")
+        for layer in shape.recurrent_layers:
+            if layer.num_key_heads % ranks:
+                raise StartupError(
+                    f"{layer.num_key_heads} key heads of recurrent layers cannot be divided evenly "
+                    f"among {ranks} ranks"
+                )
         count = shape.num_kv_heads
         if count % ranks and ranks % count:
             raise StartupError(

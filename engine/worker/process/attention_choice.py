@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def attention_specs(
     local: ModelShape, dtype: torch.dtype, limits: StepLimits, *, is_batch_invariant: bool
 ) -> tuple[AttentionSpec, ...]:
-    """Attention over the heads of one worker, for each layer of its stage."""
+    """Attention over the heads of one worker, for each attention layer of its stage."""
     return tuple(
         AttentionSpec(
             num_heads=local.num_heads,
@@ -39,7 +39,7 @@ def attention_specs(
             soft_cap=options.soft_cap,
             has_sinks=options.has_sinks,
         )
-        for options in local.layer_attention
+        for options in (local.layer_attention[number] for number in local.attention_layers)
     )
 
 

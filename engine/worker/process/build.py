@@ -17,6 +17,7 @@ from engine.worker.model.kv_groups import KVGroups
 from engine.worker.model.kv_tensors import size_text
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.pooler import Pooler, report_of
+from engine.worker.model.recurrent_states import RecurrentStates
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     BlockMover,
@@ -92,8 +93,10 @@ def _disk_files(settings: WorkerSettings, facts: str, kv: StageKV) -> DiskFiles 
     block_bytes = kv.block_bytes
     if not settings.disk_kv_dir:
         return None
-    if not kv.groups.keeps_all:
-        raise StartupError("--disk-kv does not support models with sliding-window layers")
+    if not kv.groups.keeps_all or kv.shard.shape.recurrent_layers:
+        raise StartupError(
+            "--disk-kv does not support models with sliding-window or recurrent layers"
+        )
     if settings.placement.num_workers > 1:
         raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
     if settings.disk_kv_bytes < block_bytes:
@@ -148,6 +151,8 @@ def build_worker(
     device = device or open_device(settings, checkpoint.preferred_format)
     shape, placement = _served_shape(settings, checkpoint), settings.placement
     max_model_len = shape.max_positions
+    if shape.recurrent_layers and device.place.type != "cpu":
+        raise StartupError("recurrent layers are computed on the CPU only; use --device cpu")
     shard, plane = _join(shape, placement, device)
     shard = replace(shard, has_logits=checkpoint.pooling is None)
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
@@ -175,27 +180,27 @@ def build_worker(
         settings.max_lora_rank,
     )
 
-    def make_stage(cache: KVTensors) -> Stage:
+    def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(model, over, device.place, _gathering(shard, plane))
+        return Stage(model, over, device.place, _gathering(shard, plane), states)
 
     sampler = device.sampler(shape.vocab_size, operators)
     profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
     capacity = device.kv_capacity(profile_run)
-    num_blocks, num_host_blocks = kv.choose_num_blocks(capacity, max_model_len)
-    if plane is not None:
-        num_blocks = plane.minimum("blocks", num_blocks)
-        num_host_blocks = plane.minimum("host blocks", num_host_blocks)
-    cache = kv.allocate(num_blocks)
-    mover = kv.mover(cache, num_host_blocks)
+    counts = kv.choose_counts(capacity, max_model_len, plane)
+    cache, states = kv.allocate(counts.blocks), kv.states(counts.states)
+    mover = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
     files = _disk_files(settings, _kv_facts(settings, checkpoint, device, max_model_len), kv)
     mover = mover if files is None else TieredPool(cache, mover, files)
     whole = WholeModel(
-        stage=make_stage(cache),
+        stage=make_stage(cache, states),
         constraints=constraints,
         sampler=sampler,
         mover=mover,
-        limits=replace(kv.limits(max_model_len, num_blocks), pooling=checkpoint.pooling_method),
+        limits=replace(
+            kv.limits(max_model_len, counts.blocks, counts.states),
+            pooling=checkpoint.pooling_method,
+        ),
     )
     return WorkerParts(
         device=device,
@@ -218,16 +223,19 @@ def build_worker(
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.end_ids,
-            num_blocks=num_blocks,
+            num_blocks=counts.blocks,
             block_size=settings.block_size,
             bytes_per_block=kv.block_bytes,
             threads=device.threads,
             weights=device.weights,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=counts.host_blocks,
             disk_hashes=b"" if files is None else files.hashes(),
             kernels=device.kernels,
             loras=tuple(load_loras(loras, settings, progress)),
             windows=kv.groups.windows,
+            num_states=counts.states,
+            num_host_states=counts.host_states,
+            bytes_per_state=kv.state_bytes,
             pooling=report_of(checkpoint.pooling, shape.hidden_size),
         ),
         placement=placement,

@@ -17,6 +17,7 @@ from engine.step import (
 )
 from engine.worker.device import Device
 from engine.worker.model.layout import build_layout
+from engine.worker.model.recurrent_states import RecurrentStates
 from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, Shard
 from engine.worker.process.stage_kv import StageKV
@@ -34,15 +35,16 @@ class ProfileRun:
     max_model_len: int
     device: Device
     kv: StageKV
-    make_stage: Callable[[KVTensors], Stage]
+    make_stage: Callable[[KVTensors, RecurrentStates | None], Stage]
     sampler: Sampler
 
     def __call__(self) -> None:
         """As many requests and tokens as a step may have; every request samples a token."""
         shape, step = self.shard.shape, self._step()
         num_blocks = -(-self._tokens_each // self.settings.block_size)
-        layout = build_layout(step, self.kv.limits(self.max_model_len, num_blocks))
-        stage = self.make_stage(self.kv.allocate(num_blocks))
+        num_states = 1 if shape.recurrent_layers else 0
+        layout = build_layout(step, self.kv.limits(self.max_model_len, num_blocks, num_states))
+        stage = self.make_stage(self.kv.allocate(num_blocks), self.kv.states(num_states))
         hidden = None
         with torch.inference_mode(), self.device.awake():
             if not self.shard.is_first:

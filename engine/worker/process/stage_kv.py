@@ -1,15 +1,32 @@
-"""The KV cache of one worker: which layers share block tables and tensors, and how many blocks."""
+"""The KV cache of one worker: which layers share block tables and tensors, how many blocks and
+recurrent states there are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.device import Device
+from engine.worker.model.data_plane import DataPlane
 from engine.worker.model.host_pool import choose_num_host_blocks
 from engine.worker.model.kv_groups import KVGroups
-from engine.worker.model.kv_tensors import choose_num_blocks
+from engine.worker.model.kv_tensors import choose_num_blocks, size_text
 from engine.worker.model.layout import LayoutLimits
+from engine.worker.model.recurrent_states import RecurrentStates, StateMover, bytes_per_state
 from engine.worker.ports import BlockMover, KVCapacity, KVTensors, ModelShape, Shard
+
+STATES_PER_REQUEST = 3  # its own, and the snapshots of its prompt and of its output
+LEAST_STATES = 2  # the snapshot that a request starts behind, and its own
+
+
+class KVCounts(NamedTuple):
+    """How many blocks and state slots there are, on the device and on the host."""
+
+    blocks: int
+    host_blocks: int
+    states: int
+    host_states: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +54,68 @@ class StageKV:
         return self._shape_of(self.shard.local_shape, self.shard.span)
 
     def _shape_of(self, shape: ModelShape, span: range) -> ModelShape:
-        return replace(shape, num_layers=1 + max(self.groups.tensors(span)), attention=())
+        num_layers = 1 + max(self.groups.tensors(span), default=-1)
+        if not num_layers:
+            raise StartupError(
+                f"layers {span.start} to {span.stop - 1} of a stage have no attention; "
+                "use fewer --pipeline-stages"
+            )
+        return replace(shape, num_layers=num_layers, attention=(), recurrent=())
 
-    def choose_num_blocks(self, capacity: KVCapacity, max_model_len: int) -> tuple[int, int]:
-        """The numbers of device and host blocks that fit. Raises `StartupError`."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state slot on this worker; 0 without recurrent layers."""
+        return bytes_per_state(self.shard.local_shape.recurrent_layers)
+
+    def choose_counts(
+        self, capacity: KVCapacity, max_model_len: int, plane: DataPlane | None
+    ) -> "KVCounts":
+        """The same numbers on all workers of the model, as many as fit on each. All workers call
+        this together. Raises `StartupError`."""
+        states = self._choose_num_states(capacity)
+        if plane is not None:
+            on_device = plane.minimum("states", states[0])
+            states = on_device, plane.minimum("host states", states[1])
+        blocks = self._choose_num_blocks(capacity, max_model_len, states)
+        if plane is not None:
+            on_device = plane.minimum("blocks", blocks[0])
+            blocks = on_device, plane.minimum("host blocks", blocks[1])
+        return KVCounts(*blocks, *states)
+
+    def _choose_num_states(self, capacity: KVCapacity) -> tuple[int, int]:
+        """The numbers of device and host slots for recurrent states: enough for the largest batch
+        and its snapshots, but at most half of the memory for KV."""
+        settings, own_bytes = self._own_settings(), self.state_bytes
+        if not self.shard.shape.recurrent_layers:
+            return 0, 0
+        memory = settings.kv_bytes or (capacity.most if settings.kv_slots else capacity.usual)
+        enough = STATES_PER_REQUEST * settings.max_batch_size + LEAST_STATES
+        fitting = memory // 2 // own_bytes if own_bytes else enough  # a stage may have none
+        num_states = settings.num_states or min(enough, fitting)
+        if num_states < LEAST_STATES:
+            raise StartupError(
+                f"half of the memory for the KV cache ({size_text(memory)}) is less than "
+                f"{LEAST_STATES} recurrent states ({size_text(own_bytes)} each)"
+            )
+        host_states = settings.host_kv_bytes // 2 // own_bytes if own_bytes else enough
+        return num_states, min(enough, host_states) if settings.host_kv_bytes else 0
+
+    def _choose_num_blocks(
+        self, capacity: KVCapacity, max_model_len: int, num_states: tuple[int, int]
+    ) -> tuple[int, int]:
+        """The numbers of device and host blocks that fit beside so many device and host states."""
         settings, own_bytes = self._own_settings(), self.block_bytes
+        on_device, on_host = (count * self.state_bytes for count in num_states)
+        capacity = capacity._replace(
+            most=capacity.most - on_device,
+            usual=capacity.usual - on_device,
+            host=capacity.host - on_host - (on_device if capacity.is_shared else 0),
+        )
+        settings = replace(
+            settings,
+            kv_bytes=settings.kv_bytes and max(1, settings.kv_bytes - on_device),
+            host_kv_bytes=settings.host_kv_bytes and max(1, settings.host_kv_bytes - on_host),
+        )
         num_blocks = choose_num_blocks(
             settings, own_bytes, max_model_len, capacity, self.groups.windows
         )
@@ -63,6 +137,11 @@ class StageKV:
         """A cache of zeros."""
         return self.device.allocate(self._tensors_shape, num_blocks)
 
+    def states(self, num_states: int) -> RecurrentStates | None:
+        """The states of this worker's recurrent layers; None if the model has none."""
+        local = self.shard.local_shape
+        return RecurrentStates(local.recurrent_layers, num_states) if num_states else None
+
     def by_layer(self, cache: KVTensors) -> KVTensors:
         """The same cache with the tensors of each layer of the stage."""
         if self.groups.keeps_all:
@@ -73,12 +152,22 @@ class StageKV:
         """Moves blocks between the cache and so many host blocks, which it allocates."""
         return self.device.mover(cache, self._tensors_shape, num_host_blocks)
 
-    def limits(self, max_model_len: int, num_blocks: int) -> LayoutLimits:
-        """The bounds of the indices in a step over so many blocks."""
+    def state_mover(
+        self, kv: BlockMover, states: RecurrentStates | None, num_host_states: int
+    ) -> BlockMover:
+        """Moves states too, if there are any, to so many host slots, which it allocates."""
+        if states is None:
+            return kv
+        shapes = self.shard.local_shape.recurrent_layers
+        return StateMover(states, RecurrentStates(shapes, num_host_states), kv)
+
+    def limits(self, max_model_len: int, num_blocks: int, num_states: int) -> LayoutLimits:
+        """The bounds of the indices in a step over so many blocks and states."""
         return LayoutLimits(
             self.shard.shape.vocab_size,
             max_model_len,
             num_blocks,
             self.settings.block_size,
             self.groups.windows,
+            num_states,
         )

@@ -14,6 +14,9 @@ from tests.checkpoints import VARIANTS, make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
 
 TOLERANCE = 1e-4
+# Unit vectors of few dimensions amplify rounding: transformers' own logits differ by 1.2e-4 between
+# a whole prompt and the same tokens one by one.
+RECURRENT_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Pair:
 
     model: Any
     worker: Worker
+
+    @property
+    def tolerance(self) -> float:
+        return RECURRENT_TOLERANCE if self.worker.report.num_states else TOLERANCE
 
     def expected(self, tokens: list[int]) -> Tensor:
         """transformers' logits at every position, `[tokens, vocab]`."""
@@ -49,15 +56,17 @@ def text(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(97) for _ in range(length)]
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     assert found.shape == expected.shape
-    assert (found - expected).abs().max().item() < TOLERANCE
+    assert (found - expected).abs().max().item() < tolerance
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 61])
 def test_whole_prefill_matches(pair: Pair, length: int) -> None:
     tokens = text(length)
-    assert_close(Driver(pair.worker).logits((0, tokens))[0], pair.expected(tokens)[-1])
+    assert_close(
+        Driver(pair.worker).logits((0, tokens))[0], pair.expected(tokens)[-1], pair.tolerance
+    )
 
 
 def test_chunked_prefill_matches_at_every_split(pair: Pair) -> None:
@@ -66,15 +75,15 @@ def test_chunked_prefill_matches_at_every_split(pair: Pair) -> None:
     for size in (3, 1, 8, 13, 20):
         found = driver.logits((0, tokens[done : done + size]))
         done += size
-        assert_close(found[0], expected[done - 1])
+        assert_close(found[0], expected[done - 1], pair.tolerance)
 
 
 def test_decode_matches_at_every_token(pair: Pair) -> None:
     tokens, driver = text(30), Driver(pair.worker)
     expected = pair.expected(tokens)
-    assert_close(driver.logits((0, tokens[:11]))[0], expected[10])
+    assert_close(driver.logits((0, tokens[:11]))[0], expected[10], pair.tolerance)
     for at in range(11, 30):
-        assert_close(driver.logits((0, [tokens[at]]))[0], expected[at])
+        assert_close(driver.logits((0, [tokens[at]]))[0], expected[at], pair.tolerance)
 
 
 def test_a_ragged_mix_gives_each_request_its_own_logits(pair: Pair) -> None:
@@ -90,7 +99,7 @@ def test_a_ragged_mix_gives_each_request_its_own_logits(pair: Pair) -> None:
         (4, texts[4][:33]),
     )
     for row, (request, last) in enumerate(((0, 17), (1, 4), (2, 19), (3, 0), (4, 32))):
-        assert_close(found[row], expected[request][last])
+        assert_close(found[row], expected[request][last], pair.tolerance)
 
 
 def test_greedy_output_equals_that_of_generate(pair: Pair) -> None:

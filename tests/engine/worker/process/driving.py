@@ -9,10 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from engine.step import (
+    NO_STATE,
     BlockTable,
     RequestId,
     SampleSpec,
     SamplingParams,
+    StateSlots,
     Step,
     StepEntry,
     StepId,
@@ -94,6 +96,7 @@ class Driver:
     seed: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     blocks: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by request and group
+    states: dict[int, int] = field(default_factory=dict)  # state slots
 
     def __post_init__(self) -> None:
         self.free = list(range(self.worker.report.num_blocks))
@@ -107,6 +110,9 @@ class Driver:
         tables = tuple(BlockTable(0, self.table(request, group)) for group in groups)
         blocks = tables[0].blocks if len(tables) == 1 else b""
         entry = StepEntry(RequestId(request), start, tuple(tokens), blocks, spec)
+        if self.worker.report.num_states:
+            slot = self.states.setdefault(request, len(self.states))
+            entry = entry._replace(state=StateSlots(slot, slot if start else NO_STATE))
         return entry if blocks else entry._replace(tables=tables)
 
     def table(self, request: int, group: int) -> bytes:

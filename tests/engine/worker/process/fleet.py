@@ -96,6 +96,7 @@ def fleet(
     kv_slots: int = 512,
     lookahead: int = 0,
     host_kv_bytes: int = 0,
+    num_states: int = 0,
 ) -> Iterator[Fleet]:
     """Workers on a small cache; they meet on a port of this machine."""
     with socket.socket() as listener, ThreadPoolExecutor(stages * ranks) as threads:
@@ -106,7 +107,11 @@ def fleet(
         def load(placement: Placement) -> Worker:
             settings = settings_for(model, attention, kv_slots=kv_slots)
             settings = replace(
-                settings, placement=placement, lookahead=lookahead, host_kv_bytes=host_kv_bytes
+                settings,
+                placement=placement,
+                lookahead=lookahead,
+                host_kv_bytes=host_kv_bytes,
+                num_states=num_states,
             )
             return Worker.load(settings, lambda what, done, total: None)
 

@@ -79,6 +79,8 @@ async def serve(
         report.num_host_blocks,
         windows=report.windows,
         chunk=bounds.max_batch_tokens * (1 + lookahead),
+        num_states=report.num_states,
+        num_host_states=report.num_host_states,
     )
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told, drafter=drafter)
     executor = FleetExecutor(workers, lookahead)
@@ -105,6 +107,9 @@ async def serve(
         ("mistral_window", 1, 1, 1, 0),
         ("gemma3", 1, 1, 0, 1 << 16),  # two layers with a window, one without
         ("gemma3", 2, 1, 1, 0),
+        ("qwen3_5", 1, 1, 0, 1 << 17),
+        ("qwen3_5", 2, 1, 1, 0),
+        ("qwen3_5", 1, 2, 1, 1 << 17),
     ],
 )
 async def test_answers_are_those_of_each_request_alone(
@@ -121,6 +126,7 @@ async def test_answers_are_those_of_each_request_alone(
         stages,
         ranks,
         kv_slots=52 if alone.worker.report.windows != (None,) else 80,
+        num_states=4 if alone.worker.report.num_states else 0,
         lookahead=lookahead,
         host_kv_bytes=host_kv_bytes,
     ) as workers:
