@@ -140,23 +140,6 @@ class KVLedger:
 
     # Shared prefixes
 
-    def num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
-        """How many of the first `most` hashes, at most, a request can start behind. The first layer
-        group has them all, unless it has a window."""
-        if self.keeps_all:
-            return most
-        count, behind = most, self.states
-        while True:
-            found = count if behind is None else behind.longest(hashes, count)
-            count = self.groups.num_reusable(hashes, found, self.prefixes)
-            if count == found:
-                return count
-
-    @property
-    def version(self) -> int:
-        """Changes whenever what can be reused changes."""
-        return self.prefixes.version + (self.states.snapshots.version if self.states else 0)
-
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
         """How many of the published blocks of a prefix are cached: adopting them reduces
         `num_free`."""

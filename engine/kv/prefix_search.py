@@ -25,6 +25,7 @@ class PrefixSearch:
     def __init__(self, ledger: "KVLedger", *, is_on: bool) -> None:
         self._ledger = ledger
         self._index = ledger.prefixes
+        self._states = ledger.states
         self._block_size = ledger.block_size
         self._has_chain = ledger.groups.has_full_group
         self._is_on = is_on
@@ -69,12 +70,23 @@ class PrefixSearch:
         found = request.num_matched if self._has_chain else len(hashes)
         count = min(found, most)
         if count and not self._ledger.keeps_all:
-            key = (count, self._ledger.version)
+            snapshots = 0 if self._states is None else self._states.snapshots.version
+            key = (count, self._index.version + snapshots)
             if request.reusable_at != key:
-                request.num_reusable = self._ledger.num_reusable(hashes, count)
+                request.num_reusable = self._num_reusable(hashes, count)
                 request.reusable_at = key
             count = request.num_reusable
         return hashes[:count]
+
+    def _num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
+        """The largest number of hashes, at most `most`, behind which every layer group has the
+        blocks that are read next, and recurrent layers have a snapshot."""
+        groups, count = self._ledger.groups, most
+        while True:
+            found = count if self._states is None else self._states.longest(hashes, count)
+            count = groups.num_reusable(hashes, found, self._index)
+            if count == found:
+                return count
 
     def _first_missing(
         self, request: "Request", start: int, stop: int, has: "Callable[[bytes], bool]"

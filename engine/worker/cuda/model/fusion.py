@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.worker.cuda.model.linears import EightBitLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
-from engine.worker.model.layers import Decoder, DecoderLayer, Mlp, RowParallelLinear
+from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp, RowParallelLinear
 from engine.worker.model.torch_operators import RmsNorm
 from engine.worker.ports import Linear, StageModel
 
@@ -66,11 +66,14 @@ def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
 
 
 def _fused_layer(layer: DecoderLayer, kernels: ModuleType) -> DecoderLayer:
-    qkv = layer.attention.qkv
-    if isinstance(layer.attention_norm, FusedRmsNorm | RmsNorm) and fits(qkv, kernels.MAX_WIDTH):
-        norm = layer.attention_norm
-        normed = NormedLinear(norm.weight, norm.eps, qkv, kernels)
-        attention = replace(layer.attention, qkv=normed)
+    block, norm = layer.attention, layer.attention_norm
+    if (
+        isinstance(block, AttentionBlock)
+        and isinstance(norm, FusedRmsNorm | RmsNorm)
+        and fits(block.qkv, kernels.MAX_WIDTH)
+    ):
+        normed = NormedLinear(norm.weight, norm.eps, block.qkv, kernels)
+        attention = replace(block, qkv=normed)
         layer = replace(layer, attention_norm=PassThrough(), attention=attention)
     return _fused_mlp(layer, layer.mlp, kernels) if isinstance(layer.mlp, Mlp) else layer
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 
+from engine.errors import StartupError
 from engine.step import WorkerSettings
 from engine.worker.model.kv_groups import KVGroups
 from engine.worker.model.kv_tensors import choose_num_blocks
-from engine.worker.ports import AttentionOptions, KVCapacity, ModelShape
+from engine.worker.ports import AttentionOptions, KVCapacity, ModelShape, RecurrentShape
 
 SHAPE = ModelShape(1, 2, 1, 8, 16, 32, 1000, 97, 128)
 
@@ -43,8 +44,7 @@ def test_groups_are_as_large_as_they_can_be_without_waste(
     assert len(groups.windows) == num_full + num_windowed
     sizes = [groups.of_layer.count(group) for group in range(len(groups.windows))]
     assert max(sizes) == largest
-    for layer, group in enumerate(groups.of_layer):
-        assert groups.windows[group] == windows[layer]
+    assert [groups.windows[group] for group in groups.in_stage(range(len(windows)))] == [*windows]
 
 
 @pytest.mark.parametrize("bounds", [(0, 18), (0, 9, 18), (0, 7, 13, 18)])
@@ -78,3 +78,20 @@ def test_windows_bound_the_blocks_that_a_full_batch_can_use() -> None:
     assert choose_num_blocks(settings, 1000, 4096, capacity) == 2 * 1024
     assert choose_num_blocks(settings, 1000, 4096, capacity, (8,)) == 2 * 11
     assert choose_num_blocks(settings, 1000, 4096, capacity, (None, 8)) == 2 * (1024 + 11)
+
+
+def test_recurrent_layers_have_no_blocks() -> None:
+    layer = RecurrentShape(2, 4, 8, 8, 4)
+    hybrid = replace(SHAPE, num_layers=8, recurrent=(layer, layer, layer, None) * 2)
+    groups = KVGroups.of(hybrid)
+    assert groups.keeps_all
+    assert groups.of_layer == (None, None, None, 0) * 2
+    assert groups.tensors(range(8)) == (0, 1)
+    assert groups.tensors(range(4, 8)) == (0,)
+    assert groups.tensors(range(3)) == ()
+
+
+def test_a_model_without_attention_is_rejected() -> None:
+    only = replace(SHAPE, num_layers=2, recurrent=(RecurrentShape(2, 4, 8, 8, 4),) * 2)
+    with pytest.raises(StartupError, match="without attention layers"):
+        KVGroups.of(only)

@@ -1,0 +1,174 @@
+"""Recurrent states: which snapshots are written, what a request starts behind, what is freed."""
+
+import pytest
+
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.kv.ledger import KVLedger
+from engine.kv.state_ledger import SNAPSHOT_TOKENS, StateLedger
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Request, RequestSpec, State
+from engine.step import NO_STATE, RequestId, StepEntry, StepResult
+from tests.scheduling import GREEDY
+
+A, B, C = RequestId(1), RequestId(2), RequestId(3)
+SIZE = 4
+HASHES = [bytes((number,)) * 16 for number in range(8)]
+
+
+def make(num_states: int = 12, num_blocks: int = 400) -> IterationScheduler:
+    settings = SchedulerSettings(max_model_len=4000, max_batch_size=4, max_batch_tokens=64)
+    ledger = KVLedger(num_blocks, SIZE, num_states=num_states)
+    return IterationScheduler(settings, ledger, FirstComeFirstServed())
+
+
+def states(scheduler: IterationScheduler) -> StateLedger:
+    assert scheduler.ledger.states is not None
+    return scheduler.ledger.states
+
+
+def spec(prompt: range | tuple[int, ...], max_tokens: int) -> RequestSpec:
+    return RequestSpec(tuple(prompt), max_tokens, GREEDY)
+
+
+def run_iteration(
+    scheduler: IterationScheduler, late: tuple[int, ...] = ()
+) -> tuple[StepEntry, ...]:
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    entries = iteration.step.entries
+    samples = sum(entry.sample is not None for entry in entries)
+    result = StepResult(iteration.step.step_id, (5,) * samples, 0.01, late=late)
+    scheduler.commit(iteration, result, 0.0)
+    scheduler.ledger.check()
+    return entries
+
+
+def serve(scheduler: IterationScheduler, one: RequestSpec) -> tuple[Request, int]:
+    """Serve a request; returns it, and the number of tokens that were computed for it."""
+    request, computed = scheduler.add(one, 0.0), 0
+    while scheduler.pool:
+        computed += sum(len(entry.tokens) for entry in run_iteration(scheduler))
+    return request, computed
+
+
+def test_a_request_reads_zeros_first_and_then_its_own_slot() -> None:
+    scheduler = make()
+    scheduler.add(spec(range(70), 3), 0.0)
+    first, second, third = (run_iteration(scheduler)[0].state for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert first.source == NO_STATE
+    assert first.snapshots == ()
+    assert second.source == second.slot == third.slot == first.slot
+    assert [num_tokens for num_tokens, _ in second.snapshots] == [4]  # after 68 of 70 tokens
+
+
+def test_turns_of_a_chat_compute_only_what_is_new() -> None:
+    scheduler = make()
+    prompt: tuple[int, ...] = tuple(range(50))
+    for turn in range(8):
+        request, computed = serve(scheduler, spec(prompt, 21))
+        if turn:
+            known = len(prompt) - 8  # all but the new message, and the answer's last token
+            assert request.num_cached == known // SIZE * SIZE
+            assert computed <= 7 + SIZE + 1 + 21
+        prompt = (*request.tokens(0, request.num_tokens), *range(500, 507))
+
+
+@pytest.mark.parametrize(
+    ("shared", "reused"),
+    [(1024, 1024), (1500, 1024), (1023, 0), (2060, 2048), (2996, 2996), (100, 0)],
+)
+def test_a_shared_beginning_is_reused_up_to_the_snapshot_before_its_end(
+    shared: int, reused: int
+) -> None:
+    assert SNAPSHOT_TOKENS == 1024
+    scheduler = make(num_states=40, num_blocks=3000)
+    serve(scheduler, spec(range(3000), 2))
+    other = spec((*range(shared), *range(5000, 5000 + 3000 - shared)), 2)
+    request, _ = serve(scheduler, other)
+    assert request.num_cached == reused
+
+
+def test_the_same_prompt_computes_its_last_block_again() -> None:
+    scheduler = make()
+    serve(scheduler, spec(range(50), 6))
+    again, _ = serve(scheduler, spec(range(50), 6))
+    assert again.num_cached == 48
+
+
+def test_a_prompt_shifted_by_tokens_at_its_beginning_reuses_nothing() -> None:
+    scheduler = make()
+    serve(scheduler, spec(range(200), 6))
+    shifted, _ = serve(scheduler, spec((*range(900, 1000), *range(200)), 6))
+    assert shifted.num_cached == 0
+
+
+def test_of_the_output_only_the_newest_snapshot_is_kept() -> None:
+    scheduler = make()
+    serve(scheduler, spec(range(50), 41))
+    assert states(scheduler).pool.num_cached == 2  # of the prompt and of the output
+
+
+def test_snapshots_of_a_long_prompt_take_a_quarter_of_the_slots() -> None:
+    ledger = StateLedger(num_states=16)
+    assert ledger.interval(1000) == SNAPSHOT_TOKENS
+    assert ledger.interval(4 * SNAPSHOT_TOKENS) == SNAPSHOT_TOKENS
+    assert ledger.interval(4 * SNAPSHOT_TOKENS + 1) == 2 * SNAPSHOT_TOKENS
+
+
+def test_a_snapshot_that_is_read_is_not_overwritten() -> None:
+    ledger = StateLedger(num_states=3)
+    ledger.start(A, [])
+    ((_, snapshot),) = ledger.plan(A, 0, [4]).snapshots
+    ledger.commit(A, 4, 4, HASHES, SIZE)
+    ledger.release(A)
+    assert ledger.num_missing(HASHES[:1]) <= 0
+    ledger.start(B, HASHES[:1])
+    ledger.start(C, [])
+    assert ledger.num_missing([]) == 1
+    planned = ledger.plan(B, 4, [8])
+    assert planned.source == snapshot
+    assert planned.snapshots == ()  # no slot is left
+    ledger.commit(B, 8, 4, HASHES, SIZE)
+    assert ledger.num_missing([]) == 0  # the snapshot is cached again
+    ledger.check({B, C})
+
+
+def test_more_requests_than_states_wait() -> None:
+    scheduler = make(num_states=2)
+    requests = [scheduler.add(spec(range(10), 30), 0.0) for _ in range(4)]
+    run_iteration(scheduler)
+    assert sum(request.state is State.WAITING for request in requests) >= 2
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert all(request.produced == 30 for request in requests)
+    assert states(scheduler).num_leaked(()) == 0
+
+
+def test_a_late_row_starts_again_behind_its_newest_snapshot() -> None:
+    scheduler = make()
+    request = scheduler.add(spec(range(50), 4), 0.0)
+    run_iteration(scheduler, late=(0,))
+    assert request.state is State.WAITING
+    (entry,) = run_iteration(scheduler)
+    assert entry.start == 48
+    assert entry.state is not None
+    assert entry.state.source not in (NO_STATE, entry.state.slot)
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert request.produced == 4
+
+
+def test_a_request_that_fails_leaves_no_state_behind() -> None:
+    scheduler = make()
+    request = scheduler.add(spec(range(50), 4), 0.0)
+    run_iteration(scheduler)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.lose_device([iteration], 0.0)
+    assert request.state is State.WAITING
+    assert states(scheduler).pool.num_cached == 0
+    scheduler.ledger.check()
