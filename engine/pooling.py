@@ -19,14 +19,16 @@ class PoolingReport(NamedTuple):
     """What a model that pools returns for a prompt: a vector of `size` numbers.
 
     `task` is "embed" (an embedding) or "score" (one score per label). `method` is "last", "cls" or
-    "mean". An embedding may be cut to one of `dimensions`; None: it may not, empty: to any length.
-    `pair_template` is the prompt of a scored pair with `{query}` and `{document}`, "" if a
-    pair is tokenized as two segments.
+    "mean". If it `is_whole`, a prompt is computed in one iteration, never in chunks. An embedding
+    may be cut to one of `dimensions`; None: it may not, empty: to any length. `pair_template` is
+    the prompt of a scored pair with `{query}` and `{document}`, "" if a pair is tokenized as two
+    segments.
     """
 
     task: str
     method: str
     size: int
     is_normalized: bool = False
+    is_whole: bool = False
     dimensions: tuple[int, ...] | None = None
     pair_template: str = ""

@@ -113,7 +113,7 @@ class ReferenceAttention:
             scores = (scores / spec.soft_cap).tanh_() * spec.soft_cap
         ends = torch.arange(length - len(q), length, device=self._place)
         distance = ends[:, None] - torch.arange(length, device=self._place)
-        seen = distance >= 0
+        seen = distance >= -spec.tokens_ahead
         if spec.window is not None:
             seen &= distance < spec.window
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -1,6 +1,8 @@
 """Model families by the `architectures` entry of config.json; each is imported on use."""
 
 FAMILIES: dict[str, str] = {
+    "BertForSequenceClassification": "adapters.models.bert:Bert",
+    "BertModel": "adapters.models.bert:Bert",
     "GPT2LMHeadModel": "adapters.models.gpt2:Gpt2",
     "Gemma2ForCausalLM": "adapters.models.gemma2:Gemma2",
     "Gemma3ForCausalLM": "adapters.models.gemma3:Gemma3",
@@ -9,6 +11,8 @@ FAMILIES: dict[str, str] = {
     "GptOssForCausalLM": "adapters.models.gpt_oss:GptOss",
     "LlamaForCausalLM": "adapters.models.llama:Llama",
     "MistralForCausalLM": "adapters.models.mistral:Mistral",
+    "ModernBertForSequenceClassification": "adapters.models.modernbert:ModernBert",
+    "ModernBertModel": "adapters.models.modernbert:ModernBert",
     "MixtralForCausalLM": "adapters.models.mixtral:Mixtral",
     "OPTForCausalLM": "adapters.models.opt:Opt",
     "Olmo2ForCausalLM": "adapters.models.olmo2:Olmo2",
@@ -20,6 +24,10 @@ FAMILIES: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": "adapters.models.qwen3_5:Qwen35Multimodal",
     "Qwen3ForCausalLM": "adapters.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "adapters.models.qwen3_moe:Qwen3Moe",
+    "RobertaForSequenceClassification": "adapters.models.bert:Roberta",
+    "RobertaModel": "adapters.models.bert:Roberta",
     "SmolLM3ForCausalLM": "adapters.models.smollm3:SmolLM3",
     "StableLmForCausalLM": "adapters.models.stablelm:StableLM",
+    "XLMRobertaForSequenceClassification": "adapters.models.bert:Roberta",
+    "XLMRobertaModel": "adapters.models.bert:Roberta",
 }

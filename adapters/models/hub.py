@@ -26,8 +26,11 @@ DOWNLOADED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "modules.json",
+    "sentence_bert_config.json",
 )
 NOT_DOWNLOADED = ("*/*", "consolidated*")
+MODULES = ("*_*/config.json",)  # of sentence-transformers, if modules.json names them
 
 
 def download(model: str) -> Path:
@@ -39,6 +42,8 @@ def download(model: str) -> Path:
         path: str = snapshot_download(
             model, allow_patterns=list(DOWNLOADED), ignore_patterns=list(NOT_DOWNLOADED)
         )
+        if (Path(path) / "modules.json").is_file():
+            snapshot_download(model, allow_patterns=list(MODULES))
     except HFValidationError as error:
         raise StartupError(f"{model} is neither a directory nor a hub id") from error
     except GatedRepoError as error:

@@ -92,6 +92,10 @@ def decoders_of(definition: TokenizerDefinition) -> Decoders:
             return Decoders(lambda: TableDecoder(table), table)
         case {"type": "Metaspace", "replacement": str(mark)}:
             return _metaspace(definition, mark, decoder.get("prepend_scheme", "always"))
+        case {"type": "WordPiece", "prefix": str(prefix)}:
+            words = bytes_of_ids(definition)
+            bare = _table(definition, lambda token: token.removeprefix(prefix).encode())
+            return Decoders(lambda: FirstWordDecoder(words, bare), words)
         case {"type": "Sequence", "decoders": [*steps]}:
             return _sentencepiece(definition, steps)
     raise StartupError(f"{definition.path}: decoder {decoder['type']!r} is not supported")
@@ -105,10 +109,18 @@ def bytes_of_ids(definition: TokenizerDefinition) -> list[bytes]:
             return _table(definition, TokenBytes().loose)
         case {"type": "Metaspace", "replacement": str(mark)}:
             return _table(definition, lambda token: token.replace(mark, " ").encode())
+        case {"type": "WordPiece", "prefix": str(prefix)}:
+            return _table(definition, lambda token: _word_piece(token, prefix))
         case {"type": "Sequence", "decoders": [*steps]}:
             per_token, _ = _per_token(steps)
             return _table(definition, lambda token: _piece_bytes(definition, per_token, token))
     raise StartupError(f"{definition.path}: decoder {decoder['type']!r} is not supported")
+
+
+def _word_piece(token: str, prefix: str) -> bytes:
+    """A piece inside a word, which has the prefix, or a word with a space before it."""
+    inside = token.removeprefix(prefix)
+    return (inside if inside != token else f" {token}").encode()
 
 
 def _table(definition: TokenizerDefinition, read: Callable[[str], bytes]) -> list[bytes]:

@@ -113,7 +113,7 @@ class BatchPlanner:
         """How many of the request's `num_tokens` unplanned tokens fit into the batch; 0 if none."""
         if request.num_crashes and batch.excludes_suspect(request):
             return 0
-        if num_tokens > 1:
+        if num_tokens > 1 and self._settings.chunks_prompts:
             others = self._num_others(batch, request, self._ready_left(batch) - 1)
             num_tokens = min(num_tokens, batch.tokens_left - others)
             is_bounded = self._settings.max_step_seconds < inf and not request.is_suspect
@@ -140,7 +140,8 @@ class BatchPlanner:
             goal = self.step_time.goal(batch) / self._cost.margin
             batch.background = BackgroundTime(step, self._pool, self._cost, slowdown, goal)
         beside = settings.max_batch_tokens - batch.tokens_left
-        return batch.background.num_tokens(request, num_tokens, beside)
+        in_time = batch.background.num_tokens(request, num_tokens, beside)
+        return in_time if settings.chunks_prompts or in_time == num_tokens else 0
 
     def _num_tokens_in_time(
         self, batch: "BatchBuilder", request: Request, num_tokens: int, others: int
@@ -174,9 +175,13 @@ class BatchPlanner:
         it."""
         if self.step_time.has_goals and not self.step_time.may_start(request):
             return True
-        others = self._num_others(batch, request, self._ready_left(batch))
-        if batch.is_out_of_time or batch.tokens_left <= others:
-            return True
+        if not self._settings.chunks_prompts:
+            if batch.tokens_left < request.unplanned:
+                return True
+        else:
+            others = self._num_others(batch, request, self._ready_left(batch))
+            if batch.is_out_of_time or batch.tokens_left <= others:
+                return True
         is_background = request.spec.is_background
         return is_background and not self._num_background_tokens(batch, request, request.unplanned)
 

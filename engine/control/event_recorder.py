@@ -137,7 +137,7 @@ class RecordingHeader:
         row["scheduler"] = {
             key: value.value if isinstance(value, Enum) else value
             for key, value in bounds
-            if value != inf
+            if value != inf and (key, value) != ("chunks_prompts", True)
         }
         return json.dumps({"podway_recording": VERSION} | row, separators=(",", ":"))
 

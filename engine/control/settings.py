@@ -21,6 +21,7 @@ class SchedulerSettings:
     swap: SwapMode = SwapMode.PROACTIVE  # with a host tier only
     max_crashes: int = 3
     reuses_prefixes: bool = True
+    chunks_prompts: bool = True  # False: each prompt is computed in one iteration
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
     max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
     itl_goal: float = inf  # seconds of an iteration with decodes: engine.control.step_time
@@ -30,4 +31,7 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         assert self.max_batch_tokens >= self.max_batch_size, (
             "max_batch_tokens is at least max_batch_size"
+        )
+        assert self.chunks_prompts or self.max_batch_tokens >= self.max_model_len, (
+            "a whole prompt fits into an iteration"
         )

@@ -56,7 +56,8 @@ class KVLedger:
         num_states: int = 0,
         num_host_states: int = 0,
     ) -> None:
-        """`windows` has the window of each layer group, None for one that keeps all KV. At most
+        """`windows` has the window of each layer group, None for one that keeps all KV; a model
+        without groups keeps no KV, and its requests hold no blocks. At most
         `chunk` tokens of a request are planned beyond those that are computed.
 
         A model with recurrent layers has `num_states` slots for their states. With `saves_on_host`
@@ -65,7 +66,6 @@ class KVLedger:
         """
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
-        assert windows, "there is at least one layer group"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = LayerGroups.of(windows, block_size, chunk)
@@ -228,7 +228,8 @@ class KVLedger:
         for table, count in zip(holding.tables, shortage, strict=True):
             if count:
                 table.blocks.extend(self.pool.allocate(count))
-        holding.num_slots = min([table.stop for table in holding.tables]) * self.block_size
+        stops = [table.stop for table in holding.tables]
+        holding.num_slots = min(stops) * self.block_size if stops else num_slots
         return True
 
     def give_back(self, request_id: "RequestId", num_computed: int) -> None:

@@ -44,12 +44,12 @@ class KVManager:
         self.num_blocks = ledger.num_blocks
         self._pool = pool
         self._observer = observer
-        self._reuses_prefixes = reuses_prefixes
+        self._reuses_prefixes = reuses_prefixes and bool(ledger.groups)
         self._keeps_all = ledger.keeps_all
         self._has_one_table = ledger.groups.keeps_all
         self.states = ledger.states  # None without recurrent layers
         self.num_groups = len(ledger.groups)
-        self.search = PrefixSearch(ledger, is_on=reuses_prefixes)
+        self.search = PrefixSearch(ledger, is_on=self._reuses_prefixes)
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
         self._saves: list[Save] = []

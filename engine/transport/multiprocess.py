@@ -146,7 +146,7 @@ class MultiprocessExecutor:
         # Their LoRA adapters must have the same bytes.
         self._worker = replace(
             self._worker,
-            kv_slots=report.num_blocks // len(report.windows) * report.block_size,
+            kv_slots=report.num_blocks // max(1, len(report.windows)) * report.block_size,
             num_states=report.num_states,
             loras=tuple(
                 spec._replace(digest=lora.digest)

@@ -282,10 +282,12 @@ def _kv_events(
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:
     """Everything that schedules depend on; a recording begins with it."""
     report = loaded.report
+    is_whole = report.pooling is not None and report.pooling.is_whole
     scheduler = SchedulerSettings(
         max_model_len=report.max_model_len,
         max_batch_size=settings.max_batch_size,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=max(settings.max_batch_tokens, report.max_model_len if is_whole else 0),
+        chunks_prompts=not is_whole,
         max_step_seconds=settings.max_step_seconds or inf,
         itl_goal=settings.itl_goal or inf,
         max_prefill_slowdown=settings.prefill_slowdown,
@@ -293,7 +295,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
-        reuses_prefixes=settings.prefix_cache,
+        reuses_prefixes=settings.prefix_cache and not is_whole,
         swap=SwapMode(settings.swap),
     )
     return RecordingHeader(

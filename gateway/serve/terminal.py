@@ -70,16 +70,12 @@ def banner(
     url: str, model: str, report: WorkerReport, settings: Settings, more: Mapping[str, str]
 ) -> str:
     """The lines that are printed when the server is ready; `more` are further lines, by label."""
-    num_slots = report.num_blocks // len(report.windows) * report.block_size
-    megabytes = report.num_blocks * report.bytes_per_block / 2**20
-    kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
     weights = "" if report.weights == report.dtype else f" with {report.weights} weights"
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         **({} if report.pooling is None else {"task": _pooling(report.pooling)}),
-        "KV cache": f"{num_slots:,} slots in blocks of {report.block_size}, "
-        f"{megabytes:,.0f} MiB{kv_dtype}",
+        "KV cache": _kv_cache(report),
         "workers": f"{_workers(settings)}, {report.threads} threads ({settings.thread_wait}-wait), "
         f"{report.kernels}, attention {report.attention}",
         "schedule": f"policy {settings.policy}, admission {settings.admission}, at most "
@@ -112,6 +108,16 @@ def curl_line(url: str, model: str, task: str = "generate", *, with_key: bool) -
     words = ["curl", "-N", f"{url}{path}", "-H", "content-type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(body)])
     return line + ' -H "authorization: Bearer $KEY"' if with_key else line
+
+
+def _kv_cache(report: WorkerReport) -> str:
+    """Its size; an encoder has none."""
+    if not report.windows:
+        return "none: prompts are computed in one iteration each"
+    num_slots = report.num_blocks // len(report.windows) * report.block_size
+    megabytes = report.num_blocks * report.bytes_per_block / 2**20
+    kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
+    return f"{num_slots:,} slots in blocks of {report.block_size}, {megabytes:,.0f} MiB{kv_dtype}"
 
 
 def _pooling(pooling: PoolingReport) -> str:

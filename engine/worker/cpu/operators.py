@@ -36,6 +36,7 @@ from engine.worker.ports import (
 ACTIVATIONS = {
     "silu": elementwise.SILU,
     "swish": elementwise.SILU,
+    "gelu": elementwise.GELU,
     "gelu_new": elementwise.GELU_TANH,
     "gelu_pytorch_tanh": elementwise.GELU_TANH,
     "relu": elementwise.RELU,

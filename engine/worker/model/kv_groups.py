@@ -22,7 +22,8 @@ class KVGroups:
     """The layer groups of a model; `of_layer` has the group of each layer, counted over all stages,
     None for a recurrent layer.
 
-    `windows` has the sliding window of each group, None for one that keeps the KV of all tokens.
+    `windows` has the sliding window of each group, None for one that keeps the KV of all tokens. An
+    encoder keeps no KV and has no groups: all its layers use the same tensor, one after the other.
     """
 
     windows: tuple[int | None, ...]
@@ -34,6 +35,8 @@ class KVGroups:
 
         Neighbours of one kind are in different groups, so that a stage has layers of all groups.
         """
+        if not shape.is_causal:
+            return cls((), (0,) * shape.num_layers)
         kept = {n: shape.layer_attention[n].window for n in shape.attention_layers}
         if not kept:
             raise StartupError("a model without attention layers is not supported")
@@ -57,6 +60,8 @@ class KVGroups:
 
     def tensors(self, span: range) -> tuple[int, ...]:
         """For each attention layer of a stage, the number of the KV tensor that it uses."""
+        if not self.windows:
+            return (0,) * len(span)
         counts = [0] * len(self.windows)
         places = []
         for group in self.in_stage(span):

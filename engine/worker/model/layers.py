@@ -215,6 +215,14 @@ class DecoderLayer:
         return self.mlp_post_norm(self.mlp(x), hidden)
 
 
+class Layer(Protocol):
+    """One layer of a `Decoder`."""
+
+    def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A decoder or one stage of it.
@@ -224,7 +232,7 @@ class Decoder:
     scores are with a `soft_cap`.
     """
 
-    blocks: tuple[DecoderLayer, ...]
+    blocks: tuple[Layer, ...]
     tokens: Embedding | None = None
     learned_positions: Tensor | None = None  # [positions, hidden]
     ropes: tuple[Rope, ...] = ()
@@ -233,7 +241,7 @@ class Decoder:
     embedding_scale: float = 1.0
     logit_cap: float | None = None
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         assert self.tokens is not None, "only the first stage embeds"
         hidden = self.tokens(ids)
         if self.embedding_scale != 1.0:

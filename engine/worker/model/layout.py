@@ -160,6 +160,21 @@ def _lora_segments(entries: tuple[StepEntry, ...], first_rows: Int32s) -> tuple[
     return tuple(segments)
 
 
+def _token_types(entries: tuple[StepEntry, ...], qo_indptr: Int32s) -> Int64s | None:
+    """1 for the tokens behind the first text of a pair; None without pairs."""
+    pairs = [
+        (int(qo_indptr[at]) + entry.pooling.first_len, int(qo_indptr[at + 1]))
+        for at, entry in enumerate(entries)
+        if entry.pooling is not None and entry.pooling.first_len is not None
+    ]
+    if not pairs:
+        return None
+    types = np.zeros(int(qo_indptr[-1]), dtype=np.int64)
+    for start, stop in pairs:
+        types[start:stop] = 1
+    return types
+
+
 def _pooled(
     entries: tuple[StepEntry, ...], qo_indptr: Int32s, method: PoolingMethod | None
 ) -> PooledRows:
@@ -204,6 +219,8 @@ def _with_groups(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> Ragged
     """The layout with those of the layer groups, if there are any."""
     if limits.keeps_all:
         return _build(entries, limits, _GroupTable(_NONE, [entry.blocks for entry in entries]))
+    if not limits.windows:
+        return _build(entries, limits, _table_of_step(entries, limits))
     numbers = range(len(limits.windows))
     if any(len(entry.tables) not in (0, len(numbers)) for entry in entries):
         raise ValueError(f"an entry needs {len(numbers)} block tables, one per layer group")
@@ -218,6 +235,18 @@ def _with_groups(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> Ragged
             for group, shift in zip(groups, shifts, strict=True)
         ),
     )
+
+
+def _table_of_step(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> _GroupTable:
+    """Blocks for a step of a model that keeps no KV: consecutive ones, from the first one on."""
+    if any(entry.start for entry in entries):
+        raise ValueError("a model that keeps no KV computes a prompt from its first token on")
+    blocks, first = [], 0
+    for entry in entries:
+        stop = first - (-len(entry.tokens) // limits.block_size)
+        blocks.append(np.arange(first, stop, dtype="<i4").tobytes())
+        first = stop
+    return _GroupTable(_NONE, blocks)
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -271,4 +300,5 @@ def _build(
         block_size=size,
         lora_segments=_lora_segments(entries, qo_indptr) if has_loras else (),
         pooled=_pooled(entries, qo_indptr, limits.pooling),
+        token_types=_token_types(entries, qo_indptr),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.pooling import PoolingReport
 from engine.step import Fault, Step
-from engine.worker.ports import PoolingConfig, RaggedLayout
+from engine.worker.ports import ModelShape, PoolingConfig, PoolingMethod, RaggedLayout
 from engine.worker.sampling.logits_output import LogitsOutput
 
 TINY = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
@@ -67,14 +67,23 @@ class Pooler:
         return numbers
 
 
-def report_of(config: PoolingConfig | None, hidden_size: int) -> PoolingReport | None:
+def computes_whole_prompts(config: PoolingConfig | None, shape: ModelShape) -> bool:
+    """Whether a prompt is computed in one iteration: an encoder's, and all whose pooling reads more
+    than the last hidden state."""
+    if config is None:
+        return False
+    return not shape.is_causal or config.method is not PoolingMethod.LAST
+
+
+def report_of(config: PoolingConfig | None, shape: ModelShape) -> PoolingReport | None:
     """What the worker reports; None if the model generates text."""
     if config is None:
         return None
     return PoolingReport(
         task=config.task,
         method=config.method.value,
-        size=hidden_size if config.head is None else config.head.size,
+        size=shape.hidden_size if config.head is None else config.head.size,
+        is_whole=computes_whole_prompts(config, shape),
         is_normalized=config.is_normalized,
         dimensions=config.dimensions,
         pair_template=config.pair_template,

@@ -64,7 +64,8 @@ class Stage:
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
         positions = self._put(layout.positions)
         if hidden is None:
-            hidden = self.model.embed(self._put(layout.token_ids), positions)
+            types = None if layout.token_types is None else self._put(layout.token_types)
+            hidden = self.model.embed(self._put(layout.token_ids), positions, types)
         self.attention.plan(layout)
         states = None if self.states is None else self.states.layers
         step = None if states is None else StepStates(states, state_runs(layout))

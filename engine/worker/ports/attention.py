@@ -12,13 +12,15 @@ from engine.worker.ports.kv import KVTensors
 from engine.worker.ports.layout import RaggedLayout
 from engine.worker.ports.shapes import StepLimits
 
+NO_LIMIT = 1 << 40  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """One kind of attention layer. Scores are `q · k * scale`, in float32.
 
     A stage whose layers differ has several specs (`engine.worker.model.mixed_attention`). `window`,
-    `soft_cap` and `has_sinks` are those of `AttentionOptions`.
+    `soft_cap`, `has_sinks` and `is_causal` are those of `AttentionOptions`.
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
@@ -37,6 +39,14 @@ class AttentionSpec:
     is_batch_invariant: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
+    is_causal: bool = True
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How many tokens behind itself a token attends to, at most."""
+        if self.is_causal:
+            return 0
+        return NO_LIMIT if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`.
 
-        `layer` counts within the stage. Each token attends to its request's slots up to itself.
+        `layer` counts within the stage. Each token attends to its request's slots up to itself; if
+        the spec is not causal, to all its request's slots in the step.
         RoPE rotates pairs made of the two halves of the rotated dimensions; `rope` None leaves q
         and k as they are. `sinks` `[heads]` in float32 are given if the spec has them.
         q, k and v are adjacent views of one tensor, in this order, and may be overwritten.

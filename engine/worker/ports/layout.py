@@ -60,6 +60,7 @@ class RaggedLayout:
     groups: tuple["RaggedLayout", ...] = ()
     states: tuple[StateSlots, ...] = ()  # one per request, of a model with recurrent layers
     pooled: PooledRows = NONE_POOLED
+    token_types: Int64s | None = None  # [T], 1 in the second text of a pair; None: all 0
 
     def of_group(self, group: int) -> "RaggedLayout":
         """What the attention of a layer group is planned with."""

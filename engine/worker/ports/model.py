@@ -41,8 +41,12 @@ class StepContext:
 class StageModel(Protocol):
     """The layers of one shard. Hidden states are whole, and equal, on all ranks of a stage."""
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states `[tokens, hidden]` of int64 `[tokens]`; only on the first stage."""
+    def embed(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """Hidden states `[tokens, hidden]` of int64 `[tokens]`; only on the first stage.
+
+        `types` are the token types of models that have them: 1 in the second text of a pair, else
+        0; None: all 0.
+        """
         ...
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:

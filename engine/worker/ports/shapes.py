@@ -18,7 +18,8 @@ class ExpertShape:
 class AttentionOptions:
     """How the attention of one layer differs from causal attention to all earlier tokens.
 
-    `window` is the sliding window in tokens, counting the token itself; None means all. Scores are
+    `window` is the sliding window in tokens, counting the token itself; None means all. If the
+    layer is not causal, tokens attend in both directions, each at most a window away. Scores are
     `q · k * scale` (None: head_dim ** -0.5); with `soft_cap` they become
     `soft_cap * tanh(score / soft_cap)` (Gemma 2). With `has_sinks` each head has a learned score
     that joins the denominator of the softmax and has no value (gpt-oss).
@@ -28,6 +29,7 @@ class AttentionOptions:
     scale: float | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    is_causal: bool = True
 
 
 FULL_ATTENTION = AttentionOptions()
@@ -74,6 +76,11 @@ class ModelShape:
     def layer_attention(self) -> tuple[AttentionOptions, ...]:
         """The attention options of every layer, `num_layers` of them."""
         return self.attention or (FULL_ATTENTION,) * self.num_layers
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token attends to later ones; an encoder, which is not causal, keeps no KV."""
+        return all(options.is_causal for options in self.layer_attention)
 
     @property
     def idle_parameters(self) -> int:

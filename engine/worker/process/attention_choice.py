@@ -38,6 +38,7 @@ def attention_specs(
             is_batch_invariant=is_batch_invariant,
             soft_cap=options.soft_cap,
             has_sinks=options.has_sinks,
+            is_causal=options.is_causal,
         )
         for options in (local.layer_attention[number] for number in local.attention_layers)
     )

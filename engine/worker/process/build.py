@@ -236,7 +236,7 @@ def build_worker(
             num_states=counts.states,
             num_host_states=counts.host_states,
             bytes_per_state=kv.state_bytes,
-            pooling=report_of(checkpoint.pooling, shape.hidden_size),
+            pooling=report_of(checkpoint.pooling, shape),
         ),
         placement=placement,
         shard=shard,

@@ -42,6 +42,8 @@ class ProfileRun:
         """As many requests and tokens as a step may have; every request samples a token."""
         shape, step = self.shard.shape, self._step()
         num_blocks = -(-self._tokens_each // self.settings.block_size)
+        if not self.kv.groups.windows:  # then the blocks of requests are different ones
+            num_blocks *= self._num_requests
         num_states = 1 if shape.recurrent_layers else 0
         layout = build_layout(step, self.kv.limits(self.max_model_len, num_blocks, num_states))
         stage = self.make_stage(self.kv.allocate(num_blocks), self.kv.states(num_states))

@@ -40,8 +40,9 @@ class StageKV:
 
     @property
     def layer_groups(self) -> Sequence[int]:
-        """The layer group of each layer of the stage; empty if the model keeps all KV."""
-        return () if self.groups.keeps_all else self.groups.in_stage(self.shard.span)
+        """The layer group of each layer of the stage; empty if the model keeps all KV or none."""
+        has_groups = self.groups.windows and not self.groups.keeps_all
+        return self.groups.in_stage(self.shard.span) if has_groups else ()
 
     @property
     def block_bytes(self) -> int:
@@ -103,7 +104,13 @@ class StageKV:
     def _choose_num_blocks(
         self, capacity: KVCapacity, max_model_len: int, num_states: tuple[int, int]
     ) -> tuple[int, int]:
-        """The numbers of device and host blocks that fit beside so many device and host states."""
+        """The numbers of device and host blocks that fit beside so many device and host states.
+
+        The blocks of a model that keeps no KV hold the keys and values of one step.
+        """
+        if not self.groups.windows:
+            most = max(self.settings.max_batch_tokens, max_model_len)  # a prompt is not cut
+            return -(-most // self.settings.block_size) + self.settings.max_batch_size, 0
         settings, own_bytes = self._own_settings(), self.block_bytes
         on_device, on_host = (count * self.state_bytes for count in num_states)
         capacity = capacity._replace(

@@ -19,7 +19,7 @@ VARIANTS = ("llama", "mistral_window", "qwen2_tied", "qwen3", "gpt2")
 PROMPTS = [
     tuple(range(3, 3 + length)) for length in (1, 2, 5, 17, 40, 40)
 ]  # the last two are equal
-SMALL = {"max_batch_tokens": 16, "max_batch_size": 4}
+SMALL: dict[str, Any] = {"max_batch_tokens": 16, "max_batch_size": 4}
 TOLERANCE = 1e-5
 
 

@@ -35,6 +35,17 @@ def never_prepending() -> tokenizers.Tokenizer:
     return tok
 
 
+def bert() -> tokenizers.Tokenizer:
+    """WordPiece; pieces inside a word begin with ##."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "the", "##re", "cat", "##s", "a", "##b", "don", "'", "t"]
+    vocab = {word: at for at, word in enumerate(words)}
+    tok = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    tok.add_special_tokens(["[CLS]", "[SEP]"])
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tok.decoder = tokenizers.decoders.WordPiece(cleanup=False)
+    return tok
+
+
 FAMILIES = {
     "gpt_2": families.gpt_2,
     "llama_3": families.llama_3,
@@ -107,7 +118,7 @@ def test_added_tokens_that_are_not_special_have_bytes(tmp_path: Path) -> None:
     "decoder",
     [
         None,
-        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "BPEDecoder", "suffix": "</w>"},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Fuse"}]},
         {
             "type": "Sequence",
@@ -144,3 +155,11 @@ def test_a_control_token_has_its_name_and_an_unknown_id_has_no_bytes(pair: Pair)
     for text, token_id in tokenizer.special_tokens.items():
         assert tokenizer.token_bytes(token_id) == text.encode()
     assert tokenizer.token_bytes(10**9) == b""
+
+
+def test_word_pieces_are_joined_and_words_are_separated_by_a_space(tmp_path: Path) -> None:
+    tok = bert()
+    tokenizer = load_tokenizer(families.saved(tok, tmp_path))
+    ids = tokenizer.encode("the cats there a cat ab", add_special_tokens=True)
+    assert fed(tokenizer, ids).decode() == tok.decode(ids) == "the cats there a cat ab"
+    assert tokenizer.token_bytes(tokenizer.special_tokens["[SEP]"]) == b"[SEP]"

@@ -1,14 +1,29 @@
 """Pooling requests in the scheduler: prompts that end in a vector, beside requests with output."""
 
+from itertools import chain
+
 import pytest
 
 from engine.control.admission import Admission
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
 from engine.errors import ContextTooLong, RowFailed
+from engine.kv.ledger import KVLedger
+from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.pooling import PoolSpec
 from engine.request import Abort, FinishReason, RequestSpec, State
 from engine.step import Fault, StepResult
-from tests.scheduling import GREEDY, a_scheduler, a_spec, play, run_iteration
+from tests.scheduling import (
+    GREEDY,
+    HAND_COST,
+    a_scheduler,
+    a_spec,
+    commit_iteration,
+    play,
+    run_iteration,
+)
 
 
 def a_pooling_spec(prompt_len: int, **fields: object) -> RequestSpec:
@@ -98,3 +113,54 @@ def test_a_prompt_may_fill_the_context() -> None:
     scheduler.check_fits(10, 0)
     with pytest.raises(ContextTooLong, match="is 10 tokens, but the input has 11"):
         scheduler.check_fits(11, 0)
+
+
+def an_encoders_scheduler(**bounds: object) -> IterationScheduler:
+    """A scheduler of a model that keeps no KV, with at most 8 tokens per iteration."""
+    values = {"max_model_len": 8, "max_batch_size": 4, "max_batch_tokens": 8}
+    settings = SchedulerSettings(**(values | bounds), chunks_prompts=False)  # type: ignore[arg-type]
+    ledger = KVLedger(1, 1, windows=())
+    return IterationScheduler(settings, ledger, build("fcfs", HAND_COST), cost=LiveCost(HAND_COST))
+
+
+@pytest.mark.parametrize("admission", list(Admission))
+def test_whole_prompts_share_an_iteration_as_far_as_they_fit_and_hold_no_blocks(
+    admission: Admission,
+) -> None:
+    scheduler = an_encoders_scheduler(admission=admission)
+    for length in (3, 4, 5, 2, 8, 1):
+        scheduler.add(a_pooling_spec(length), 0.0)
+    lengths = []
+    while scheduler.pool:
+        iteration = scheduler.plan(0.0)
+        assert iteration is not None
+        assert scheduler.ledger.num_held == 0
+        assert all(entry.pooling is not None for entry in iteration.step.entries)
+        lengths.append([len(entry.tokens) for entry in iteration.step.entries])
+        commit_iteration(scheduler, iteration, 0.0)
+    if admission is not Admission.REQUEST:
+        assert lengths == [[3, 4], [5, 2], [8], [1]]
+    assert sorted(chain.from_iterable(lengths)) == [1, 2, 3, 4, 5, 8]
+
+
+def test_a_whole_prompt_of_a_lost_worker_is_computed_again() -> None:
+    scheduler = an_encoders_scheduler()
+    requests = [scheduler.add(a_pooling_spec(4), 0.0) for _ in range(2)]
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    scheduler.lose_device([iteration], 1.0)
+    for _ in range(2):  # suspects run one at a time
+        run_iteration(scheduler, 1.0)
+    assert [request.vector for request in requests] == [b"vector"] * 2
+
+
+def test_whole_background_prompts_wait_for_time() -> None:
+    scheduler = an_encoders_scheduler(max_background_slowdown=1.1)
+    background = scheduler.add(a_pooling_spec(4, is_background=True), 0.0)
+    scheduler.add(a_pooling_spec(3), 0.0)
+    first = scheduler.plan(0.0)
+    assert first is not None
+    assert background not in first.requests
+    commit_iteration(scheduler, first, 0.0)
+    run_iteration(scheduler, 1.0)
+    assert background.vector == b"vector"

@@ -39,6 +39,7 @@ class CpuAttention(RecordableAttention):
         self._cache = cache
         self._kv_heads = spec.num_kv_heads
         self._window = spec.window or 0
+        self._ahead = spec.tokens_ahead
         self._has_sinks = spec.has_sinks
         self._tokens_per_task = max(1, ROWS // group)
         max_rows = self._tokens_per_task * group
@@ -58,6 +59,7 @@ class CpuAttention(RecordableAttention):
                 dim=spec.head_dim,
                 block_size=cache.block_size,
                 window=self._window,
+                ahead=spec.tokens_ahead,
                 scale=spec.scale,
                 soft_cap=spec.soft_cap or 0.0,
                 scratch=self._scratch.ctypes.data,
@@ -113,7 +115,8 @@ class CpuAttention(RecordableAttention):
         tasks["table"] = layout.kv_indptr[request]
         seen = tasks["position"] + 1 - self._window if self._window else 0
         tasks["low"] = np.maximum(seen, 0) // SPAN * SPAN
-        tasks["high"] = tasks["position"] + tasks["tokens"]
+        stop = tasks["position"] + tasks["tokens"] + self._ahead
+        tasks["high"] = np.minimum(stop, layout.kv_len[request])
         tasks["partial"] = -1
         return tasks
 

@@ -72,6 +72,7 @@ class AttentionOperands(ctypes.Structure):
     dim: int
     block_size: int
     window: int  # tokens, 0 for all
+    ahead: int  # tokens behind itself that a token sees; 0 if attention is causal
     scale: float
     soft_cap: float  # 0: none
     tasks: int  # array of `Task`
@@ -278,7 +279,8 @@ def _attend(operands, chunk, thread, dtype):
         _score_span(dtype, keys, start, end, scaled, dim, scores, rows)
         if a.soft_cap != 0.0:
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
-        softmax_rows(scores, rows, group, task.position, start, end, a.window, stats, max_rows)
+        position, window, ahead = task.position, a.window, a.ahead
+        softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows)
         _weigh_span(dtype, values, start, end, scores, dim, partial, rows)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)

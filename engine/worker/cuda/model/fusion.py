@@ -15,7 +15,14 @@ from torch import Tensor
 
 from engine.worker.cuda.model.linears import EightBitLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
-from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp, RowParallelLinear
+from engine.worker.model.layers import (
+    AttentionBlock,
+    Decoder,
+    DecoderLayer,
+    Layer,
+    Mlp,
+    RowParallelLinear,
+)
 from engine.worker.model.torch_operators import RmsNorm
 from engine.worker.ports import Linear, StageModel
 
@@ -65,7 +72,9 @@ def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
     return replace(model, blocks=tuple(_fused_layer(block, kernels) for block in model.blocks))
 
 
-def _fused_layer(layer: DecoderLayer, kernels: ModuleType) -> DecoderLayer:
+def _fused_layer(layer: Layer, kernels: ModuleType) -> Layer:
+    if not isinstance(layer, DecoderLayer):
+        return layer
     block, norm = layer.attention, layer.attention_norm
     if (
         isinstance(block, AttentionBlock)
