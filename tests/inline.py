@@ -84,6 +84,8 @@ def play(
         report.num_host_blocks,
         windows=report.windows,
         chunk=settings.max_batch_tokens * (1 + lookahead),
+        num_states=report.num_states,
+        num_host_states=report.num_host_states,
     )
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
     executor = Mortal(worker, dies_in, 1 + lookahead)

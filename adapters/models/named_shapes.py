@@ -62,6 +62,33 @@ def _gemma3(layers: int, hidden: int, inner: int) -> Config:
     )
 
 
+def _qwen3_5(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, values: int
+) -> Config:
+    """A dense Qwen 3.5 without its vision tower: `values` value heads in each Gated DeltaNet."""
+    return _llama_like(
+        "Qwen3_5ForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=248320,
+        positions=262144,
+        theta=10000000.0,
+        tied=True,
+        head_dim=256,
+        rms_norm_eps=1e-6,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=values,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    )
+
+
 def _opt(layers: int, hidden: int, heads: int) -> Config:
     return {
         "architectures": ["OPTForCausalLM"],
@@ -248,6 +275,9 @@ SHAPES: Mapping[str, Config] = {
     ),
     "Gemma-3-270M": _gemma3(layers=18, hidden=640, inner=2048),
     "Gemma-3-1B": _gemma3(layers=26, hidden=1152, inner=6912),
+    "Qwen3.5-0.8B": _qwen3_5(24, 1024, 3584, heads=8, kv_heads=2, values=16),
+    "Qwen3.5-2B": _qwen3_5(24, 2048, 6144, heads=8, kv_heads=2, values=16),
+    "Qwen3.5-4B": _qwen3_5(32, 2560, 9216, heads=16, kv_heads=4, values=32),
     "SmolLM3-3B": _llama_like(
         "SmolLM3ForCausalLM",
         layers=36,

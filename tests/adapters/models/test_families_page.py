@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from adapters.models import FAMILIES
 from tests.adapters.gguf.test_logits import VARIANTS as GGUF_VARIANTS
+from tests.adapters.models.test_in_the_engine import DRAFTING
 from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS
 from tests.checkpoints import VARIANTS
 from tests.engine.worker.model.test_shards import VARIANTS as SHARD_VARIANTS
@@ -22,7 +23,7 @@ COLUMNS = (
     *(VARIANTS, VARIANTS, VARIANTS),
     *(SHARD_VARIANTS, SHARD_VARIANTS),
     GGUF_VARIANTS,
-    *(ENGINE_VARIANTS, ENGINE_VARIANTS, ENGINE_VARIANTS),
+    *(ENGINE_VARIANTS, ENGINE_VARIANTS, DRAFTING),
 )
 
 

@@ -14,11 +14,12 @@ from tests.drafts import a_drafter
 from tests.engine.worker.process.driving import Driver, settings_for
 from tests.inline import RequestOutcome, play
 
-VARIANTS = (
+DRAFTING = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3"),
     *("mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
 )
+VARIANTS = (*DRAFTING, "qwen3_5")
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16
 
 
@@ -32,9 +33,9 @@ class Served:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Four prompts with the same beginning."""
+    """Four prompts with the same beginning, of which the first has a snapshot behind it."""
     shared = Random(0).choices(range(97), k=SHARED)
-    return [(*shared, *Random(at + 1).choices(range(97), k=5 + at)) for at in range(COUNT)]
+    return [(*shared, *Random(at + 1).choices(range(97), k=4 + at)) for at in range(COUNT)]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -76,6 +77,7 @@ def test_preempted_and_swapped_requests_continue_as_they_were(served: Served) ->
     assert sum(each.num_swaps for each in requests) > 0
 
 
+@pytest.mark.parametrize("served", DRAFTING, indirect=True)
 def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
     drafter = a_drafter(served.expected)
     outcomes = play(

@@ -56,6 +56,7 @@ VARIANTS = {
     "gemma3": "cpu",
     "olmoe": "cpu",
     "gpt_oss": "cpu",
+    "qwen3_5": "cpu",
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }
