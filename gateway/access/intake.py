@@ -3,8 +3,8 @@
 The loop that hands tokens to streams also receives, decodes and rejects requests. A client that
 sends bodies as fast as they are read, or requests that are rejected, could take all of its time.
 So while the engine generates, these parts of requests together get at most `SHARE` of the loop's
-time, and in each cycle of the loop at most one request continues; the others wait, in order of
-arrival, and one client's requests wait in a queue of their own: clients alternate. Clients are told
+time, or `BUSY_SHARE` if the loop is nearly saturated, so that tokens come first. In each cycle of
+the loop at most one request continues; the others wait, in order of arrival, and one client's requests wait in a queue of their own: clients alternate. Clients are told
 apart by their network address. Without running requests there is no bound.
 
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gateway.observe.request_log import RequestRecord
 
 SHARE = 0.4  # of the loop's time, while the engine generates
+BUSY_SHARE = 0.1  # the same while the loop is busy
 MAX_CREDIT_SECONDS = 0.004  # of unused time that may be used at once
 
 
@@ -35,7 +36,9 @@ class Intake:
 
     clock: "Clock"
     is_generating: Callable[[], bool]
+    is_busy: Callable[[], bool] = lambda: False
     share: float = SHARE
+    busy_share: float = BUSY_SHARE
     _credit: float = MAX_CREDIT_SECONDS  # seconds; negative if more was used
     _credited_at: float = 0.0
     _waiting: OrderedDict[str, deque[asyncio.Future[None]]] = field(default_factory=OrderedDict)
@@ -102,9 +105,13 @@ class Intake:
         finally:
             self.charge(self.clock() - started)
 
+    @property
+    def _share(self) -> float:
+        return self.busy_share if self.is_busy() else self.share
+
     def _refill(self) -> None:
         now = self.clock()
-        earned = (now - self._credited_at) * self.share
+        earned = (now - self._credited_at) * self._share
         self._credit = min(MAX_CREDIT_SECONDS, self._credit + earned)
         self._credited_at = now
 
@@ -122,7 +129,7 @@ class Intake:
         if self._may_continue():
             self._timer = loop.call_soon(self._continue_one)
         else:
-            self._timer = loop.call_later(-self._credit / self.share, self._continue_one)
+            self._timer = loop.call_later(-self._credit / self._share, self._continue_one)
 
     def _continue_one(self) -> None:
         """Let the next client's first request continue, if there is credit."""

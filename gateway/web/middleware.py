@@ -60,7 +60,9 @@ class IdentifyCaller:
     def __init__(self, app: "ASGIApp", service: "Service", routes: "Sequence[Route]") -> None:
         self._service = service
         self._routes = routes
-        self._intake = Intake(service.clock, lambda: service.engine.is_generating)
+        self._intake = Intake(
+            service.clock, lambda: service.engine.is_generating, lambda: service.watch.is_busy
+        )
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(

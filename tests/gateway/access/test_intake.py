@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.intake import MAX_CREDIT_SECONDS, Intake
+from gateway.access.intake import BUSY_SHARE, MAX_CREDIT_SECONDS, SHARE, Intake
 from gateway.observe.request_log import RequestRecord
 
 COST = 0.010  # seconds that a request takes of the loop's time
@@ -52,6 +52,17 @@ async def test_beside_generation_requests_wait_until_their_share_allows_another_
     assert loop.order == ["a"] * 2
     for task in tasks:
         task.cancel()
+
+
+@pytest.mark.parametrize(("is_busy", "share"), [(False, SHARE), (True, BUSY_SHARE)])
+async def test_a_busy_loop_gives_requests_less(is_busy: bool, share: float) -> None:
+    now = [0.0]
+    intake = Intake(lambda: now[0], lambda: True, lambda: is_busy)
+    intake.charge(1.0)
+    before = intake._credit
+    now[0] += 0.5
+    intake.charge(0.0)
+    assert intake._credit - before == pytest.approx(0.5 * share)
 
 
 async def test_without_generation_no_request_waits() -> None:
