@@ -20,12 +20,14 @@ class RestartBackoff:
     """Counts restarts without progress. `max_restarts` 0: never restart.
 
     The first restart has no pause, the second one `first_pause` seconds; each further pause is
-    twice as long, up to `max_pause`.
+    twice as long, up to `max_pause`, or up to `max_kill_pause` if no worker has crashed by itself:
+    whatever killed them, requests wait meanwhile.
     """
 
     max_restarts: int
     first_pause: float = 1.0
     max_pause: float = 30.0
+    max_kill_pause: float = 2.0
     _num_crashes: int = field(default=0, init=False)  # in a row, without progress
     _num_kills: int = field(default=0, init=False)  # in a row, without progress
     _num_restarts: int = field(default=0, init=False)  # in a row, without progress
@@ -55,4 +57,8 @@ class RestartBackoff:
             )
         doublings = min(self._num_restarts - 1, 30)  # so that the power stays finite
         self._num_restarts += 1
-        return min(self.first_pause * 2.0**doublings, self.max_pause) if doublings >= 0 else 0.0
+        if doublings < 0:
+            return 0.0
+        are_kills = self._num_kills and not self._num_crashes
+        most = self.max_kill_pause if are_kills else self.max_pause
+        return min(self.first_pause * 2.0**doublings, most)

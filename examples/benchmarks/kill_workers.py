@@ -1,14 +1,16 @@
 """Kill a random worker every few seconds under full load, and compare every text.
 
     python -m examples.benchmarks.kill_workers
-        [--seconds 120] [--every 5] [--streams 32] [--out DIR] [-- FLAGS OF podway serve]
+        [--seconds 120] [--every 5] [--streams 16] [--out DIR] [-- FLAGS OF podway serve]
     python -m examples.benchmarks.kill_workers
         --kills N    # N kills, each as soon as tokens arrive again
 
 Half of the streams are greedy, half are seeded. Each sends one request after another while workers
 are killed; before that, every request runs once undisturbed. A request that gets a 503 is sent
 again after `retry-after`, as official clients do. Any other difference from the undisturbed text
-is a failure, and the program then exits with 1.
+is a failure, and the program then exits with 1. If there is no worker when a kill is due, because
+one is just being started, the kill waits for it. The longest pause within a stream before the first
+kill is measured as well, and so is the load of the machine.
 """
 
 import argparse
@@ -21,15 +23,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
 import psutil
 
 WORKER_NAME = "podway-worker"
+POLL_SECONDS = 0.02
 QUESTIONS = (
     "Tell me a story about a fox.",
     "What is Podway? Explain it in a few words, and then explain what an iteration is.",
@@ -42,13 +46,25 @@ QUESTIONS = (
 class Counts:
     """What happened while workers were killed."""
 
-    kills: int = 0
+    kills: int = 0  # of workers that ran
     early_kills: int = 0  # before a token had arrived since the previous kill
+    late_kills: int = 0  # that waited because there was no worker when they were due
     answers: int = 0
     tokens: int = 0
     unavailable: int = 0
     failures: list[str] = field(default_factory=list)
     longest_pause: float = 0.0  # seconds between two chunks of a stream
+    pauses: list[float] = field(default_factory=list)  # the longest one around each kill
+    undisturbed_pause: float = 0.0  # the longest one before the first kill
+    load: float = 0.0  # processes per core that want to run, over the last minute of the run
+    killed_at: float = 0.0  # the last kill
+
+    def note_pause(self, start: float, end: float) -> None:
+        """No chunk of a stream arrived meanwhile."""
+        self.longest_pause = max(self.longest_pause, end - start)
+        if self.pauses and start <= self.killed_at <= end:
+            self.pauses[-1] = max(self.pauses[-1], end - start)
+
     flows: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # a token has arrived since the last kill
@@ -117,7 +133,7 @@ async def answer(
     async for chunk in chunks(session, url, index):
         now = time.perf_counter()
         if last is not None:
-            counts.longest_pause = max(counts.longest_pause, now - last)
+            counts.note_pause(last, now)
         last = now
         counts.flows.set()
         pieces += [choice["text"] for choice in chunk["choices"]]
@@ -152,19 +168,39 @@ async def kill_workers(server: int, arguments: argparse.Namespace, counts: Count
     """Send SIGKILL to random workers of the server until the time or the number is reached."""
     source = random.Random(arguments.seed)
     until = time.perf_counter() + arguments.seconds
+    due = time.perf_counter()
     while counts.kills < (arguments.kills or sys.maxsize):
         if arguments.kills:
             await counts.flows.wait()
-        elif time.perf_counter() + arguments.every > until:
-            break
-        else:
-            await asyncio.sleep(arguments.every)
-        workers = [p for p in psutil.Process(server).children() if p.name() == WORKER_NAME]
+        due = max(due + arguments.every, time.perf_counter())
+        if not arguments.kills:
+            if due > until:
+                break
+            await asyncio.sleep(due - time.perf_counter())
+        worker, waited = await living_worker(server, source)
+        counts.late_kills += waited
+        counts.early_kills += not counts.flows.is_set()
+        os.kill(worker.pid, signal.SIGKILL)
+        counts.kills += 1
+        counts.killed_at = time.perf_counter()
+        counts.pauses.append(0.0)
+        counts.flows.clear()
+
+
+async def living_worker(server: int, source: random.Random) -> tuple[psutil.Process, bool]:
+    """A random worker of the server, and whether it had to be waited for."""
+    waited = False
+    while True:
+        workers = []
+        for process in psutil.Process(server).children():
+            with suppress(psutil.NoSuchProcess):
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if process.name() == WORKER_NAME and is_alive:
+                    workers.append(process)
         if workers:
-            os.kill(source.choice(workers).pid, signal.SIGKILL)
-            counts.kills += 1
-            counts.early_kills += not counts.flows.is_set()
-            counts.flows.clear()
+            return source.choice(workers), waited
+        waited = True
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def measure(server: int, url: str, arguments: argparse.Namespace) -> Counts:
@@ -173,14 +209,17 @@ async def measure(server: int, url: str, arguments: argparse.Namespace) -> Count
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        calm = Counts()
         undisturbed = await asyncio.gather(
-            *(answer(session, url, index, Counts()) for index in range(arguments.bodies))
+            *(answer(session, url, index, calm) for index in range(arguments.bodies))
         )
+        counts.undisturbed_pause = calm.longest_pause
         async with asyncio.TaskGroup() as group:
             for number in range(arguments.streams):
                 group.create_task(one_stream(session, url, number, over, counts, undisturbed))
             await kill_workers(server, arguments, counts)
             over.set()
+            counts.load = os.getloadavg()[0] / (os.cpu_count() or 1)
     return counts
 
 
@@ -193,11 +232,15 @@ def report(arguments: argparse.Namespace, counts: Counts) -> str:
         "streams": f"{arguments.streams}, half greedy, half seeded",
         "flags of the server": f"`{' '.join(arguments.flags)}`" if arguments.flags else "none",
         "workers killed": f"{counts.kills}, of them {counts.early_kills} before a token",
+        "kills that waited for a worker to be started": f"{counts.late_kills}",
         "answers, each compared with its undisturbed text": f"{counts.answers}",
         "tokens": f"{counts.tokens}",
         "failed or different": f"{len(counts.failures)}",
         "new requests that got a 503": f"{counts.unavailable}",
+        "longest pause around a kill, seconds: median of the kills": f"{median(counts.pauses):.1f}",
         "longest pause within a stream, seconds": f"{counts.longest_pause:.1f}",
+        "the same before the first kill": f"{counts.undisturbed_pause:.2f}",
+        "load per core": f"{counts.load:.1f}",
     }
     return "\n".join(
         ["| | |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in rows.items())]
@@ -209,8 +252,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--kills", type=int, help="number of kills, each when tokens arrive again")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--bodies", type=int, default=64, help="different requests")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--bodies", type=int, default=24, help="different requests")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of workers")
     parser.add_argument("--out", type=Path, help="write NAME.json here")
     parser.add_argument("--name", default="survival")
@@ -222,7 +265,8 @@ def main() -> None:
     for failure in counts.failures[:20]:
         print(failure, file=sys.stderr)
     if arguments.out is not None:
-        counted = {name: value for name, value in vars(counts).items() if name != "flows"}
+        hidden = {"flows", "killed_at"}
+        counted = {name: value for name, value in vars(counts).items() if name not in hidden}
         result = counted | {"flags": arguments.flags, "seconds": arguments.seconds}
         (arguments.out / f"{arguments.name}.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(counts.failures))

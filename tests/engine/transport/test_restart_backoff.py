@@ -33,6 +33,15 @@ def test_kills_from_outside_end_a_crash_loop_only_after_many() -> None:
         backoff.next_pause()
 
 
+def test_pauses_stay_short_while_workers_are_only_killed_from_outside() -> None:
+    backoff = RestartBackoff(max_restarts=3, max_kill_pause=2.0)
+    pauses = []
+    for is_kill in (True, True, True, True, True, False):
+        backoff.crashed(is_kill=is_kill)
+        pauses.append(backoff.next_pause())
+    assert pauses == [0.0, 1.0, 2.0, 2.0, 2.0, 16.0]
+
+
 def test_progress_ends_a_crash_loop() -> None:
     backoff = RestartBackoff(max_restarts=1)
     for _ in range(50):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from statistics import fmean, median
 from typing import Any
 
@@ -353,7 +354,10 @@ def kills() -> list[str]:
         f"| workers killed | {found['kills']} |",
         f"| answers | {found['answers']}, with {found['tokens']:,} tokens |",
         f"| new requests that got a 503 | {found['unavailable']} |",
+        f"| kills that waited for a worker to be started | {found['late_kills']} |",
+        f"| longest pause around a kill, median of the kills | {median(found['pauses']):.1f} s |",
         f"| longest pause within a stream | {found['longest_pause']:.1f} s |",
+        f"| the same before the first kill | {found['undisturbed_pause']:.1f} s |",
     ]
 
 
