@@ -7,12 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "gateway" / "PROTECTION.md"
-ROW = re.compile(r"^\| (\d+) \|.*`(tests/\S+\.py)::(test_\w+)` \|$", re.M)
+ROW = re.compile(r"^\| (\d+)[ab]? \|.*`(tests/\S+\.py)::(test_\w+)` \|$", re.M)
 
 
 def test_each_protection_names_its_test() -> None:
     numbers = [int(number) for number, _, _ in ROW.findall(PAGE.read_text())]
-    assert numbers == list(range(1, 25))
+    assert numbers == sorted([*range(1, 25), 5, 5])
 
 
 @pytest.mark.parametrize(("number", "path", "name"), ROW.findall(PAGE.read_text()))
