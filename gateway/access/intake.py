@@ -4,8 +4,9 @@ The loop that hands tokens to streams also receives, decodes and rejects request
 sends bodies as fast as they are read, or requests that are rejected, could take all of its time.
 So while the engine generates, these parts of requests together get at most `SHARE` of the loop's
 time, or `BUSY_SHARE` if the loop is nearly saturated, so that tokens come first. In each cycle of
-the loop at most one request continues; the others wait, in order of arrival, and one client's requests wait in a queue of their own: clients alternate. Clients are told
-apart by their network address. Without running requests there is no bound.
+the loop at most one request continues. The others wait in a queue for each client, in order of
+arrival, and clients alternate. A client is a network address. Without running requests there is no
+bound.
 
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
 has it, and never waits after its body has arrived.

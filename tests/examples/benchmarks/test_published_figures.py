@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from statistics import median
 from statistics import fmean, median
 from typing import Any
 
