@@ -82,6 +82,13 @@ def test_40_the_engine_answers_without_a_server() -> None:
     assert shown.count("mean logprob") == 2
 
 
+def test_45_adapters_answer_beside_the_base_model() -> None:
+    shown = run_here("45_lora_adapters.py")
+    answers = [line.partition(": ") for line in shown.splitlines() if ": " in line]
+    assert [name for name, _, _ in answers] == ["builtin", "first", "second"]
+    assert len({text for _, _, text in answers}) == 3
+
+
 def test_50_iteration_level_scheduling_is_compared_with_request_level() -> None:
     shown = run_here("50_compare_policies.py", "--requests", "200")
     rows = {line[:16].strip(): line[16:].split() for line in shown.splitlines()[2:]}

@@ -20,6 +20,25 @@ def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
         assert f"| {run['server']} | {' | '.join(speeds)} |" in page
 
 
+# LoRA adapters
+
+
+def test_the_cost_of_lora_adapters_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "lora" / "README.md").read_text())
+    found = read("lora/figures.json")
+    assert f"`{found['command']}`" in page
+    assert f"(load average {found['load_average']} on 2 cores)" in page
+    for row in found["figures"]:
+        ms, weights = row["ms"], row["weights"].partition(" ")[0]
+        base, one = (ms["base"] / ms["plain"], ms["one"] / ms["base"])
+        if row["step"] == "prefill":
+            assert f"| {weights} | {ms['plain']:.0f} ms | {base:.2f} | {one:.2f} |" in page
+            continue
+        ratios = base, one, ms["mixed"] / ms["base"], ms["merged"] / ms["mixed"]
+        cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        assert f"| {weights} | {row['rows']} | {ms['plain']:.1f} ms | {cells} |" in page
+
+
 # Page and traces
 
 
