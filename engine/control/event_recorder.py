@@ -126,8 +126,10 @@ class RecordingHeader:
 
     def line(self) -> str:
         """The first line of a recording, without tiers that are not there, scheduler settings that
-        are infinite, and windows if there are none."""
+        are infinite, windows if there are none, and a cost of prompt pieces that is 0."""
         row = asdict(self)
+        if not self.cost.per_piece:
+            del row["cost"]["per_piece"]
         for name in ("saves_on_host", "num_disk_blocks", "num_states", "num_host_states"):
             if not row[name]:
                 del row[name]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 20_000  # of more samples an evenly spaced subset is used
 _PASSES = 4  # each weights the errors by the previous pass's model
 _RIDGE = 1e-9  # keeps the solution unique if the samples do not determine it
-_NUM_PARTS = 3  # per_slot, per_pair, per_draw, which follow the curve's coefficients
+_NUM_PARTS = 4  # per_slot, per_pair, per_draw, per_piece, which follow the curve's coefficients
 
 
 class Sample(NamedTuple):
@@ -29,23 +29,25 @@ class Sample(NamedTuple):
     pairs: float
     num_sampled: int
     seconds: float
+    num_pieces: int = 0  # of prompts, of two tokens or more
 
     def predicted(self, model: CostModel) -> float:
         """The seconds that the model predicts."""
-        rows = model.per_draw * self.num_sampled
+        rows = model.per_draw * self.num_sampled + model.per_piece * self.num_pieces
         attention = model.per_slot * self.slots + model.per_pair * self.pairs
         return model.tokens(self.num_tokens) + attention + rows
 
     @classmethod
     def of(cls, step: "Step", seconds: float) -> "Sample":
-        slots, pairs = 0, 0.0
+        slots, pairs, num_pieces = 0, 0.0, 0
         for entry in step.entries:
             count = len(entry.tokens)
             slots += entry.start + count
             if count > 1:
                 pairs += count * (entry.start + (count + 1) / 2)
+                num_pieces += 1
         num_sampled = sum(entry.sample is not None for entry in step.entries)
-        return cls(step.num_tokens, slots, pairs, num_sampled, seconds)
+        return cls(step.num_tokens, slots, pairs, num_sampled, seconds, num_pieces)
 
 
 def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0.0) -> CostModel:
@@ -60,11 +62,14 @@ def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0
         parts = _least_squares(rows, [sample.seconds for sample in kept], expected)
         floor = 0.1 * min(sample.seconds for sample in kept)
         expected = [max(floor, sum(map(mul, row, parts))) for row in rows]
-    slopes, per_slot, per_pair, per_draw = parts[1:-_NUM_PARTS], *parts[-_NUM_PARTS:]
+    slopes = parts[1:-_NUM_PARTS]
+    per_slot, per_pair, per_draw, per_piece = parts[-_NUM_PARTS:]
     curve = [(knots[0], parts[0])]
     for (left, right), slope in zip(pairwise(knots), slopes, strict=True):
         curve.append((right, curve[-1][1] + slope * (right - left)))
-    return CostModel(tuple(curve), per_slot, per_pair, per_draw, idle_step, idle_entry)
+    return CostModel(
+        tuple(curve), per_slot, per_pair, per_draw, idle_step, idle_entry, per_piece=per_piece
+    )
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
@@ -84,12 +89,13 @@ def _knots(sizes: Sequence[int]) -> list[int]:
 
 
 def _features(sample: Sample, knots: Sequence[int]) -> list[float]:
-    """One row: 1, the length of each ramp up to the sample, attention, and sampling."""
+    """One row: 1, the length of each ramp up to the sample, attention, sampling, and pieces."""
     ramps = [
         float(min(max(sample.num_tokens - left, 0), right - left))
         for left, right in pairwise(knots)
     ]
-    return [1.0, *ramps, float(sample.slots), sample.pairs, float(sample.num_sampled)]
+    attention = float(sample.slots), sample.pairs
+    return [1.0, *ramps, *attention, float(sample.num_sampled), float(sample.num_pieces)]
 
 
 def _least_squares(

@@ -143,7 +143,7 @@ class LiveCost:
         """The model with other seconds at the points of the curve, and other coefficients."""
         model, start = self.model, self._start
         curve = tuple(zip([size for size, _ in model.curve], points, strict=True))
-        if parts is None or not parts.slots + parts.pairs + parts.draws:
+        if parts is None or sum(parts) == parts.tokens:
             return replace(model, curve=curve)
         return replace(
             model,
@@ -151,6 +151,7 @@ class LiveCost:
             per_slot=_near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
             per_pair=_near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
             per_draw=_near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
+            per_piece=_near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
         )
 
 

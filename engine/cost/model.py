@@ -1,9 +1,10 @@
 """Predicts the seconds of an iteration, for skip-join, deadlines, forecasts and simulation.
 
 Everything but attention and sampling (reading the weights, GEMMs) is a curve over the number of
-tokens. Attention is linear in the slots read and in the (query, key) pairs of prefills; sampling is
-linear in the tokens sampled. FastServe profiles the first iteration by prompt length; this is the
-same for whole batches (`engine.cost.profiler` measures, `engine.cost.fit` fits).
+tokens. Attention is linear in the slots read, in the pieces of prompts, each of which has a kernel
+of its own, and in their (query, key) pairs; sampling is linear in the tokens sampled. FastServe
+profiles the first iteration by prompt length; this is the same for whole batches
+(`engine.cost.profiler` measures, `engine.cost.fit` fits).
 """
 
 from bisect import bisect_left
@@ -19,19 +20,20 @@ if TYPE_CHECKING:
 
 class StepParts(NamedTuple):
     """Predicted seconds of a step: the curve over its tokens, the slots that attention reads, the
-    (query, key) pairs of its prompt pieces, and the tokens that it samples."""
+    (query, key) pairs of its prompt pieces, the tokens that it samples, and the pieces."""
 
     tokens: float
     slots: float
     pairs: float
     draws: float
+    pieces: float
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Coefficients in seconds. `curve` has (tokens, seconds) points, ascending in both, with linear
     interpolation between them and beyond the last two. `per_draw` is for the logits and the
-    sampling of one token.
+    sampling of one token, `per_piece` for a piece of a prompt of two tokens or more.
 
     Between two steps the worker waits for the engine's loop: `idle_step` per step and `idle_entry`
     per request in it. This time is not part of a step; a simulation adds it.
@@ -43,6 +45,7 @@ class CostModel:
     per_draw: float = 0.0
     idle_step: float = 0.0
     idle_entry: float = 0.0
+    per_piece: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(self.curve) > 1, "a curve has at least two points"
@@ -78,7 +81,7 @@ class CostModel:
         if num_tokens == 1:
             return self.per_slot * (start + 1)
         pairs = num_tokens * (start + (num_tokens + 1) / 2)
-        return self.per_slot * (start + num_tokens) + self.per_pair * pairs
+        return self.per_slot * (start + num_tokens) + self.per_pair * pairs + self.per_piece
 
     def compute(self, num_tokens: int, start: int) -> float:
         """Seconds of an iteration of one request that samples a token."""
@@ -103,18 +106,20 @@ class CostModel:
 
     def parts(self, step: "Step") -> "StepParts":
         """The seconds of a whole step by what takes them; their sum is `step`, but for rounding."""
-        slots, pairs, num_sampled = 0, 0.0, 0
+        slots, pairs, num_sampled, num_pieces = 0, 0.0, 0, 0
         for entry in step.entries:
             count, start = len(entry.tokens), entry.start
             slots += start + count
             num_sampled += entry.sample is not None
             if count > 1:
                 pairs += count * (start + (count + 1) / 2)
+                num_pieces += not entry.num_drafts
         return StepParts(
             self.tokens(step.num_tokens),
             self.per_slot * slots,
             self.per_pair * pairs,
             self.per_draw * num_sampled,
+            self.per_piece * num_pieces,
         )
 
     def added(self, num_tokens: int, start: int, beside: int) -> float:

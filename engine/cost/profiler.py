@@ -79,7 +79,8 @@ class Probe(NamedTuple):
         """The sample for the fit, given the measured seconds."""
         end = self.start + self.num_tokens
         pairs = self.size * (self.start + (self.num_tokens + 1) / 2) if self.num_tokens > 1 else 0.0
-        return Sample(self.size, self.num_requests * end, pairs, self.num_requests, seconds)
+        pieces = self.num_requests if self.num_tokens > 1 else 0
+        return Sample(self.size, self.num_requests * end, pairs, self.num_requests, seconds, pieces)
 
     def fits(self, limits: ProbeLimits) -> bool:
         """Whether the step is within the limits."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.errors import Unavailable
 from engine.step import LAST_TOKEN, Direction, StepResult
@@ -10,7 +10,6 @@ from engine.step import LAST_TOKEN, Direction, StepResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.cost.model import CostModel
     from engine.step import BlockMove, RequestId, Step, StepEntry
 
 
@@ -20,6 +19,14 @@ VECTOR = bytes(4)  # of a pooling request: one number, 0
 def synthetic_token(entry: "StepEntry") -> int:
     """The next token of an entry, a function of its request id and position only."""
     return (31 * entry.request_id + 7 * (entry.start + len(entry.tokens))) % 1009
+
+
+class StepCost(Protocol):
+    """The seconds of a step, and of the event loop around one (`CostModel`)."""
+
+    def step(self, step: "Step") -> float: ...
+
+    def idle(self, num_entries: int) -> float: ...
 
 
 class _Sampled(NamedTuple):
@@ -43,7 +50,7 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        cost: "CostModel",
+        cost: "StepCost",
         depth: int = 1,
         next_token: "Callable[[StepEntry], int] | None" = synthetic_token,
         lookahead: int = 0,

@@ -213,7 +213,7 @@ class Recording:
 
     def cost(self) -> CostModel:
         """The cost model fitted to the recorded iterations and to the idle times between them."""
-        samples = list(self._samples())
+        samples = list(self.samples())
         try:
             if len(samples) < _FEWEST_SAMPLES:
                 return self.header.cost
@@ -224,29 +224,32 @@ class Recording:
     def cost_error(self) -> ErrorSummary | None:
         """How far the fitted cost model is from the recorded iterations; None if there are none."""
         model, errors = self.cost(), []
-        for sample in self._samples():
+        for sample in self.samples():
             predicted = sample.predicted(model)
             if predicted > 0.0:
                 errors.append(abs(sample.seconds / predicted - 1.0))
         return ErrorSummary.of(errors)
 
-    def _samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Sample]:
         """Each committed iteration. An entry samples a token if it reaches the last known one."""
         known = {row.arrived: row.prompt for row in self.rows if row.arrived is not None}
-        sizes: dict[int, tuple[int, int, float, int]] = {}
+        planned: dict[int, Sample] = {}
         for row in self.rows:
             if row.planned is not None:
-                tokens = slots = num_sampled = 0
+                tokens = slots = num_sampled = num_pieces = 0
                 pairs = 0.0
                 for request, start, count in row.entries:
                     tokens, slots = tokens + count, slots + start + count
-                    pairs += count * (start + (count + 1) / 2) if count > 1 else 0.0
+                    if count > 1:
+                        pairs += count * (start + (count + 1) / 2)
+                        num_pieces += 1
                     if start + count >= known[request]:
                         known[request] = start + count + 1
                         num_sampled += 1
-                sizes[row.planned] = (tokens, slots, pairs, num_sampled)
+                sample = Sample(tokens, slots, pairs, num_sampled, 0.0, num_pieces)
+                planned[row.planned] = sample
             elif row.committed is not None and not row.faults:
-                yield Sample(*sizes[row.committed], row.seconds)
+                yield planned[row.committed]._replace(seconds=row.seconds)
 
     def _idle(self) -> tuple[float, float]:
         """Seconds that the worker is idle around a step: the part per step and per request.

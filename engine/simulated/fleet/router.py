@@ -2,7 +2,7 @@
 
 A router sees the load reports of the last epoch, and counts what it has routed since. It knows no
 replica's KV cache: it remembers which prompts it sent where, as the cache-aware routers of SGLang
-and vLLM do, in blocks of 512 tokens (`Arrival.blocks`).
+and vLLM do, in the named blocks of a trace (512 tokens, or those of a recording).
 """
 
 from collections import OrderedDict
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy
 
+from engine.simulated.replay import RecordedRequest
 from engine.simulated.trace import SHARED_BLOCK
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from engine.simulated.fleet.shard import LoadReport
     from engine.simulated.trace import Arrival
 
-CACHE_THRESHOLD = 0.5  # share of a prompt that must match for affinity to decide
-BALANCE_ABS, BALANCE_REL = 32, 1.1  # loads further apart than both are balanced first
+CACHE_THRESHOLD = 0.3  # share of a prompt that must match for affinity to decide
+SPILL_ABS, SPILL_REL, LEAST_SPILL = 64.0, 1.5, 4.0  # requests above the mean, and times the mean
+OVERLOADED = 8  # waiting requests from which on a replica gets no more if another has fewer
 
 
 class Loads:
@@ -31,6 +33,7 @@ class Loads:
         self.live = numpy.zeros(most)
         self.tokens = numpy.zeros(most)
         self.delay = numpy.zeros(most)
+        self.waiting = numpy.zeros(most)
         self.waiting_tokens = numpy.zeros(most)
         self.active: list[int] = []
 
@@ -45,6 +48,7 @@ class Loads:
         at = report.replica
         self.live[at] = report.num_live
         self.tokens[at] = report.tokens
+        self.waiting[at] = report.waiting
         self.waiting_tokens[at] = report.waiting_tokens
         self.delay[at] = report.delay
 
@@ -121,12 +125,19 @@ class _Sent:
 
 
 def _blocks(arrival: "Arrival") -> "Sequence[int]":
-    return arrival.blocks[: arrival.prompt_len // SHARED_BLOCK]
+    names = arrival.names if isinstance(arrival, RecordedRequest) else arrival.blocks
+    return names[: arrival.prompt_len // block_size_of(arrival)]
+
+
+def block_size_of(arrival: "Arrival") -> int:
+    """Tokens of a named block of the arrival's prompt."""
+    return arrival.block_size if isinstance(arrival, RecordedRequest) else SHARED_BLOCK
 
 
 class PrefixAffinity:
-    """SGLang's cache-aware policy: the replica that got the longest matching prefix, if that is
-    long enough; else, or if loads are out of balance, the one with the fewest requests."""
+    """The cache-aware policy of smg 1.13, the successor of SGLang's router, with its defaults: the
+    replica that got the longest matching prefix, if that is long enough and the replica is not far
+    above the mean load; else the one with the fewest requests."""
 
     def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
         self._loads = loads
@@ -134,9 +145,10 @@ class PrefixAffinity:
 
     def route(self, arrival: "Arrival") -> int:
         loads = self._loads
+        overload = numpy.where(loads.waiting >= OVERLOADED, 1e9, 0.0)
         replica = self._affine(arrival)
-        if replica is None or self._is_unbalanced():
-            replica = loads.least(loads.live)
+        if replica is None or overload[replica] or self._spills(replica):
+            replica = loads.least(loads.live + overload)
         loads.live[replica] += 1
         self._sent.add(arrival, replica)
         return replica
@@ -147,13 +159,16 @@ class PrefixAffinity:
         if not candidates:
             return None
         best = min(candidates, key=lambda r: (-matches[r], self._loads.live[r], r))
-        share = matches[best] * SHARED_BLOCK / arrival.prompt_len
+        share = matches[best] * block_size_of(arrival) / arrival.prompt_len
         return best if share > CACHE_THRESHOLD else None
 
-    def _is_unbalanced(self) -> bool:
-        live = self._loads.live[self._loads.active]
-        most, least = float(live.max()), float(live.min())
-        return most - least > BALANCE_ABS and most > BALANCE_REL * least
+    def _spills(self, replica: int) -> bool:
+        """Whether the replica's load is too far above the mean. The margin is at most two standard
+        deviations of a Poisson number with this mean, but at least `LEAST_SPILL`."""
+        live = self._loads.live
+        mean = float(live[self._loads.active].mean())
+        margin = min(SPILL_ABS, max(LEAST_SPILL, 2.0 * mean**0.5))
+        return bool(live[replica] > mean + margin and live[replica] > SPILL_REL * mean)
 
 
 class LeastForecast:
@@ -184,7 +199,7 @@ class LeastForecast:
 
     def _prefill(self, arrival: "Arrival", num_cached: int) -> float:
         """Seconds that the rest of the prompt adds to iterations."""
-        start = min(num_cached * SHARED_BLOCK, arrival.prompt_len - 1)
+        start = min(num_cached * block_size_of(arrival), arrival.prompt_len - 1)
         return self._cost.compute(arrival.prompt_len - start, start) - self._cost.tokens(0)
 
 

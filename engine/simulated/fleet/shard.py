@@ -41,6 +41,7 @@ class LoadReport(NamedTuple):
 
     replica: int
     num_live: int  # requests
+    waiting: int  # of them without KV
     tokens: int  # of live requests, prompt and output
     waiting_tokens: int  # of requests without KV
     delay: float
@@ -116,7 +117,8 @@ class _Member:
         pool = self.replica.scheduler.pool
         tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
         delay = self._delay(tokens - pool.waiting_tokens) if forecasts and pool else 0.0
-        return LoadReport(self.number, len(pool), tokens, pool.waiting_tokens, delay)
+        waiting = pool.count(State.WAITING)
+        return LoadReport(self.number, len(pool), waiting, tokens, pool.waiting_tokens, delay)
 
     def _delay(self, slots: int) -> float:
         """The forecast of `LoadReport.delay`, with `slots` slots in use."""

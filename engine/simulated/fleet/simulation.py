@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from engine.errors import InvalidRequest
 from engine.simulated.fleet.autoscaler import Autoscaler, Scale
 from engine.simulated.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
-from engine.simulated.fleet.router import FORECASTING, ROUTERS, Loads
+from engine.simulated.fleet.router import FORECASTING, ROUTERS, Loads, block_size_of
 from engine.simulated.fleet.shard import LoadReport, Shard
 from engine.simulated.run import may_leap, prepared
 from engine.simulated.trace import SHARED_BLOCK
@@ -179,7 +179,8 @@ class _Coordinator:
         self._arrivals = arrivals
         self._shards = shards
         self._loads = Loads(fleet.most)
-        cache_blocks = max(1, fleet.setup.num_slots // SHARED_BLOCK)
+        size = block_size_of(arrivals[0]) if arrivals else SHARED_BLOCK
+        cache_blocks = max(1, fleet.setup.num_slots // size)
         self._router = ROUTERS[fleet.router](self._loads, fleet.setup.cost, cache_blocks)
         self._autoscaler = None if fleet.autoscale is None else Autoscaler(fleet.autoscale)
         self._scale = Scale(fleet.replicas, 0)

@@ -28,6 +28,10 @@ class CountedExecutor:
         self._worker = worker
         self._answered_at = process_time()  # the loop's own work since then is counted
 
+    def begin(self) -> None:
+        """A run begins: what this process did before it is not the loop's work."""
+        self._answered_at = process_time()
+
     def watch(self, on_lost: Callable[[], object]) -> None:
         """Never calls `on_lost`: the worker is this process."""
 

@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.events import ObserverGroup
 from engine.simulated.capacity import highest_load
 from engine.simulated.executor import SimulatedExecutor
@@ -18,6 +20,8 @@ from engine.simulated.play import PlayResult, play_all, play_async
 from engine.simulated.record import Recorder
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
+from engine.step import Step
+from examples.benchmarks.real_engine.counted import CountedExecutor
 from examples.benchmarks.real_engine.loads import Call
 from examples.benchmarks.real_engine.machine import Machine
 from gateway.serve.server import tune_collector
@@ -44,7 +48,8 @@ async def measure(
     scheduler = header.build(LiveCost(header.cost), ObserverGroup(recorder, event_recorder))
     recorder.watch(scheduler)
     with _server_gc():
-        if machine.is_counted:
+        if isinstance(machine.executor, CountedExecutor):
+            machine.executor.begin()
             played = await asyncio.to_thread(play_all, scheduler, machine.executor, arrivals)
         else:
             played = await play_async(scheduler, machine.executor, arrivals)
@@ -52,12 +57,74 @@ async def measure(
     return Run(played, summarise(header.policy, played, recorder, slo), recording)
 
 
-def simulate(header: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO) -> Run:
-    """Run the load in virtual time, with the cost model of `header`."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the steps of a machine differ from a cost model: `ratios` of measured to predicted
+    seconds, in their order and over again, and `speeds`, factors on all seconds, one for each
+    `period` seconds of the run (the last one for the rest)."""
+
+    ratios: tuple[float, ...] = (1.0,)
+    speeds: tuple[float, ...] = (1.0,)
+    period: float = 1.0
+
+
+STEADY = Pace()
+
+
+class _PacedCost:
+    """The costs of a machine with such a pace, on the running event loop."""
+
+    def __init__(self, model: CostModel, pace: Pace) -> None:
+        self._model = model
+        self._ratios = cycle(pace.ratios)
+        self._pace = pace
+
+    def step(self, step: Step) -> float:
+        return self._model.step(step) * next(self._ratios) * self._speed
+
+    def idle(self, num_entries: int) -> float:
+        return self._model.idle(num_entries) * self._speed
+
+    @property
+    def _speed(self) -> float:
+        number = int(asyncio.get_running_loop().time() / self._pace.period)
+        return self._pace.speeds[min(number, len(self._pace.speeds) - 1)]
+
+
+def ratios_of(recording: Recording, cost: CostModel) -> list[float]:
+    """Measured over predicted seconds of each step."""
+    return [sample.seconds / sample.predicted(cost) for sample in recording.samples()]
+
+
+def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) -> Pace:
+    """The spread of the part of a run that a cost model was fitted to, and the speed in each of
+    `periods` parts of the whole run as it is known when the part begins: that of the one before."""
+    start = whole.rows[0].at
+    period = (whole.arrivals[-1].at or 1.0) / periods
+    sums = [[0.0, 0.0] for _ in range(periods)]
+    commits = (row for row in whole.rows if row.committed is not None and not row.faults)
+    for row, sample in zip(commits, whole.samples(), strict=True):
+        both = sums[min(int((row.at - start) / period), periods - 1)]
+        both[0] += sample.seconds
+        both[1] += sample.predicted(cost)
+    speeds = [measured / predicted if predicted else 1.0 for measured, predicted in sums]
+    ratios = ratios_of(seen, cost)
+    mean = sum(ratios) / len(ratios)
+    return Pace(tuple(ratio / mean for ratio in ratios), (1.0, *speeds[:-1]), period)
+
+
+def simulate(
+    header: RecordingHeader,
+    arrivals: Sequence[Arrival],
+    slo: SLO = NO_SLO,
+    pace: Pace = STEADY,
+) -> Run:
+    """Run the load in virtual time, with the cost model of `header` and this pace."""
     recorder = _recorder(arrivals)
     scheduler = header.build(LiveCost(header.cost), recorder)
     recorder.watch(scheduler)
-    played = play_all(scheduler, SimulatedExecutor(header.cost), arrivals)
+    executor = SimulatedExecutor(_PacedCost(header.cost, pace))
+    played = play_all(scheduler, executor, arrivals)
     return Run(played, summarise(header.policy, played, recorder, slo))
 
 
@@ -79,9 +146,11 @@ def _recorder(arrivals: Sequence[Arrival]) -> Recorder:
 
 @contextmanager
 def _server_gc() -> Iterator[None]:
-    """The garbage collector with the server's settings."""
+    """The server's settings of the garbage collector, without full collections: a server does not
+    keep the rows of its recording, among which they would take a tenth of a second."""
     before = gc.get_threshold()
     tune_collector()
+    gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
     try:
         yield
     finally:

@@ -1,33 +1,44 @@
 """The simulator beside the real engine: predictions, measurements and errors.
 
 A small model on this machine's CPU, requests of the Azure conversation trace with their lengths
-divided, Poisson arrivals. Each load is run on the engine once, and simulated with the same
-arrivals (paired) under two cost models: the one that a server measures when it starts, and one
-fitted to the recording of an earlier run with other arrivals. Errors have 95 % intervals from the
-means of batches of consecutive requests. Above 80 % of capacity latencies say more about the load
-than about the simulator, so there the error is given in load: the change of the arrival rate at
-which the simulation has the measured mean JCT. Writes README.md and figures.json.
+divided, Poisson arrivals. Each load is run on the engine once, and simulated with the same arrivals
+(paired) under three cost models: the one that a server measures when it starts, one fitted to an
+earlier run with other arrivals, and one fitted to the first fifth of the same run, as a server
+refines it while it serves; the rest of the run is compared. The third is also used with the pace
+of the machine: steps have the spread of that fifth, and their speed is estimated again for each
+twentieth of the run from the one before it, as a server follows a machine that is used by others.
+
+Errors have 95 % intervals from the means of batches of consecutive requests. From 80 % of capacity
+on, latencies say more about the load than about the simulator, so there the error is given in load:
+the change of the arrival rate at which the simulation has the measured mean JCT. Writes README.md,
+figures.json and errors.png.
 
     python -m examples.benchmarks.real_engine.simulator_accuracy
-        [--requests 5000] [--loads 0.5 0.7] [--out DIR]
+        [--requests 10000] [--loads 0.5 0.7 0.9] [--out DIR]
+
+The default takes about four minutes of a quiet machine. With `--clock cpu` other load may run.
 """
 
 import argparse
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 
 import numpy
 
+from engine.control.event_recorder import RecordingHeader
 from engine.cost.model import CostModel
+from engine.request import RequestSpec
 from engine.simulated.play import Outcome
+from engine.simulated.replay import Recording
 from engine.simulated.trace import at_rate, read_trace
 from examples.benchmarks.real_engine import loads
+from examples.benchmarks.real_engine.accuracy_page import draw, report, table
 from examples.benchmarks.real_engine.machine import (
     SMALL,
     TINY,
@@ -37,7 +48,7 @@ from examples.benchmarks.real_engine.machine import (
     machine,
     make_model,
 )
-from examples.benchmarks.real_engine.running import Run, capacity, measure, simulate
+from examples.benchmarks.real_engine.running import STEADY, Pace, Run, measure, pace_of, simulate
 
 OUT = Path(__file__).parents[1] / "results" / "accuracy"
 MEASURES: dict[str, Callable[[Outcome], float]] = {
@@ -46,36 +57,53 @@ MEASURES: dict[str, Callable[[Outcome], float]] = {
     "JCT": lambda one: 1e3 * one.jct,
 }
 POINTS = {"p50": 50, "p99": 99}
-GOALS = {"p50": 0.05, "p99": 0.10, "throughput": 0.02}
-NAMES = ("at the start", "from a recording")  # of the cost models
 DIVISOR = 16  # of the trace's lengths
 BATCHES = 10  # of consecutive requests, for intervals
 T_95 = 2.262  # Student's t of 9 degrees of freedom, 97.5 %
-SATURATED = 4.0  # times the simulated capacity
-Error = dict[str, float]  # measured, predicted, error and the half width of its interval
+FLOOD = 100_000.0  # requests/s, more than any engine here can serve
+HIGH_LOAD = 0.8  # from which on the error is given in load
+PERIODS = 20  # of a run, after each of which its speed is estimated again
+SEEN = 5  # one part in so many of a run is for the fit; the rest is compared
+Errors = dict[str, dict[str, float]]  # measured, predicted, error and half width, by quantity
 
 
-def calls_of(count: int, seed: int, divisor: int = DIVISOR) -> list[loads.Call]:
+@dataclass(frozen=True, slots=True)
+class ReadyCall(loads.Call):
+    """A call whose prompt was made before the run, so that making it takes none of its time."""
+
+    ready: RequestSpec | None = None
+
+    def spec(self, index: int) -> RequestSpec:
+        assert self.ready is not None, "made by `calls_of`"
+        return self.ready
+
+
+def calls_of(count: int, seed: int, divisor: int = DIVISOR) -> list[ReadyCall]:
     """Lengths of the trace in random order, and Poisson arrivals at one request per second."""
     random, at, calls = Random(seed), 0.0, []
     sample = read_trace(loads.AZURE)
-    for _ in range(count):
+    for index in range(count):
         one = random.choice(sample)
         at += random.expovariate(1.0)
         lengths = max(1, one.prompt_len // divisor), max(1, one.output_len // divisor)
-        calls.append(loads.Call(at, *lengths))
+        spec = loads.Call(at, *lengths).spec((seed << 32) + index)
+        calls.append(ReadyCall(at, *lengths, ready=spec))
     return calls
 
 
-def faster(calls: Sequence[loads.Call], rate: float) -> list[loads.Call]:
+def faster(calls: Sequence[ReadyCall], rate: float) -> list[ReadyCall]:
     return [replace(c, at=m.at) for c, m in zip(calls, at_rate(calls, rate), strict=True)]
 
 
-def compared(real: Run, simulated: Run) -> dict[str, Error]:
-    """Each latency's error, with an interval from batches, and that of the throughput."""
-    found: dict[str, Error] = {}
+def compared(real: Run, simulated: Run, first: int) -> Errors:
+    """Each latency's error, with an interval from batches, over the requests from number `first`
+    on; and that of the throughput, over all."""
+    found: Errors = {}
     for name, of in MEASURES.items():
-        pair = [numpy.array([of(one) for one in run.played.outcomes]) for run in (real, simulated)]
+        pair = [
+            numpy.array([of(one) for one in run.played.outcomes[first:]])
+            for run in (real, simulated)
+        ]
         for point, percent in POINTS.items():
             measured, predicted = (float(numpy.percentile(values, percent)) for values in pair)
             batches = zip(*(numpy.array_split(values, BATCHES) for values in pair), strict=True)
@@ -99,167 +127,107 @@ def compared(real: Run, simulated: Run) -> dict[str, Error]:
     return found
 
 
-def load_equivalent(
-    on: Machine, cost: CostModel, calls: Sequence[loads.Call], rate: float, jct: float
+def load_error(
+    header: RecordingHeader, calls: Sequence[ReadyCall], rate: float, jct: float, pace: Pace
 ) -> float:
     """The relative change of the rate at which the simulation has this mean JCT."""
     low, high = 0.5 * rate, 1.5 * rate
-    for _ in range(8):
+    for _ in range(9):
         middle = (low + high) / 2
-        run = simulate(on.header("fcfs", cost), faster(calls, middle))
+        run = simulate(header, faster(calls, middle), pace=pace)
         is_slower = mean(one.jct for one in run.played.outcomes) > jct
         low, high = (low, middle) if is_slower else (middle, high)
     return low / rate - 1.0
 
 
+def step_errors(recording: Recording, cost: CostModel) -> dict[str, float]:
+    """The error of the cost model itself over the steps of a run: of their sum, and the median."""
+    samples = list(recording.samples())
+    predicted = [sample.predicted(cost) for sample in samples]
+    errors = [abs(p / s.seconds - 1.0) for p, s in zip(predicted, samples, strict=True)]
+    total = sum(predicted) / sum(sample.seconds for sample in samples) - 1.0
+    return {"sum": total, "median": median(errors)}
+
+
+def first_part(recording: Recording) -> Recording:
+    """The rows up to the arrival of one part in `SEEN` of the requests."""
+    last = len(recording.arrivals) // SEEN
+    stop = next(at for at, row in enumerate(recording.rows) if row.arrived == last)
+    return replace(recording, rows=recording.rows[:stop])
+
+
+async def row_of(
+    on: Machine, costs: dict[str, CostModel], load: float, most: float, count: int
+) -> dict[str, object]:
+    """A load on the real engine, and the errors of the simulation under each cost model."""
+    rate = load * most
+    calls = faster(calls_of(count, seed=round(1000 * load)), rate)
+    real = await measure(on, on.header("fcfs"), calls)
+    assert real.recording is not None, "every real run is recorded"
+    seen = await asyncio.to_thread(first_part, real.recording)
+    costs = costs | dict.fromkeys(("first fifth", "with the pace"), seen.cost())
+    row: dict[str, object] = {"load": load, "rate": rate, "requests": count, "errors": {}}
+    found: dict[str, object] = {}
+    for name, cost in costs.items():
+        header, pace = on.header("fcfs", cost), STEADY
+        if name == "with the pace":
+            pace = pace_of(seen, real.recording, cost, PERIODS)
+        simulated = await asyncio.to_thread(simulate, header, calls, pace=pace)
+        errors: dict[str, object] = {"steps": step_errors(real.recording, cost)}
+        if load >= HIGH_LOAD:
+            jct = mean(one.jct for one in real.played.outcomes)
+            errors["load"] = await asyncio.to_thread(load_error, header, calls, rate, jct, pace)
+        else:
+            errors["quantities"] = compared(real, simulated, count // SEEN)
+        found[name] = errors
+    return row | {"errors": found}
+
+
 async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
-    """The cost models, a row for each load, and the throughput under saturation."""
+    """A row for each load, and the throughput under saturation."""
     few = max(100, args.requests // 5)
-    most = await capacity(on, calls_of(few, seed=1))
-    other = await measure(on, on.header("fcfs"), faster(calls_of(few, seed=2), 0.6 * most))
-    assert other.recording is not None, "every real run is recorded"
-    costs = dict(zip(NAMES, (on.cost, other.recording.cost()), strict=True))
-    rows = []
-    for load in args.loads:
-        count = min(args.requests, int(args.seconds * load * most))
-        calls = faster(calls_of(count, seed=3), load * most)
-        real = await measure(on, on.header("fcfs"), calls)
-        row: dict[str, object] = {"load": load, "rate": load * most, "requests": len(calls)}
-        for name, cost in costs.items():
-            simulated = await asyncio.to_thread(simulate, on.header("fcfs", cost), calls)
-            row[name] = compared(real, simulated)
-            if args.equivalent:
-                part = calls[:few]
-                jct = mean(one.jct for one in real.played.outcomes[:few])
-                row[f"load error {name}"] = await asyncio.to_thread(
-                    load_equivalent, on, cost, part, load * most, jct
-                )
-        rows.append(row)
-        print(table([row]), flush=True)
-    flood = faster(calls_of(few, seed=4), SATURATED * most)
-    real = await measure(on, on.header("fcfs"), flood)
-    saturated = {"measured": real.figures.throughput}
+    await measure(on, on.header("fcfs"), faster(calls_of(few, seed=5), FLOOD))  # warms up
+    flood = faster(calls_of(few, seed=1), FLOOD)
+    flooded = await measure(on, on.header("fcfs"), flood)
+    most = flooded.figures.throughput
+    earlier = await measure(on, on.header("fcfs"), faster(calls_of(few, seed=2), 0.6 * most))
+    assert earlier.recording is not None, "every real run is recorded"
+    costs = {"at the start": on.cost, "earlier run": earlier.recording.cost()}
+    saturated = {"measured": most}
     for name, cost in costs.items():
         run = await asyncio.to_thread(simulate, on.header("fcfs", cost), flood)
         saturated[name] = run.figures.throughput
-    error = other.recording.cost_error()
-    assert error is not None, "a run has iterations"
+    rows = []
+    for load in args.loads:
+        rows.append(await row_of(on, costs, load, most, args.requests))
+        print(table(rows[-1:]), flush=True)
     return {
         "model": (
             f"{on.report.num_parameters / 1e6:.1f} M parameters, {args.threads} compute thread(s), "
             "batches of 8 requests or 256 tokens"
         ),
         "where": f"{circumstances()}. {clock_of(on.is_counted)}",
+        "divisor": DIVISOR,
+        "batches": BATCHES,
         "capacity": most,
         "rows": rows,
         "saturated": saturated,
-        "cost_error": {"median": error.median, "p90": error.p90, "iterations": error.num_steps},
     }
-
-
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """A line for each load and quantity: measured, and the errors of both predictions."""
-    lines = ["| load | | measured | error, cost at the start | from a recording | goal |"]
-    lines.append("|" + "---|" * 6)
-    for row in rows:
-        errors = [row[name] for name in NAMES]
-        assert all(isinstance(each, dict) for each in errors)
-        for quantity in errors[0]:  # type: ignore[attr-defined]
-            goal = GOALS[quantity.split()[-1]]
-            unit = " tokens/s" if quantity == "throughput" else " ms"
-            found = [each[quantity] for each in errors]  # type: ignore[index]
-            cells = []
-            for one in found:
-                interval = f" ± {one['interval']:.1%}" if one["interval"] else ""
-                cells.append(f"{one['error']:+.1%}{interval}")
-            measured = f"{found[0]['measured']:.4g}{unit}"
-            cells = [f"{row['load']:.0%}", quantity, measured, *cells, f"{goal:.0%}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def report(found: dict[str, object]) -> str:
-    """The page, from what `figures.json` has."""
-    rows, saturated, error = found["rows"], found["saturated"], found["cost_error"]
-    assert isinstance(rows, list)
-    assert isinstance(saturated, dict)
-    assert isinstance(error, dict)
-    counts = ", ".join(f"{row['requests']:,}" for row in rows)
-    ratios = [saturated[name] / saturated["measured"] - 1.0 for name in NAMES]
-    return f"""# Predicted and measured
-
-`python -m examples.benchmarks.real_engine.simulator_accuracy`: the engine of the server, requests
-from the same process without HTTP; a Llama with random weights, {found["model"]};
-{counts} requests at the loads, lengths of the Azure conversation trace divided
-by {DIVISOR}, Poisson arrivals, the same ones in engine and simulation. Loads are shares of the
-simulated capacity under fcfs ({found["capacity"]:.4g} requests/s). {found["where"]}
-
-ITL is that of a request (TPOT). Intervals (95 %) are from {BATCHES} batches of consecutive
-requests. *At the start*: the cost model that a server measures before it is ready. *From a
-recording*: fitted to the iterations of an earlier run at 60 % load with other arrivals, and to the
-event loop's time between them; its own error is {error["median"]:.1%} (median) and
-{error["p90"]:.1%} (p90) over {error["iterations"]:,} iterations.
-
-{table(rows)}
-
-{misses(rows)}
-
-{load_errors(rows)}
-
-With {SATURATED:g} times the capacity offered the engine finishes {saturated["measured"]:.4g}
-requests/s; the simulation is {ratios[0]:+.1%} (cost at the start) and {ratios[1]:+.1%} (from a
-recording) off.
-
-What the simulation leaves out: HTTP, tokenizing and text, the compile time of grammars, lookahead
-(off here), and other processes. The time of the event loop between two steps is part of the fitted
-model (`idle_step`, `idle_entry`), tokenizing and masks are not.
-"""
-
-
-def load_errors(rows: Sequence[dict[str, object]]) -> str:
-    """The errors in load of the rows that have them, in a sentence."""
-    found = [
-        f"{row['load']:.0%} load: {row[f'load error {NAMES[0]}']:+.1%} (cost at the start), "
-        f"{row[f'load error {NAMES[1]}']:+.1%} (from a recording)"
-        for row in rows
-        if f"load error {NAMES[0]}" in row
-    ]
-    if not found:
-        return ""
-    text = "Change of the arrival rate at which the simulation has the measured mean JCT: "
-    return text + "; ".join(found) + "."
-
-
-def misses(rows: Sequence[dict[str, object]]) -> str:
-    """The quantities that miss their goal with the recorded cost model, in a sentence."""
-    missed = []
-    for row in rows:
-        errors = row["from a recording"]
-        assert isinstance(errors, dict)
-        missed += [
-            f"{quantity} at {row['load']:.0%} load ({one['error']:+.1%})"
-            for quantity, one in errors.items()
-            if abs(one["error"]) > GOALS[quantity.split()[-1]]
-        ]
-    if not missed:
-        return "With the cost model from a recording every quantity is within its goal."
-    return "With the cost model from a recording these miss their goal: " + ", ".join(missed) + "."
 
 
 async def run_all(model: Path, args: argparse.Namespace) -> None:
     async with machine(model, args.threads, args.clock == "cpu") as on:
         found = await compare(on, args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "README.md").write_text(report(found))
-        (args.out / "figures.json").write_text(json.dumps(found, indent=1))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "README.md").write_text(report(found))
+    (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, args.out / "errors.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--seconds", type=float, default=50.0, help="of a load at most")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7])
-    parser.add_argument("--equivalent", action="store_true", help="give the error in load, too")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.9])
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")

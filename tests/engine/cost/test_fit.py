@@ -9,7 +9,11 @@ from engine.cost.model import CostModel
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 TRUE = CostModel(
-    curve=((1, 0.002), (64, 0.010), (512, 0.150)), per_slot=2e-7, per_pair=3e-8, per_draw=5e-5
+    curve=((1, 0.002), (64, 0.010), (512, 0.150)),
+    per_slot=2e-7,
+    per_pair=3e-8,
+    per_draw=5e-5,
+    per_piece=1e-3,
 )
 
 

@@ -72,9 +72,10 @@ def test_every_probe_is_a_step_that_a_worker_takes(bounds: ProbeLimits) -> None:
 
 def test_a_probe_knows_its_own_size_in_the_cost_models_words() -> None:
     linear = CostModel.linear(1.0, 0.0, 0.0)
-    parts = CostModel(linear.curve, per_slot=0.5, per_pair=0.25, per_draw=8.0)
+    parts = CostModel(linear.curve, per_slot=0.5, per_pair=0.25, per_draw=8.0, per_piece=3.0)
     for probe in (Probe(3, 1, 16), Probe(1, 64, 0), Probe(1, 32, 32)):
         step: Step = probe.step(0, BOUNDS)
         size = probe.sample(1.0)
         expected = size.slots * 0.5 + size.pairs * 0.25 + size.num_sampled * 8.0
+        expected += size.num_pieces * 3.0
         assert parts.step(step) - 1.0 == pytest.approx(expected)

@@ -2,7 +2,7 @@
 
 from engine.cost.model import CostModel
 from engine.simulated.fleet.router import (
-    BALANCE_ABS,
+    OVERLOADED,
     LeastForecast,
     LeastTokens,
     Loads,
@@ -20,7 +20,7 @@ def loads(*reports: tuple[int, int, float]) -> Loads:
     found = Loads(len(reports))
     found.activate(range(len(reports)))
     for replica, (live, tokens, delay) in enumerate(reports):
-        found.report(LoadReport(replica, live, tokens, 0, delay))
+        found.report(LoadReport(replica, live, 0, tokens, 0, delay))
     return found
 
 
@@ -49,11 +49,19 @@ def test_affinity_follows_the_longest_prefix_that_is_long_enough() -> None:
     assert router.route(chat(1, 7, 8, 9)) != first  # a quarter matches
 
 
+def test_affinity_leaves_an_overloaded_replica_alone() -> None:
+    state = loads((0, 0, 0.0), (0, 0, 0.0))
+    router = PrefixAffinity(state, COST, 100)
+    first = router.route(chat(1))
+    state.report(LoadReport(first, OVERLOADED, OVERLOADED, 0, 0, 0.0))
+    assert router.route(chat(1)) == 1 - first
+
+
 def test_affinity_gives_way_to_balance() -> None:
     state = loads((0, 0, 0.0), (0, 0, 0.0))
     router = PrefixAffinity(state, COST, 100)
     first = router.route(chat(1))
-    state.report(LoadReport(first, BALANCE_ABS + 2, 0, 0, 0.0))
+    state.report(LoadReport(first, 40, 0, 0, 0, 0.0))
     assert router.route(chat(1)) == 1 - first
 
 
@@ -70,10 +78,10 @@ def test_the_forecast_weighs_the_cached_prefix_against_the_delay() -> None:
     state = loads((0, 0, 0.0), (0, 0, 0.0))
     router = LeastForecast(state, COST, 100)
     first = router.route(chat(1, 2))
-    state.report(LoadReport(first, 0, 0, 0, 0.9))
+    state.report(LoadReport(first, 0, 0, 0, 0, 0.9))
     assert router.route(chat(1, 2, 3)) == first  # saves 1.024 s
-    state.report(LoadReport(first, 0, 0, 0, 1.1))
-    state.report(LoadReport(1 - first, 0, 0, 0, 0.0))
+    state.report(LoadReport(first, 0, 0, 0, 0, 1.1))
+    state.report(LoadReport(1 - first, 0, 0, 0, 0, 0.0))
     assert router.route(chat(1, 2, 4)) == 1 - first
 
 

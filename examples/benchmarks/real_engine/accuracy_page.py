@@ -1,0 +1,125 @@
+"""The page and the plot of `simulator_accuracy`, from what its `figures.json` has."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEST = "with the pace"
+GOALS = {"p50": 0.05, "p99": 0.10, "throughput": 0.02}
+Row = Mapping[str, Any]
+
+
+def goal_of(quantity: str) -> float:
+    return GOALS[quantity.split()[-1]]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each load and quantity: measured, and the error of each prediction."""
+    lines: list[str] = []
+    for row in rows:
+        names, errors = list(row["errors"]), row["errors"]
+        if not lines:
+            lines.append(f"| load | | measured | {' | '.join(names)} | goal |")
+            lines.append("|" + "---|" * (4 + len(names)))
+        load = f"| {row['load']:.0%} "
+        for quantity in errors[names[0]].get("quantities", ()):
+            found = [errors[name]["quantities"][quantity] for name in names]
+            unit = "tokens/s" if quantity == "throughput" else "ms"
+            cells = [f"{one['error']:+.1%}{_interval(one)}" for one in found]
+            measured = f"{found[0]['measured']:.4g} {unit}"
+            cells = [quantity, measured, *cells, f"{goal_of(quantity):.0%}"]
+            lines.append(f"{load}| {' | '.join(cells)} |")
+        if "load" in errors[names[0]]:
+            cells = [f"{errors[name]['load']:+.1%}" for name in names]
+            lines.append(f"{load}| load with the same mean JCT | | {' | '.join(cells)} | |")
+        cells = [f"{errors[n]['steps']['sum']:+.1%}" for n in names]
+        lines.append(f"{load}| time of all steps | | {' | '.join(cells)} | |")
+    return "\n".join(lines)
+
+
+def _interval(one: Mapping[str, float]) -> str:
+    return f" ± {one['interval']:.1%}" if one["interval"] else ""
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """The page."""
+    saturated = found["saturated"]
+    most = saturated["measured"]
+    ratios = ", ".join(
+        f"{value / most - 1.0:+.1%} ({name})"
+        for name, value in saturated.items()
+        if name != "measured"
+    )
+    counts = found["rows"][0]["requests"]
+    return f"""# Predicted and measured
+
+![errors of the simulation, by load and cost model](errors.png)
+
+`python -m examples.benchmarks.real_engine.simulator_accuracy`: the engine of the server, requests
+from the same process without HTTP; a Llama with random weights, {found["model"]};
+{counts:,} requests at each load, lengths of the Azure conversation trace divided by
+{found["divisor"]}, Poisson arrivals, the same ones in engine and simulation. Loads are shares of
+the measured capacity under fcfs ({most:.4g} requests/s). {found["where"]}
+
+ITL is that of a request (TPOT). Intervals (95 %) are from {found["batches"]} batches of consecutive
+requests. Cost models: *at the start*, the one that a server measures before it is ready; *earlier
+run*, fitted to the steps of a run at 60 % load with other arrivals, and to the event loop's time
+between them; *first fifth*, the same fit to the first fifth of the run itself, of which the rest is
+compared; *with the pace*, the same with the spread of that fifth, and with the speed of the
+machine estimated again for each twentieth of the run from the twentieth before it.
+
+{table(found["rows"])}
+
+{misses(found["rows"])}
+
+Capacity: with more requests than it can serve, the engine finishes {most:.4g} requests/s; the
+simulation is {ratios} off. Near capacity a small error of the cost becomes a large one of
+latencies, so there the error is given in load: the change of the arrival rate at which the
+simulation has the measured mean JCT.
+
+What the simulation leaves out: HTTP, tokenizing and text, the compile time of grammars, lookahead
+(off here), and other processes. The time of the event loop between two steps is part of the fitted
+models (`idle_step`, `idle_entry`), but not of the one at the start, which knows the executor only.
+"""
+
+
+def misses(rows: Sequence[Row]) -> str:
+    """The quantities that miss their goal with the best prediction."""
+    missed = [
+        f"{quantity} at {row['load']:.0%} load ({one['error']:+.1%})"
+        for row in rows
+        for quantity, one in row["errors"][BEST].get("quantities", {}).items()
+        if abs(one["error"]) > goal_of(quantity)
+    ]
+    if not missed:
+        return "With the pace every quantity is within its goal."
+    return "With the pace these miss their goal: " + ", ".join(missed) + "."
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Plot the error of each quantity with its interval, one panel for each load; the shaded band
+    is the goal."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in found["rows"] if "quantities" in row["errors"][BEST]]
+    figure = Figure(figsize=(7 * max(1, len(rows)), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, max(1, len(rows)), squeeze=False)[0]
+    for axes, row in zip(panels, rows, strict=False):
+        quantities = list(row["errors"][BEST]["quantities"])
+        for place, quantity in enumerate(quantities):
+            goal = 100 * goal_of(quantity)
+            axes.fill_between([place - 0.45, place + 0.45], -goal, goal, color="0.85", zorder=0)
+        for number, (name, errors) in enumerate(row["errors"].items()):
+            places = [place + 0.2 * (number - 1.5) for place in range(len(quantities))]
+            each = [errors["quantities"][quantity] for quantity in quantities]
+            values = [100 * one["error"] for one in each]
+            widths = [100 * one["interval"] for one in each]
+            axes.errorbar(places, values, widths, fmt="o", capsize=3, label=name)
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(quantities)), quantities, rotation=30)
+        title = f"simulation against engine at {row['load']:.0%} of capacity; grey: goal"
+        axes.set(title=title, ylabel="error of the prediction, %")
+    panels[0].legend(title="cost model")
+    figure.savefig(path, format="png", dpi=110)
