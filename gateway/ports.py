@@ -6,7 +6,7 @@ the text was split into calls of `feed`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from engine.step import Grammar
@@ -163,6 +163,16 @@ class Tokenizer(Protocol):
 
     def decoder(self) -> TokenDecoder:
         """A fresh decoder for one output; control tokens decode to no bytes."""
+        ...
+
+
+@runtime_checkable
+class EncodesPairs(Protocol):
+    """A tokenizer of a model that reads two texts at once, as all tokenizers of checkpoints are."""
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """The ids of two texts with the special tokens around them, and the number of leading ones
+        that belong to the first text; all of them if the model does not tell texts apart."""
         ...
 
 

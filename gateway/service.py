@@ -119,16 +119,20 @@ class Service:
                 "model",
             )
 
-    def check_embeds(self, name: str) -> PoolingReport:
-        """What the model embeds; raises `ModelNotFound`, or `UnsupportedByModel` if it does not."""
+    def check_pools(self, name: str) -> PoolingReport:
+        """What the model pools; raises `ModelNotFound`, or `UnsupportedByModel` if it generates."""
         self.check_model(name)
-        pooling = self.model.pooling
-        if pooling is None:
+        if self.model.pooling is None:
             raise UnsupportedByModel(
-                f"The model {name!r} generates text and makes no embeddings. Serve an embedding "
-                "model, or start the server with --task embed.",
+                f"The model {name!r} generates text and makes no embeddings or scores. Serve an "
+                "embedding model, or start the server with --task embed or --task score.",
                 "model",
             )
+        return self.model.pooling
+
+    def check_embeds(self, name: str) -> PoolingReport:
+        """What the model embeds; raises `ModelNotFound`, or `UnsupportedByModel` if it does not."""
+        pooling = self.check_pools(name)
         if pooling.task != "embed":
             raise UnsupportedByModel(
                 f"The model {name!r} makes no embeddings: {_purpose(pooling)}.", "model"

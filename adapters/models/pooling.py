@@ -14,7 +14,12 @@ from pathlib import Path
 
 from adapters.models.checkpoint import read_json
 from adapters.models.fields import Fields
-from adapters.models.pooling_heads import LogitDifference, TokenIds, sequence_classifier
+from adapters.models.pooling_heads import (
+    CLASSIFIER,
+    LogitDifference,
+    TokenIds,
+    sequence_classifier,
+)
 from engine.errors import StartupError
 from engine.worker.ports import PoolingConfig, PoolingMethod
 
@@ -26,7 +31,6 @@ METHODS = {
     "mean_tokens": PoolingMethod.MEAN,
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
-CLASSIFIER = "ForSequenceClassification"
 # The prompt with which Qwen3-Reranker was trained (its model card).
 RERANK_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -142,7 +146,11 @@ def _score(
 ) -> PoolingConfig:
     if architecture.endswith(CLASSIFIER):
         classifier = sequence_classifier(config, architecture)
-        return PoolingConfig("score", _usual_method(architecture), head=classifier)
+        method = _usual_method(architecture)
+        if config.get("classifier_pooling") == "mean":
+            method = PoolingMethod.MEAN
+        max_tokens = _max_tokens(directory, modules)
+        return PoolingConfig("score", method, head=classifier, max_tokens=max_tokens)
     if not architecture.endswith("ForCausalLM"):
         raise StartupError(f"--task score: {architecture} has no head that scores")
     tokens = _score_tokens(directory, modules)

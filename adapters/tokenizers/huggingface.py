@@ -42,6 +42,13 @@ class HuggingFaceTokenizer:
         batch = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Ids of two texts, and how many of them have type 0. Raises `UnicodeEncodeError`."""
+        first.encode(), second.encode()
+        found = self._library.encode(first, second)
+        types: list[int] = found.type_ids
+        return found.ids, types.index(1) if 1 in types else len(types)
+
     def decoder(self) -> "TokenDecoder":
         return self._decoders.make()
 

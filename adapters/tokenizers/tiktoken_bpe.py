@@ -74,6 +74,10 @@ class TiktokenTokenizer:
         self.special_ids = definition.special_ids
         self.special_tokens = definition.special_tokens
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """As Hugging Face's library, which knows how the file joins two texts."""
+        return self._exact.encode_pair(first, second)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
         if not self._suits_tiktoken(text):

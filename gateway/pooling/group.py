@@ -45,7 +45,8 @@ class PoolingGroup:
         Raises `InvalidRequest` and what `Engine.stream` raises, such as `Overloaded`.
         """
         plan, service = self._plan, self._service
-        tokenized = await tokenize_inputs(service.model.tokenizer, plan.inputs, plan.input_field)
+        tokenizer = service.model.tokenizer
+        tokenized = await tokenize_inputs(tokenizer, plan.inputs, plan.input_fields)
         specs = pooling_specs(plan, tokenized, service)
         try:
             service.engine.check_group([len(spec.prompt) for spec in specs])

@@ -35,8 +35,9 @@ class PooledInputs(NamedTuple):
 class PoolingPlan:
     """What to pool for one HTTP request, and how to render the vectors as its response body.
 
-    `input_field` is the request field that holds the inputs; errors about them name it.
-    `truncate_prompt_tokens` keeps the first tokens of each input, -1: as many as fit.
+    `input_field` is the request field that holds the inputs; errors about one of them name its own
+    of `fields`, or its place in `input_field`. `truncate_prompt_tokens` keeps the first tokens of
+    each input, -1: as many as fit.
     """
 
     caller: "Caller"
@@ -47,6 +48,14 @@ class PoolingPlan:
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     lora: "LoraAdapter | None" = None  # None: the base model
+    fields: Sequence[str] = ()
+
+    @property
+    def input_fields(self) -> Sequence[str]:
+        """The name of each input in errors."""
+        if self.fields or len(self.inputs) == 1:
+            return self.fields or [self.input_field]
+        return [f"{self.input_field}[{index}]" for index in range(len(self.inputs))]
 
 
 def pooling_specs(
@@ -59,15 +68,14 @@ def pooling_specs(
     caller = plan.caller
     scheduling = scheduling_of(plan.scheduling, caller)
     specs = []
-    for index, (ids, first_len) in enumerate(tokenized):
-        field = plan.input_field if len(tokenized) == 1 else f"{plan.input_field}[{index}]"
-        ids = _truncated(plan, ids, service)
+    for field, each in zip(plan.input_fields, tokenized, strict=True):
+        ids = _truncated(plan, each, service)
         _check(ids, field, service)
         spec = RequestSpec(
             prompt=tuple(ids),
             max_tokens=0,
             sampling=GREEDY,
-            pooling=PoolSpec(plan.dimensions, first_len),
+            pooling=PoolSpec(plan.dimensions, each.first_len),
             label=caller.request_id,
             tenant=caller.tenant,
             weight=caller.weight,
@@ -79,17 +87,17 @@ def pooling_specs(
     return specs
 
 
-def _truncated(plan: PoolingPlan, ids: "Prompt", service: "Service") -> "Prompt":
-    """The first tokens of an input, and the special token at its end if it has one."""
-    keep = plan.truncate_prompt_tokens
+def _truncated(plan: PoolingPlan, each: "TokenizedInput", service: "Service") -> "Prompt":
+    """The first tokens of an input, and those at its end that have to stay."""
+    keep, ids = plan.truncate_prompt_tokens, each.ids
     if keep is None:
         return ids
     if keep < 0:
         keep = service.engine.scheduler.settings.max_model_len
     if len(ids) <= keep:
         return ids
-    ends = ids[-1:] if ids[-1] in service.model.tokenizer.special_ids and keep > 1 else ()
-    return (*ids[: keep - len(ends)], *ends)
+    stop = len(ids) - each.num_end
+    return (*ids[: max(0, keep - each.num_end)], *ids[stop:])[:keep]
 
 
 def _check(ids: "Prompt", field: str, service: "Service") -> None:

@@ -28,6 +28,7 @@ from gateway.web.routes import (
     models,
     requests,
     responses,
+    scoring,
     tokens,
 )
 from gateway.web.routes.operations import admin, docs, health, loads, loras, page, simulate
@@ -64,6 +65,11 @@ ROUTES = (
     _route("/v1/batches/{batch_id}", GET=batches.retrieve_batch),
     _route("/v1/batches/{batch_id}/cancel", POST=batches.cancel_batch),
     Route("/v1/embeddings", embeddings.create_embeddings, methods=["POST"]),
+    Route("/score", scoring.create_score, methods=["POST"]),
+    Route("/v1/score", scoring.create_score, methods=["POST"]),
+    Route("/rerank", scoring.create_rerank, methods=["POST"]),
+    Route("/v1/rerank", scoring.create_rerank, methods=["POST"]),
+    Route("/v2/rerank", scoring.create_rerank, methods=["POST"]),
     Route("/v1/messages", messages.create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/responses", responses.create_response, methods=["POST"]),

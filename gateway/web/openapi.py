@@ -15,6 +15,7 @@ from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
 from gateway.schema.openai.embeddings import EmbeddingRequest
+from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.request import ResponseRequest
 from gateway.version import podway_version
@@ -72,6 +73,16 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches/{batch_id}"): Operation("batches", "The status of a batch."),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation("batches", "Cancel a batch."),
     ("POST", "/v1/embeddings"): Operation("pooling", "The embeddings of texts.", EmbeddingRequest),
+    **{
+        ("POST", path): Operation("pooling", "The scores of pairs of texts.", ScoreRequest)
+        for path in ("/score", "/v1/score")
+    },
+    **{
+        ("POST", path): Operation(
+            "pooling", "Documents by their relevance to a query.", RerankRequest
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
     ("POST", "/v1/messages"): Operation(
         "messages",
         "The next message, in the format of Anthropic's API.",

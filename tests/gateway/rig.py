@@ -92,6 +92,10 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        ids = [*first.encode(), END]
+        return [*ids, *second.encode(), END], len(ids)
+
     def decoder(self) -> ByteDecoder:
         return ByteDecoder()
 
@@ -221,6 +225,8 @@ def vector_of(entry: StepEntry) -> bytes:
     """The vector of a prompt in the rig: four numbers, and fewer if `dimensions` says so."""
     numbers = (entry.start + len(entry.tokens), *entry.tokens[:2], entry.tokens[-1], 0.5)[:4]
     assert entry.pooling is not None, "a pooling entry"
+    if entry.pooling.first_len is not None:  # a pair: its second text decides
+        numbers = (entry.tokens[entry.pooling.first_len],)
     return array("f", numbers[: entry.pooling.dimensions]).tobytes()
 
 

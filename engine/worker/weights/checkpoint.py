@@ -28,6 +28,7 @@ from engine.worker.ports import (
     dequantize,
 )
 from engine.worker.weights.checkpoint_files import (
+    BareFiles,
     CheckpointFiles,
     QuantizedFiles,
     SafetensorsFiles,
@@ -76,6 +77,8 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
     scheme = stored_scheme(config)
     if scheme in ("", MXFP4.name):
         files = SafetensorsFiles(checkpoint)
+        if BareFiles.MARK in files.names:
+            return BareFiles(checkpoint)
         return ExpertFiles(checkpoint) if has_fused_experts(files.names) else files
     return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
 

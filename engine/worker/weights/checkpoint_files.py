@@ -141,6 +141,21 @@ class SafetensorsFiles:
         drop_pages(self._files)
 
 
+class BareFiles(SafetensorsFiles):
+    """A directory of safetensors that a base model without head was saved to: its tensors lack the
+    prefix `model.` (Qwen3-Embedding)."""
+
+    PREFIX = "model."
+    MARK = "embed_tokens.weight"  # a tensor that such a directory has
+
+    @property
+    def names(self) -> Set[str]:
+        return {self.PREFIX + name for name in super().names}
+
+    def header(self, name: str) -> SafetensorsHeader:
+        return super().header(name.removeprefix(self.PREFIX))
+
+
 class QuantizedFiles(SafetensorsFiles):
     """A directory of safetensors in which matrices may be int8, each with its row scales."""
 

@@ -11,6 +11,7 @@ from gateway.batch.runner import Endpoint
 from gateway.errors import FileNotFound
 from gateway.generation.reply import json_response
 from gateway.pooling.embeddings import plan_embeddings
+from gateway.pooling.scores import plan_rerank, plan_score
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -39,6 +40,8 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _without_waiting(plan_chat_completion),
     "/v1/completions": _without_waiting(plan_completion),
     "/v1/embeddings": _without_waiting(plan_embeddings),
+    "/v1/score": _without_waiting(plan_score),
+    "/v1/rerank": _without_waiting(plan_rerank),
     "/v1/responses": plan_response,
 }
 DEFAULT_LISTED, MAX_LISTED = 20, 100

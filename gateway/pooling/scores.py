@@ -1,0 +1,134 @@
+"""From a scoring or reranking request to its plan, and from vectors to scores.
+
+A model that scores reads both texts of a pair at once. With a model that embeds, the score of a
+pair is the cosine similarity of its two embeddings.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import orjson
+
+from gateway.pooling.inputs import PairInput, PoolingInput, TemplatedInput
+from gateway.pooling.plan import PooledInputs, PoolingPlan
+from gateway.schema.openai.scoring import (
+    RerankRequest,
+    TextPair,
+    decode_rerank,
+    decode_score,
+)
+
+if TYPE_CHECKING:
+    from engine.pooling import PoolingReport
+    from gateway.access.callers import Caller
+    from gateway.schema.openai.embeddings import PoolingRequest
+    from gateway.service import Service
+
+
+class Scoring(NamedTuple):
+    """What is pooled to score pairs, the request field of each input, and how to get the scores."""
+
+    inputs: Sequence[PoolingInput]
+    fields: Sequence[str]
+    scores: Callable[[Sequence[bytes]], list[float]]
+
+
+def plan_score(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
+    """The plan of a `/score` request; raises `InvalidRequest`, or `UnsupportedByModel` if the model
+    generates text."""
+    request = decode_score(body, caller.unknown_fields)
+    scoring = _scoring(request.pairs, service.check_pools(request.model))
+    header = {
+        "id": service.new_id("score-"),
+        "object": "list",
+        "created": service.unix_now(),
+        "model": request.model,
+    }
+    return _plan(request, scoring, partial(_render_scores, header, scoring), caller, service)
+
+
+def plan_rerank(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
+    """The plan of a `/rerank` request; raises as `plan_score` does."""
+    request = decode_rerank(body, caller.unknown_fields)
+    scoring = _scoring(request.pairs, service.check_pools(request.model))
+    render = partial(_render_ranking, service.new_id("rerank-"), request, scoring)
+    return _plan(request, scoring, render, caller, service)
+
+
+def _plan(
+    request: "PoolingRequest",
+    scoring: Scoring,
+    render: Callable[[PooledInputs], bytes],
+    caller: "Caller",
+    service: "Service",
+) -> PoolingPlan:
+    return PoolingPlan(
+        caller=caller,
+        inputs=scoring.inputs,
+        render=render,
+        input_field="documents" if isinstance(request, RerankRequest) else "text_2",
+        scheduling=request.scheduling_params,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        fields=scoring.fields,
+        lora=service.loras.find(request.model),
+    )
+
+
+def _scoring(pairs: Sequence[TextPair], report: "PoolingReport") -> Scoring:
+    fields = [pair.field for pair in pairs]
+    if report.task == "embed":
+        queries = list(dict.fromkeys(pair.query for pair in pairs))
+        places = [queries.index(pair.query) for pair in pairs]
+        inputs = [*queries, *(pair.document for pair in pairs)]
+        return Scoring(inputs, [*("query" for _ in queries), *fields], partial(_cosines, places))
+    if report.pair_template:
+        templated = [TemplatedInput.of(report.pair_template, *pair[:2]) for pair in pairs]
+        return Scoring(templated, fields, _only_numbers)
+    return Scoring([PairInput(*pair[:2]) for pair in pairs], fields, _only_numbers)
+
+
+def _only_numbers(vectors: Sequence[bytes]) -> list[float]:
+    """The numbers of vectors of length 1."""
+    return [float(np.frombuffer(vector, "<f4")[0]) for vector in vectors]
+
+
+def _cosines(places: Sequence[int], vectors: Sequence[bytes]) -> list[float]:
+    """Cosine similarities; `places` has the index of each pair's query among the vectors, of which
+    the last ones are those of the documents."""
+    embeddings = [np.frombuffer(vector, "<f4") for vector in vectors]
+    units = [each / max(float(np.linalg.norm(each)), 1e-12) for each in embeddings]
+    documents = units[len(units) - len(places) :]
+    return [float(units[at] @ each) for at, each in zip(places, documents, strict=True)]
+
+
+def _usage(pooled: PooledInputs) -> dict[str, int]:
+    return {"prompt_tokens": pooled.prompt_tokens, "total_tokens": pooled.prompt_tokens}
+
+
+def _render_scores(header: dict[str, object], scoring: Scoring, pooled: PooledInputs) -> bytes:
+    """vLLM's response body."""
+    data = [
+        {"index": index, "object": "score", "score": score}
+        for index, score in enumerate(scoring.scores(pooled.vectors))
+    ]
+    return orjson.dumps({**header, "data": data, "usage": _usage(pooled)})
+
+
+def _render_ranking(
+    response_id: str, request: RerankRequest, scoring: Scoring, pooled: PooledInputs
+) -> bytes:
+    """The response body of Jina's API, as vLLM has it: the most relevant document first."""
+    scores = scoring.scores(pooled.vectors)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
+    has_documents = request.return_documents is not False
+    texts = request.texts
+    results = [
+        {"index": index}
+        | ({"document": {"text": texts[index]}} if has_documents else {})
+        | {"relevance_score": scores[index]}
+        for index in order
+    ]
+    body = {"id": response_id, "model": request.model, "usage": _usage(pooled), "results": results}
+    return orjson.dumps(body)
