@@ -87,11 +87,16 @@ class PeftConfig:
             sqrt(rank) if self.uses_rslora else rank
         )
 
+    @property
+    def targets_all(self) -> bool:
+        """Whether the targets are all modules of PyTorch's class for linears."""
+        return isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR
+
     def targets_module(self, module: str) -> bool:
         """Whether PEFT gives this linear of the blocks a LoRA."""
         if _names_module(self.excluded, module):
             return False
-        if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
+        if self.targets_all:
             return True
         if not _names_module(self.targets, module):
             return False

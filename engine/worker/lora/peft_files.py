@@ -110,7 +110,9 @@ def _pairs(
     for name, tensor in sorted(tensors.items()):
         module, factor = _place(name, linears)
         factors.setdefault(module, {})[factor] = _checked(name, tensor, config, module, max_rank)
-    for module in linears:
+    if not factors:
+        raise StartupError(f"{WEIGHTS_FILE} has no tensors")
+    for module in () if config.targets_all else linears:  # some are no linears for PyTorch
         if module not in factors and config.targets_module(module):
             raise StartupError(f"{WEIGHTS_FILE} has no LoRA of {module}, a target module")
     return {

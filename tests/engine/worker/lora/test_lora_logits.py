@@ -89,12 +89,32 @@ def test_logits_are_those_of_peft(tmp_path: Path, variant: str, attention: str) 
     check_against_peft(worker, variant, list(CONFIGS.values()))
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "llama_biases", "gpt2", "mistral_window"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("qwen2", "llama_biases", "gpt2", "mistral_window", "opt", "phi3", "stablelm", "gemma3"),
+        *("qwen3_5", "gpt_oss", "mixtral"),
+    ],
+)
 def test_other_families_have_the_logits_of_peft(tmp_path: Path, variant: str) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base", variant), attention="cpu")
-    config = GPT2 if variant == "gpt2" else {}
+    config: dict[str, Any] = GPT2 if variant == "gpt2" else {"target_modules": "all-linear"}
+    if variant == "mixtral":  # PEFT's targets would be the experts too
+        config = {"target_modules": ATTENTION}
     load_lora(worker, 1, make_lora(tmp_path / "lora", variant, 1, **config))
     check_against_peft(worker, variant, [config])
+
+
+def test_logits_over_quantized_weights_are_near_those_of_peft(tmp_path: Path) -> None:
+    """Of the adapter's own share: that of the base model's weights is subtracted."""
+    worker = load_worker(make_checkpoint(tmp_path / "base"), attention="cpu", weights="int8")
+    load_lora(worker, 1, make_lora(tmp_path / "lora", "llama"))
+    model, prompt = adapted_model("llama"), text(9, 9)
+    found = [LoraDriver(worker).mixed((0, prompt, lora_id))[0] for lora_id in (0, 1)]
+    with model.disable_adapter():
+        base = logits_of(model, prompt)
+    changes = found[1] - found[0], logits_of(model, prompt) - base
+    assert torch.cosine_similarity(*changes, dim=0) > 0.995
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])

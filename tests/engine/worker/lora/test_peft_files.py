@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.errors import StartupError
 from engine.worker.lora.peft_files import read_lora
@@ -52,7 +53,7 @@ def reason(directory: Path, max_rank: int = 64, digest: str = "") -> str:
         ("rank_pattern", {"(": 3}, "'(' is not a regular expression"),
         ("target_modules", 3, "target_modules=3: expected names of modules"),
         ("target_modules", ["v_proj"], "q_proj is not a target module of adapter_config.json"),
-        ("target_modules", "all-linear", "has no LoRA of model.layers.0.self_attn.k_proj"),
+        ("target_modules", ["q_proj", "k_proj", "v_proj"], "k_proj, a target module"),
     ],
 )
 def test_a_config_that_is_not_supported_is_rejected_by_field(
@@ -98,6 +99,11 @@ def test_an_embedding_is_rejected_by_name(lora: Path) -> None:
 def test_the_rank_is_bounded(lora: Path) -> None:
     assert "has rank 4; --max-lora-rank allows 3" in reason(lora, max_rank=3)
     assert read_lora(lora, LINEARS, 4).rank == 4
+
+
+def test_an_adapter_without_tensors_is_rejected(lora: Path) -> None:
+    save_file({}, lora / "adapter_model.safetensors")
+    assert reason(edit_config(lora, target_modules="all-linear")).endswith("has no tensors")
 
 
 def test_missing_and_broken_files_are_named(lora: Path) -> None:
