@@ -221,6 +221,7 @@ class Request:
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # num_computed + tokens that iterations in flight compute
     num_pending: int = 0  # output tokens that iterations in flight sample
+    num_drafted: int = 0  # leading tokens whose KV of the draft model is on the device
     num_in_flight: int = 0  # iterations in flight that compute it or swap its KV
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
@@ -252,6 +253,11 @@ class Request:
         assert to is not None, f"request {self.request_id}: {move} while {self.state}"
         self.state = to
         return to
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it holds KV on the device, and its end is not decided."""
+        return self.state is State.READY or self.state is State.RUNNING
 
     @property
     def prompt_len(self) -> int:
@@ -322,6 +328,7 @@ class Request:
     def reset_to(self, num_computed: int) -> None:
         """The request is in no iteration, and the KV of its first `num_computed` tokens is kept."""
         self.num_computed = self.num_planned = num_computed
+        self.num_drafted = min(self.num_drafted, num_computed)
         self.num_pending = self.num_in_flight = 0
         self.sampled_at = None  # the worker may not have its output any more
 

@@ -140,6 +140,20 @@ class StateSlots(NamedTuple):
     snapshots: tuple[Snapshot, ...] = ()
 
 
+class ProposalSpec(NamedTuple):
+    """What the draft model does for an entry once the step has sampled: it proposes `num_tokens`
+    tokens that may follow the entry's last token.
+
+    Before, it computes `tokens`: those from position `start` on whose KV it does not have yet. If
+    `num_tokens` is 0, it does nothing else. Otherwise they reach up to the entry's `start`, and
+    `blocks` covers `num_tokens` slots more than the entry's own tokens need.
+    """
+
+    num_tokens: int
+    start: int
+    tokens: tuple[int, ...] = ()
+
+
 class StepEntry(NamedTuple):
     """One request's share of an iteration: compute `tokens` at positions `start`, `start + 1`, …
 
@@ -157,7 +171,8 @@ class StepEntry(NamedTuple):
     of the k + 1 rows is computed and sampled like a decode of its own, as if the drafts before it
     were the output. Tokens are accepted as long as the token sampled by the row before equals the
     draft; the first one that differs is the last token of the entry. So the output is the same
-    with and without drafts. `sample` holds for all rows: they have the same `banned`.
+    with and without drafts. `sample` holds for all rows: they have the same `banned`. With
+    `proposal`, the worker's draft model proposes drafts for the request's next entry.
     """
 
     request_id: RequestId
@@ -171,6 +186,7 @@ class StepEntry(NamedTuple):
     tables: tuple[BlockTable, ...] = ()
     pooling: PoolSpec | None = None
     state: StateSlots | None = None
+    proposal: ProposalSpec | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -240,6 +256,11 @@ class Step:
         """Whether any entry has drafts."""
         return any(entry.num_drafts for entry in self.entries)
 
+    @property
+    def has_proposals(self) -> bool:
+        """Whether the draft model has anything to do."""
+        return any(entry.proposal is not None for entry in self.entries)
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probability (natural) of a token in the model's unmodified distribution.
@@ -275,7 +296,9 @@ class StepResult:
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
     `unread` are device blocks that moves from the disk could not fill. `vectors` has one vector for
-    each entry with `pooling`, in their order, as little-endian float32.
+    each entry with `pooling`, in their order, as little-endian float32. `proposals` has the
+    proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is the
+    draft model's time.
     """
 
     step_id: StepId
@@ -288,6 +311,8 @@ class StepResult:
     num_accepted: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
     vectors: tuple[bytes, ...] = ()
+    proposals: tuple[tuple[int, ...], ...] = ()
+    proposal_seconds: float = 0.0
 
 
 class StepTimes(NamedTuple):
@@ -368,6 +393,7 @@ class WorkerSettings:
     together have at most `packed_cache_bytes`. A cache named "" is disabled. The LoRA adapters
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
     `max_lora_rank`. `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant.
+    `draft_model` is a smaller checkpoint with the same vocabulary, which proposes drafts; "": none.
     """
 
     model: str
@@ -400,6 +426,7 @@ class WorkerSettings:
     loras: tuple[LoraSpec, ...] = ()
     max_lora_rank: int = 64
     task: str = "auto"
+    draft_model: str = ""
     placement: Placement = Placement()
 
 
@@ -412,7 +439,8 @@ class WorkerReport:
     tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
     in their order. `windows` has the sliding window of each layer group, None for a group that
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
-    None if the model generates text.
+    None if the model generates text. `num_draft_parameters` is the size of the draft model, 0
+    without one.
     """
 
     architecture: str
@@ -438,3 +466,4 @@ class WorkerReport:
     num_host_states: int = 0
     bytes_per_state: int = 0
     pooling: PoolingReport | None = None
+    num_draft_parameters: int = 0

@@ -1,11 +1,17 @@
 """Drafts that are as often right as a test wants."""
 
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+
+from safetensors.torch import load_file, save_file
 
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.request import Request
+from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.drafter import Drafter
 from engine.speculation.proposers import Proposal
 
@@ -45,3 +51,23 @@ def a_drafter(
     """A drafter for which drafts cost nothing."""
     proposer = ScriptedProposer(outputs, error_rate, seed)
     return Drafter([proposer], num_drafts, LiveCost(FREE_DRAFTS))
+
+
+def a_model_drafter(num_drafts: int = 4) -> Drafter:
+    """A drafter that lets the worker's draft model propose tokens, which cost nothing."""
+    cost = LiveCost(FREE_DRAFTS)
+    return Drafter([], num_drafts, cost, DraftModelProposer(cost, size_ratio=1e-6))
+
+
+def first_layers(source: Path, directory: Path, num_layers: int) -> Path:
+    """A checkpoint with the first layers of another one, whose head reads their output."""
+    shutil.copytree(source, directory)
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < num_layers
+    }
+    save_file(kept, directory / "model.safetensors")
+    return directory

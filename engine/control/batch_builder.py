@@ -8,6 +8,7 @@ from engine.step import (
     LAST_TOKEN,
     OUTPUT_KEPT_STEPS,
     PromptTargets,
+    ProposalSpec,
     SampleSpec,
     Step,
     StepEntry,
@@ -111,6 +112,14 @@ class BatchBuilder:
         self.decodes[index] = (request, entry)
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
+
+    def add_proposal(self, index: int, spec: ProposalSpec, kv: "KVManager") -> None:
+        """Let the draft model propose tokens behind decode number `index`, whose slots are
+        reserved."""
+        request, entry = self.decodes[index]
+        entry = entry._replace(blocks=kv.table(request), proposal=spec)
+        self.decodes[index] = (request, entry)
+        self.tokens_left -= len(spec.tokens)
 
     @property
     def is_empty(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
 from engine.control.batch_builder import BatchBuilder
 from engine.control.batch_planner import BatchPlanner
+from engine.control.draft_planner import add_drafts
 from engine.control.lifecycle import Lifecycle
 from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
@@ -197,7 +198,8 @@ class IterationScheduler:
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
             if self.drafter is not None and not batch.has_prefills:
-                self._add_drafts(batch, self.drafter)
+                bound = settings.max_step_seconds
+                add_drafts(batch, self.drafter, self.kv, len(self.pool.started), bound)
             self.kv.save(SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
@@ -221,22 +223,6 @@ class IterationScheduler:
         step = Step(StepId(self._next_step_id), (), swaps.moves)
         self._next_step_id += 1
         return Iteration(step, (), (), swaps.saves)
-
-    def _add_drafts(self, batch: BatchBuilder, drafter: "Drafter") -> None:
-        """Give decodes drafts from the tokens and the KV blocks that the iteration leaves over: one
-        free block is left for each started request to grow into."""
-        spare = self.kv.num_free - len(self.pool.started)
-        bound = self.settings.max_step_seconds
-        for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, bound).items():
-            request, _ = batch.decodes[index]
-            slots = request.num_planned + len(drafts)
-            missing = self.kv.num_missing(request, slots) + self.kv.num_free
-            if missing > 0 and missing > spare:
-                continue
-            spare -= max(0, missing)
-            reserved = self.kv.reserve(request, slots)
-            assert reserved, "spare blocks can be reserved"
-            batch.add_drafts(index, drafts, self.kv)
 
     # Results
 
@@ -282,9 +268,15 @@ class IterationScheduler:
             publish(request, entry.start)
             self._settle(request, now)
         self._forget_late(without_token)
-        self.cost.observe(iteration.step, result.seconds)
+        self._learn(iteration, result)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
+
+    def _learn(self, iteration: Iteration, result: "StepResult") -> None:
+        """Learn what the step and its proposals cost, and keep the proposals."""
+        if self.drafter is not None:
+            self.drafter.proposed(iteration, result)
+        self.cost.observe(iteration.step, result.seconds - result.proposal_seconds)
 
     def _drop_row(self, request: Request, now: float) -> None:
         """An entry whose result is not needed, or was computed from KV that could not be read."""

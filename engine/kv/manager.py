@@ -275,6 +275,7 @@ class KVManager:
         pairs = self.ledger.begin_swap_in(
             request.request_id, prefix, num_slots, is_awaited=is_awaited
         )
+        request.num_drafted = 0  # the draft model's KV is not swapped
         is_ready = is_awaited or not pairs.device
         self._pool.move(request, Move.ADMIT if is_ready else Move.SWAP_IN)
         if pairs.device:

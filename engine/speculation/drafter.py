@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import NullObserver
 from engine.speculation.acceptance import AcceptanceRates
+from engine.speculation.draft_model import Candidate as ProposalCandidate
+from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
 from engine.speculation.suffix import SuffixProposer
-from engine.step import LAST_TOKEN
+from engine.step import LAST_TOKEN, ProposalSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.request import Request
     from engine.speculation.settings import SpeculationSettings
-    from engine.step import RequestId, StepEntry
+    from engine.step import RequestId, StepEntry, StepResult
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
 MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
@@ -43,6 +45,7 @@ PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = 
     "ngram": (NgramProposer,),
     "suffix": (SuffixProposer,),
     "prediction": (),
+    "draft_model": (),
 }
 
 
@@ -79,22 +82,35 @@ class DraftCounts:
 class Drafter(NullObserver):
     """Proposes and chooses drafts; observes the ends of requests."""
 
-    def __init__(self, proposers: "Sequence[Proposer]", num_drafts: int, cost: "LiveCost") -> None:
-        """At most `num_drafts` per request and iteration."""
+    def __init__(
+        self,
+        proposers: "Sequence[Proposer]",
+        num_drafts: int,
+        cost: "LiveCost",
+        draft_model: DraftModelProposer | None = None,
+    ) -> None:
+        """At most `num_drafts` per request and iteration; `draft_model` is one more proposer."""
         self.counts = DraftCounts(by_position=[0] * num_drafts)
         self._num_drafts = num_drafts
         self._cost = cost
-        self._proposers = proposers
+        self._draft_model = draft_model
+        self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
         self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
         self._draftings: dict[RequestId, _Drafting] = {}
         self._credit = FIRST_CREDIT  # how many requests without drafts may be asked now
         self._first = 0  # the decode at which the next iteration begins to ask
 
     @classmethod
-    def build(cls, settings: "SpeculationSettings", cost: "LiveCost") -> "Drafter":
-        """A drafter with the proposers of a method, and the one for predictions."""
+    def build(
+        cls, settings: "SpeculationSettings", cost: "LiveCost", size_ratio: float = 1.0
+    ) -> "Drafter":
+        """A drafter with the proposers of a method, and the one for predictions.
+
+        `size_ratio` is that of the draft model's parameters to the model's.
+        """
         proposers = [new(settings) for new in PROPOSERS[settings.method]]
-        return cls([PredictionProposer(), *proposers], settings.num_drafts, cost)
+        draft_model = DraftModelProposer(cost, size_ratio) if settings.model else None
+        return cls([PredictionProposer(), *proposers], settings.num_drafts, cost, draft_model)
 
     def choose(
         self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int, max_seconds: float = inf
@@ -130,6 +146,8 @@ class Drafter(NullObserver):
     def expects_drafts(self, request: "Request") -> bool:
         """Whether a request in flight will probably have drafts when its token is known, so that it
         is better not to plan it ahead, without drafts."""
+        if self._draft_model is not None and self._draft_model.is_proposing(request):
+            return True
         candidate = self._candidate(0, request)
         if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
             return False
@@ -149,8 +167,70 @@ class Drafter(NullObserver):
         for position in range(num_accepted):
             counts.by_position[position] += 1
 
+    def proposals(
+        self,
+        decodes: "Sequence[tuple[Request, StepEntry]]",
+        most: int,
+        max_seconds: float = inf,
+    ) -> dict[int, ProposalSpec]:
+        """What the draft model does in an iteration that consists of these decodes, by the place
+        of the decode: it computes at most `most` tokens beside its proposals. With it, the
+        iteration takes at most `max_seconds`."""
+        if self._draft_model is None:
+            return {}
+        only_background = all(request.spec.is_background for request, _ in decodes)
+        found = []
+        for place, (request, entry) in enumerate(decodes):
+            if request.spec.is_background and not only_background:
+                continue
+            limit = request.spec.max_tokens - request.produced - request.num_pending - 1
+            limit = min(self._num_drafts, limit - entry.num_drafts)
+            if limit > 0 and entry.sample is not None:
+                rates = self._drafting(request).rates[DraftModelProposer.name]
+                missing = max(0, entry.start - request.num_drafted)
+                probabilities = rates.cumulative(1, limit)
+                found.append(ProposalCandidate(place, request, entry, probabilities, missing))
+        num_rows = sum([len(entry.tokens) for _, entry in decodes])
+        seconds = self._fixed_seconds(decodes) + self._cost.model.tokens(num_rows)
+        return self._draft_model.plan(found, len(decodes), seconds, most, max_seconds)
+
+    def will_propose(self, request: "Request", spec: ProposalSpec) -> None:
+        """The next iteration has this spec for the request."""
+        if self._draft_model is not None:
+            self._draft_model.sent(request, spec)
+
+    def proposed(self, iteration: "Iteration", result: "StepResult") -> None:
+        """The draft model's part of an iteration was returned, and its tokens are committed."""
+        model = self._draft_model
+        if model is None or not result.proposals:
+            return
+        late = set(result.late)
+        proposals, specs, num_fed = iter(result.proposals), [], 0
+        for number, (entry, request) in enumerate(
+            zip(iteration.step.entries, iteration.requests, strict=True)
+        ):
+            if (spec := entry.proposal) is None:
+                continue
+            specs.append(spec)
+            tokens = next(proposals)
+            model.returned(request, tokens)
+            if not request.is_started:
+                continue  # it has ended, or lost its KV
+            request.num_drafted = min(spec.start + len(spec.tokens), request.num_computed)
+            if spec.num_tokens and number not in late:
+                num_fed += 1 + request.num_computed - entry.start
+                request.num_drafted = request.num_computed
+        model.learn(specs, num_fed, result.proposal_seconds)
+
+    def worker_lost(self, now: float) -> None:
+        """No iteration in flight will return."""
+        if self._draft_model is not None:
+            self._draft_model.lost()
+
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """Allow as many asks as a share of the iteration's time is worth."""
+        if self._draft_model is not None:
+            self._draft_model.iteration_took(seconds)
         self._credit = min(MAX_CREDIT, self._credit + ASK_SHARE * seconds / ASK_SECONDS)
 
     def ended(self, request: "Request", now: float) -> None:
@@ -161,11 +241,9 @@ class Drafter(NullObserver):
 
     def _candidate(self, index: int, request: "Request") -> _Candidate | None:
         """The best guess for a request; None if it has none, or is not asked now."""
-        drafting = self._draftings.get(request.request_id)
-        if drafting is None:
-            drafting = self._draftings[request.request_id] = _Drafting()
-            drafting.rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
-        if not drafting.source:
+        drafting = self._drafting(request)
+        model = self._draft_model
+        if not drafting.source and not (model is not None and model.has_proposal(request)):
             if self._credit < 1.0:
                 return None
             self._credit -= 1.0
@@ -187,6 +265,20 @@ class Drafter(NullObserver):
             if probabilities and (best is None or sum(probabilities) > sum(best.probabilities)):
                 best = _Candidate(index, drafting, proposer.name, proposal.tokens, probabilities)
         return best
+
+    def _drafting(self, request: "Request") -> _Drafting:
+        drafting = self._draftings.get(request.request_id)
+        if drafting is None:
+            drafting = self._draftings[request.request_id] = _Drafting()
+            drafting.rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
+        return drafting
+
+    def _fixed_seconds(self, decodes: "Sequence[tuple[Request, StepEntry]]") -> float:
+        """Predicted seconds of an iteration of decodes without drafts, but for those that depend
+        on the number of its tokens alone."""
+        model, count = self._cost.model, len(decodes)
+        seconds = sum([model.attention(1, entry.start) for _, entry in decodes])
+        return seconds + model.per_draw * count + model.idle(count)
 
     def _most_drafts(self, request: "Request") -> int:
         """Drafts that the request can use: none behind its last token, nor behind the one from
@@ -210,8 +302,7 @@ class Drafter(NullObserver):
             for count, probability in enumerate(candidate.probabilities, 1)
         )
         num_decodes = len(decodes)
-        seconds = sum([model.attention(1, entry.start) for _, entry in decodes])
-        seconds += model.per_draw * num_decodes + model.idle(num_decodes)
+        seconds = self._fixed_seconds(decodes)
         expected = float(num_decodes)
         without = max(seconds + model.tokens(num_decodes), 1e-9)
         if len(found) < num_decodes:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-METHODS = ("ngram", "suffix", "prediction")
+METHODS = ("ngram", "suffix", "prediction", "draft_model")
 MAX_DRAFTS = 64
 LOOKUP_MIN, LOOKUP_MAX = 2, 16
 MAX_CACHED_REQUESTS = 10_000
-DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16, "prediction": 16}
+DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16, "prediction": 16, "draft_model": 4}
 _FIELDS = {
     "prompt_lookup_min": "lookup_min",
     "prompt_lookup_max": "lookup_max",
@@ -28,6 +28,7 @@ _KEYS = {
         "suffix_decoding_min_token_prob",
     ),
     "prediction": (),
+    "draft_model": ("model",),
 }
 
 
@@ -39,7 +40,7 @@ class SpeculationSettings:
     `lookup_min` to `lookup_max` tokens. `suffix` also looks in the outputs
     of the last `max_cached_requests` requests, proposes at most `max_spec_factor` times as many
     drafts as tokens matched, and only drafts with at least a share of `min_token_prob` among the
-    continuations found.
+    continuations found. `draft_model` lets the checkpoint `model` propose tokens in the worker.
     """
 
     method: str
@@ -49,6 +50,7 @@ class SpeculationSettings:
     max_cached_requests: int = MAX_CACHED_REQUESTS
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
+    model: str = ""  # a directory, file or hub id as for `--model`
 
     @classmethod
     def parse(cls, config: "Mapping[str, object]") -> "SpeculationSettings":
@@ -61,7 +63,8 @@ class SpeculationSettings:
             if key not in known:
                 raise ValueError(f"{key!r} is no key of {method}; known: {', '.join(known)}")
         drafts = config.get("num_speculative_tokens", DEFAULT_DRAFTS[str(method)])
-        values = {_FIELDS[key]: config[key] for key in _KEYS[str(method)] if key in config}
+        keys = _KEYS[str(method)]
+        values = {_FIELDS[key]: config[key] for key in keys if key in config and key in _FIELDS}
         longest = _whole("the longest match", values.get("lookup_max", LOOKUP_MAX), 1, 1024)
         shortest = values.get("lookup_min", min(LOOKUP_MIN, longest))
         shortest = _whole("prompt_lookup_min", shortest, 1, 1024)
@@ -78,12 +81,19 @@ class SpeculationSettings:
             _whole("suffix_decoding_max_cached_requests", cached, 0, 1 << 20),
             _number("suffix_decoding_max_spec_factor", values.get("max_spec_factor", 1.0), 1024.0),
             _number("suffix_decoding_min_token_prob", values.get("min_token_prob", 0.1), 1.0),
+            _name("model", config.get("model")) if "model" in keys else "",
         )
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}; allowed: whole numbers from {least} to {most}")
+    return value
+
+
+def _name(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is {value!r}; the draft model must be named, as for --model")
     return value
 
 

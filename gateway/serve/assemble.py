@@ -248,7 +248,11 @@ def build_control_plane(
     if kv_events is not None:
         observers.append(kv_events)
     speculation = speculation_settings(settings.speculative_config)
-    drafter = None if speculation is None else Drafter.build(speculation, cost)
+    drafter = None
+    if speculation is not None:
+        report = loaded.report
+        size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
+        drafter = Drafter.build(speculation, cost, size_ratio)
     lengths = loaded.lengths_file.load(LearnedLengths.parse) or LearnedLengths()
     stack.callback(_save_if_learned, loaded.lengths_file, lengths, lengths.num_observed)
     scheduler = header.build(cost, ObserverGroup(*observers), drafter, lengths)

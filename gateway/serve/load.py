@@ -33,7 +33,7 @@ from gateway.serve.saved import SavedFile, model_facts
 from gateway.settings.engine import BUILTIN_MODEL
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
-from gateway.settings.speculative_config import check_model
+from gateway.settings.speculative_config import check_model, speculation_settings
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
@@ -97,7 +97,7 @@ async def load_model(
     )
     trace = None if settings.trace is None else TraceFile(settings.trace)
     executor = MultiprocessExecutor(
-        _worker_settings(settings, directory),
+        await asyncio.to_thread(_worker_settings, settings, directory),
         transport,
         launcher=await asyncio.to_thread(_launcher, settings, transport.worker) or local,
         trace=trace,
@@ -220,6 +220,8 @@ def _packed_cache(settings: Settings) -> str:
 
 
 def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
+    speculation = speculation_settings(settings.speculative_config)
+    draft_model = "" if speculation is None else speculation.model
     return WorkerSettings(
         model=str(directory),
         task=settings.task,
@@ -249,6 +251,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         gemm_cache=str(_cache(settings) / "gemm"),
         loras=lora_specs(settings),
         max_lora_rank=settings.max_lora_rank,
+        draft_model=str(_directory(draft_model)) if draft_model else "",
     )
 
 

@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.grammar import TokenTable
 from engine.request import RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
 from engine.worker.process.worker import Worker
-from tests.drafts import a_drafter
+from tests.drafts import a_drafter, a_model_drafter, first_layers
 from tests.inline import RequestOutcome, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
@@ -34,12 +35,27 @@ def table() -> TokenTable:
     return load_token_table(BUILTIN)
 
 
+SETTINGS = WorkerSettings(
+    str(BUILTIN), block_size=4, kv_slots=1024, host_kv_bytes=1 << 22, threads=1, lookahead=1
+)
+
+
 @pytest.fixture(scope="module")
 def worker() -> Worker:
-    found = WorkerSettings(
-        str(BUILTIN), block_size=4, kv_slots=1024, host_kv_bytes=1 << 22, threads=1, lookahead=1
-    )
-    return Worker.load(found, lambda *_: None)
+    return Worker.load(SETTINGS, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def worker_with_draft(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    """Its draft model is the first three of the model's four layers: often right, and often not."""
+    draft = first_layers(BUILTIN, tmp_path_factory.mktemp("draft") / "model", 3)
+    return Worker.load(replace(SETTINGS, draft_model=str(draft)), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def worker_with_itself() -> Worker:
+    """Its draft model is the model, so each proposal is right if its KV is."""
+    return Worker.load(replace(SETTINGS, draft_model=str(BUILTIN)), lambda *_: None)
 
 
 @st.composite
@@ -124,3 +140,69 @@ def test_right_drafts_save_steps(worker: Worker, table: TokenTable) -> None:
     assert results(play(worker, [spec], drafter=drafter)) == results(plain)
     assert drafter.counts.num_accepted == drafter.counts.num_drafts
     assert drafter.counts.num_accepted >= 30
+
+
+@settings(
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "30")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_a_draft_model_leaves_every_output_as_it_is(
+    worker: Worker, worker_with_draft: Worker, table: TokenTable, data: st.DataObject
+) -> None:
+    specs = data.draw(spec_lists(table))
+    drafted = play(
+        worker_with_draft,
+        specs,
+        drafter=a_model_drafter(data.draw(st.integers(1, 7))),
+        num_blocks=data.draw(st.sampled_from((0, 16))),
+        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
+        lookahead=data.draw(st.sampled_from((0, 1))),
+        max_batch_tokens=data.draw(st.sampled_from((8, 64, 512))),
+        max_batch_size=8,
+    )
+    assert results(drafted) == results(play(worker, specs))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {},
+        {"lookahead": 1},
+        {"num_blocks": 48},  # two requests are swapped out, or preempted, in turn
+        {"dies_in": (6, 11)},
+        {"max_batch_tokens": 64},
+    ],
+    ids=str,
+)
+def test_the_draft_models_kv_is_right_wherever_it_proposes(
+    worker: Worker,
+    worker_with_itself: Worker,
+    table: TokenTable,
+    temperature: float,
+    bounds: dict[str, Any],
+) -> None:
+    prompt = tuple(table.encode("Once upon a time there was a cat. " * 6))
+    specs = [
+        RequestSpec(prompt, 24, SamplingParams(temperature=temperature, seed=seed))
+        for seed in range(3)
+    ]
+    drafter = a_model_drafter()
+    drafted = play(worker_with_itself, specs, drafter=drafter, **bounds)
+    assert results(drafted) == results(play(worker, specs))
+    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 20
+
+
+def test_an_output_follows_a_shared_prefix_without_draft_kv(
+    worker_with_itself: Worker, table: TokenTable
+) -> None:
+    prompt = tuple(table.encode("One day, Tom and his dog went to the park."))
+    specs = [RequestSpec(prompt, 16, SamplingParams(seed=1), label=str(at)) for at in range(2)]
+    drafter = a_model_drafter()
+    first, second = play(worker_with_itself, specs, drafter=drafter, max_batch_size=1)
+    assert second.request is not None
+    assert second.request.num_cached > 0
+    assert first.tokens == second.tokens
+    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 20

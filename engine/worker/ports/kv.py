@@ -24,6 +24,13 @@ class KVCapacity(NamedTuple):
         """Bytes left for host blocks after the device blocks took `taken` bytes."""
         return self.host - taken if self.is_shared else self.host
 
+    def without(self, num_bytes: int) -> "KVCapacity":
+        """What is left if `num_bytes` of host memory are used for something else."""
+        if not self.is_shared:
+            return self._replace(host=max(0, self.host - num_bytes))
+        most = max(0, self.most - num_bytes)
+        return KVCapacity(most, min(self.usual, most), max(0, self.host - num_bytes), True)
+
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:

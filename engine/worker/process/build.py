@@ -21,12 +21,14 @@ from engine.worker.model.recurrent_states import RecurrentStates
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     BlockMover,
+    KVCapacity,
     KVTensors,
     ModelShape,
     Shard,
     StepLimits,
 )
 from engine.worker.process.attention_choice import StageAttention, attention_specs
+from engine.worker.process.draft_model import DraftModel, LoadedDraft, load_draft
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.process.stage_kv import StageKV
@@ -118,6 +120,15 @@ def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -
     return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
 
+def _beside(
+    draft: LoadedDraft | None, kv: StageKV, capacity: KVCapacity
+) -> tuple[StageKV, KVCapacity]:
+    """The KV cache and the memory for it beside a draft model, if there is one."""
+    if draft is None:
+        return kv, capacity
+    return replace(kv, draft_block_bytes=draft.block_bytes), capacity.without(draft.num_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts of a worker. `plane` is None if it is the only worker of the model."""
@@ -137,6 +148,7 @@ class WorkerParts:
     shard: Shard
     plane: DataPlane | None
     lookahead: int
+    draft: DraftModel | None
 
 
 def build_worker(
@@ -186,7 +198,9 @@ def build_worker(
 
     sampler = device.sampler(shape.vocab_size, operators)
     profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
+    draft = load_draft(settings, checkpoint, max_model_len, progress)
     capacity = device.kv_capacity(profile_run)
+    kv, capacity = _beside(draft, kv, capacity)
     counts = kv.choose_counts(capacity, max_model_len, plane)
     cache, states = kv.allocate(counts.blocks), kv.states(counts.states)
     mover = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
@@ -237,9 +251,11 @@ def build_worker(
             num_host_states=counts.host_states,
             bytes_per_state=kv.state_bytes,
             pooling=report_of(checkpoint.pooling, shape),
+            num_draft_parameters=0 if draft is None else draft.num_parameters,
         ),
         placement=placement,
         shard=shard,
         plane=plane,
         lookahead=settings.lookahead,
+        draft=None if draft is None else draft.open(counts.blocks),
     )

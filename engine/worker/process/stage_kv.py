@@ -37,6 +37,7 @@ class StageKV:
     settings: WorkerSettings
     shard: Shard
     groups: KVGroups
+    draft_block_bytes: int = 0  # of a draft model, whose cache has as many blocks
 
     @property
     def layer_groups(self) -> Sequence[int]:
@@ -123,10 +124,11 @@ class StageKV:
             kv_bytes=settings.kv_bytes and max(1, settings.kv_bytes - on_device),
             host_kv_bytes=settings.host_kv_bytes and max(1, settings.host_kv_bytes - on_host),
         )
+        device_bytes = own_bytes + self.draft_block_bytes
         num_blocks = choose_num_blocks(
-            settings, own_bytes, max_model_len, capacity, self.groups.windows
+            settings, device_bytes, max_model_len, capacity, self.groups.windows
         )
-        left = capacity.left_on_host(num_blocks * own_bytes)
+        left = capacity.left_on_host(num_blocks * device_bytes)
         return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
     def _own_settings(self) -> WorkerSettings:

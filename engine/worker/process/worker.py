@@ -12,6 +12,7 @@ from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolSpec
 from engine.step import (
     Fault,
+    ProposalSpec,
     RequestId,
     SampleSpec,
     SamplingParams,
@@ -64,6 +65,7 @@ class Worker:
         self._held = LastTokens(num_steps=parts.placement.num_stages)
         self._return = TokenReturn(parts.placement, parts.plane, self._held, parts.lookahead)
         self._outputs = OutputMemory()
+        self._draft = parts.draft
         self._inbox = Inbox(self._prepare)
         self._owes_step = False  # whether the next stage waits for the current step
         self._is_in_collective = False  # whether other ranks may wait for this one
@@ -155,9 +157,20 @@ class Worker:
         last = last_tokens(step, output)
         self._held.keep(step, last, output.faults)
         self._return.send(last)
+        drafting_at = time.monotonic()
+        proposals: tuple[tuple[int, ...], ...] = ()
+        if self._draft is not None and step.has_proposals:
+            proposals = self._draft.propose(step, output)
         seconds = self._seconds(prepared)
         self.times = self.times._replace(ended_at=time.monotonic())
-        return StepResult(step_id=step.step_id, seconds=seconds, unread=unread, **output._asdict())
+        return StepResult(
+            step_id=step.step_id,
+            seconds=seconds,
+            unread=unread,
+            proposals=proposals,
+            proposal_seconds=self.times.ended_at - drafting_at if proposals else 0.0,
+            **output._asdict(),
+        )
 
     def logits(self, step: Step) -> Tensor | None:
         """Compute one step without sampling: logits `[entries that sample, vocab]` in float32.
@@ -262,6 +275,8 @@ class Worker:
             entry = StepEntry(
                 RequestId(0), start, (0,) * count, block, SampleSpec(SamplingParams())
             )
+            if self._draft is not None and count > 1:
+                entry = entry._replace(proposal=ProposalSpec(1, 0))
             if self._pooler is not None:
                 entry = entry._replace(start=0, sample=None, pooling=PoolSpec())
             faults += self.run(Step(StepId(step_id), (entry,))).faults

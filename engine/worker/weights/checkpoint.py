@@ -173,13 +173,17 @@ class Checkpoint:
         reader = source_digest(Path(inspect.getfile(type(self.files))).parent)
         return PackedCache(folder, max_bytes, tuple(self.files.files), share, reader)
 
-    def open_grammars(self) -> GrammarCompiler:
-        """The grammar compiler over its vocabulary; reading a large vocabulary takes seconds."""
+    def open_token_table(self) -> TokenTable:
+        """Its vocabulary; reading a large one takes seconds."""
         load_token_table = cast(
             Callable[[Path], TokenTable], load_by_name("adapters.tokenizers:load_token_table")
         )
+        return load_token_table(self.directory)
+
+    def open_grammars(self) -> GrammarCompiler:
+        """The grammar compiler over its vocabulary."""
         open_compiler = cast(
             Callable[[TokenTable, int], GrammarCompiler],
             load_by_name("adapters.grammar:open_compiler"),
         )
-        return open_compiler(load_token_table(self.directory), self.family.shape.vocab_size)
+        return open_compiler(self.open_token_table(), self.family.shape.vocab_size)

@@ -238,7 +238,12 @@ def test_no_draft_is_behind_the_last_token_or_an_end_token_or_the_least_length()
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "eagle"}, "method is 'eagle'; supported: ngram, suffix, prediction"),
+        (
+            {"method": "eagle"},
+            "method is 'eagle'; supported: ngram, suffix, prediction, draft_model",
+        ),
+        ({"method": "draft_model"}, "model is None; the draft model must be named"),
+        ({"method": "draft_model", "model": "m", "prompt_lookup_min": 2}, "is no key of draft_m"),
         ({"method": "ngram", "model": "m"}, "'model' is no key of ngram"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         (
@@ -258,3 +263,7 @@ def test_the_config_has_vllms_keys() -> None:
         {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
     )
     assert (parsed.num_drafts, parsed.lookup_min, parsed.lookup_max) == (5, 2, 4)
+    parsed = SpeculationSettings.parse(
+        {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
+    )
+    assert (parsed.num_drafts, parsed.model) == (3, "a/b")

@@ -5,15 +5,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.lora import LoraReport, LoraSpec
+from engine.pooling import PoolSpec
 from engine.step import (
     BlockMove,
+    BlockTable,
     Direction,
     Fault,
     Grammar,
     GrammarKind,
     PromptTargets,
+    ProposalSpec,
     SampleSpec,
     SamplingParams,
+    Snapshot,
+    StateSlots,
     Step,
     StepEntry,
     StepId,
@@ -74,6 +79,8 @@ draws = st.builds(
     continues=st.booleans(),
 )
 targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
+poolings = st.builds(PoolSpec, dimensions=st.none() | counts, first_len=st.none() | counts)
+snapshots = st.lists(st.builds(Snapshot, num_tokens=counts, slot=counts), max_size=3).map(tuple)
 entries = st.builds(
     StepEntry,
     request_id=ids,
@@ -84,6 +91,12 @@ entries = st.builds(
     prompt_logprobs=st.none() | targets,
     num_drafts=counts,
     lora_id=counts,
+    pooling=st.none() | poolings,
+    tables=st.lists(
+        st.builds(BlockTable, first=counts, blocks=st.binary(max_size=40)), max_size=3
+    ).map(tuple),
+    state=st.none() | st.builds(StateSlots, slot=counts, source=counts, snapshots=snapshots),
+    proposal=st.none() | st.builds(ProposalSpec, num_tokens=counts, start=counts, tokens=tokens),
 )
 moves = st.builds(
     BlockMove,
@@ -118,6 +131,8 @@ results = st.builds(
     ).map(tuple),
     num_accepted=st.lists(counts, max_size=3).map(tuple),
     unread=st.lists(counts, max_size=3).map(tuple),
+    proposals=st.lists(tokens, max_size=3).map(tuple),
+    proposal_seconds=floats,
 )
 
 lora_specs = st.builds(LoraSpec, lora_id=counts, name=lines, path=lines, digest=lines)

@@ -1,0 +1,244 @@
+"""DraftModelProposer: tokens that a small model in the worker proposes (`ProposalSpec`).
+
+The worker proposes at the end of a step, so the number of tokens is decided when the step is
+planned: as many as raise the expected tokens per second of the next iteration,
+
+    (decodes + probabilities of the drafts) / (seconds with the drafts + seconds of the proposals)
+
+The draft model has to compute the KV of a request's earlier tokens first. A few are computed with
+the next proposals. Many, a prompt, are computed in pieces, if drafts will probably save more time
+than that takes. Requests for which proposals do not pay are asked again now and then, within a
+small share of the workers' time, so that better times are noticed.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.step import ProposalSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.cost.live import LiveCost
+    from engine.request import Request
+    from engine.step import RequestId, StepEntry
+
+MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be proposed
+DRAFT_SECONDS = 5e-5  # of Python per draft, beside the cost models
+CATCH_UP_AT_ONCE = 32  # missing tokens that are computed with the proposals
+LEAST_PIECE = 32  # of a prompt
+MAX_SLOWDOWN = 0.25  # of an iteration with several decodes, by pieces of prompts
+EXPECTED_TOKENS = 256  # at most, that a request is expected to go on for
+MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
+PROBE_DRAFTS = 3
+PROBE_SHARE = 0.005  # of the workers' time
+MAX_CREDIT = 1.0  # seconds
+LEARNING_WEIGHT = 0.2
+
+
+class Candidate(NamedTuple):
+    """A decode that the draft model may propose tokens for, with the probabilities that the first
+    1, 2, … of them are right."""
+
+    place: int  # among the decodes
+    request: "Request"
+    entry: "StepEntry"
+    probabilities: "Sequence[float]"
+    num_missing: int  # tokens before the entry's own whose KV the draft model has not computed
+
+    def spec(self, count: int, num_tokens: int | None = None) -> ProposalSpec:
+        """Compute the missing tokens, or that many of them, and propose `count`."""
+        start = min(self.request.num_drafted, self.entry.start)
+        stop = self.entry.start if num_tokens is None else start + num_tokens
+        return ProposalSpec(count, start, self.request.tokens(start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """Tokens that were proposed after the first `produced` tokens of the output."""
+
+    produced: int
+    tokens: tuple[int, ...]
+
+
+class DraftModelProposer:
+    """Keeps the draft model's proposals, and decides how many it makes."""
+
+    name = "draft_model"
+
+    def __init__(self, cost: "LiveCost", size_ratio: float) -> None:
+        """`size_ratio` is that of the draft model's parameters to the model's."""
+        self._cost = cost
+        self._ratio = size_ratio  # of the seconds of a pass to those of a step of as many tokens
+        self._proposed: dict[RequestId, _Proposed] = {}
+        self._in_flight: set[RequestId] = set()
+        self._credit = 0.0  # seconds, to probe requests with
+        self._first = 0  # the candidate at which the next probe begins to look
+
+    # The port of proposers
+
+    def propose(self, request: "Request", count: int) -> Proposal:
+        """What is left of the last proposal, if the output has followed it."""
+        proposed = self._proposed.get(request.request_id)
+        if proposed is None:
+            return NO_PROPOSAL
+        since = tuple(request.output[proposed.produced :])
+        if since != proposed.tokens[: len(since)]:
+            return NO_PROPOSAL
+        return Proposal(proposed.tokens[len(since) :][:count], 1 + len(since))
+
+    def forget(self, request: "Request") -> None:
+        self._proposed.pop(request.request_id, None)
+        self._in_flight.discard(request.request_id)
+
+    # Results
+
+    def is_proposing(self, request: "Request") -> bool:
+        """Whether an iteration in flight proposes tokens for the request."""
+        return request.request_id in self._in_flight
+
+    def has_proposal(self, request: "Request") -> bool:
+        """Whether tokens were proposed that have not been looked up yet."""
+        proposed = self._proposed.get(request.request_id)
+        if proposed is None:
+            return False
+        return 0 <= request.produced - proposed.produced < len(proposed.tokens)
+
+    def sent(self, request: "Request", spec: ProposalSpec) -> None:
+        """An iteration with this spec was planned."""
+        if spec.num_tokens:
+            self._in_flight.add(request.request_id)
+
+    def returned(self, request: "Request", tokens: tuple[int, ...]) -> None:
+        """An iteration returned these tokens; its output has been appended to the request's."""
+        self._in_flight.discard(request.request_id)
+        if tokens and request.is_started:
+            self._proposed[request.request_id] = _Proposed(request.produced, tokens)
+
+    def learn(self, specs: "Sequence[ProposalSpec]", num_fed: int, seconds: float) -> None:
+        """The draft model took `seconds` for these specs, and for `num_fed` tokens of the step."""
+        if seconds <= 0.0:
+            return
+        deepest = max([spec.num_tokens for spec in specs])
+        rows = [sum([spec.num_tokens > depth for spec in specs]) for depth in range(1, deepest)]
+        first = sum([len(spec.tokens) for spec in specs]) + num_fed
+        predicted = self._pass_seconds(first, rows)
+        ratio = self._ratio * seconds / predicted
+        self._ratio += LEARNING_WEIGHT * (min(ratio, 4.0 * self._ratio) - self._ratio)
+
+    def iteration_took(self, seconds: float) -> None:
+        """Allow as much probing as a share of the iteration's time."""
+        self._credit = min(MAX_CREDIT, self._credit + PROBE_SHARE * seconds)
+
+    def lost(self) -> None:
+        """The worker died: no iteration in flight will return."""
+        self._in_flight.clear()
+
+    # Planning
+
+    def plan(
+        self,
+        candidates: "list[Candidate]",
+        num_rows: int,
+        seconds: float,
+        most: int,
+        max_seconds: float,
+    ) -> dict[int, ProposalSpec]:
+        """What the draft model does in an iteration of `num_rows` rows that takes `seconds`, by the
+        place of the decode. The iteration computes at most `most` more tokens, and takes at most
+        `max_seconds`."""
+        ready = [one for one in candidates if one.num_missing <= CATCH_UP_AT_ONCE]
+        num_missing = sum(one.num_missing for one in ready)
+        depth = self._depth(ready, num_rows, seconds, max_seconds) if num_missing <= most else 0
+        specs = {
+            one.place: one.spec(min(depth, len(one.probabilities)))
+            for one in ready
+            if depth and one.probabilities
+        }
+        if specs or len(ready) < len(candidates):
+            left = min(max_seconds - seconds, seconds * (MAX_SLOWDOWN if num_rows > 1 else 1.0))
+            behind = [one for one in candidates if one.num_missing > CATCH_UP_AT_ONCE]
+            specs |= self._pieces(behind, num_rows, seconds, most - num_missing, left)
+        return specs or self._probe(candidates, most)
+
+    def _depth(
+        self, ready: "list[Candidate]", num_rows: int, seconds: float, max_seconds: float
+    ) -> int:
+        """How many tokens to propose for each of these decodes; 0 if none pay."""
+        model = self._cost.model
+        missing = sum(one.num_missing for one in ready)
+        expected, best, best_rate = float(num_rows), 0, MIN_GAIN * num_rows / max(seconds, 1e-9)
+        rows: list[int] = []
+        num_drafts = 0
+        for depth in range(max((len(one.probabilities) for one in ready), default=0)):
+            found = [one.probabilities[depth] for one in ready if len(one.probabilities) > depth]
+            expected += sum(found)
+            num_drafts += len(found)
+            rows.append(len(found))
+            verifying = model.tokens(num_rows + num_drafts) - model.tokens(num_rows)
+            verifying += num_drafts * (model.per_draw + DRAFT_SECONDS)
+            drafting = self._pass_seconds(missing + 2 * rows[0], rows[1:])
+            total = seconds + verifying + drafting
+            if total > max_seconds:
+                break
+            if expected / total > best_rate:
+                best, best_rate = depth + 1, expected / total
+        return best
+
+    def _pieces(
+        self,
+        behind: "list[Candidate]",
+        num_rows: int,
+        seconds: float,
+        most: int,
+        max_seconds: float,
+    ) -> dict[int, ProposalSpec]:
+        """Pieces of prompts for the draft model to compute, as far as they pay."""
+        specs: dict[int, ProposalSpec] = {}
+        for one in behind:
+            if most < LEAST_PIECE or max_seconds <= 0.0:
+                break
+            if not self._pays(one, num_rows, seconds):
+                continue
+            count = min(one.num_missing, most)
+            while count > LEAST_PIECE and self._pass_seconds(count, ()) > max_seconds:
+                count //= 2
+            specs[one.place] = one.spec(0, count)
+            most -= count
+            max_seconds -= self._pass_seconds(count, ())
+        return specs
+
+    def _pays(self, one: Candidate, num_rows: int, seconds: float) -> bool:
+        """Whether drafts will probably save more time than computing the request's prompt takes."""
+        alike = [one._replace(num_missing=0)] * num_rows
+        depth = self._depth(alike, num_rows, seconds, inf)
+        if not depth:
+            return False
+        gain = 1.0 + sum(one.probabilities[:depth])
+        model = self._cost.model
+        slower = model.tokens(num_rows * (1 + depth)) - model.tokens(num_rows)
+        slower += num_rows * depth * (model.per_draw + DRAFT_SECONDS)
+        slower += self._pass_seconds(2 * num_rows, [num_rows] * (depth - 1))
+        saved = (seconds - (seconds + slower) / gain) / num_rows  # per token of the request
+        spec = one.request.spec
+        remaining = min(EXPECTED_TOKENS, spec.max_tokens - one.request.produced)
+        return saved * remaining > MIN_RETURN * self._pass_seconds(one.num_missing, ())
+
+    def _probe(self, candidates: "list[Candidate]", most: int) -> dict[int, ProposalSpec]:
+        """Proposals for one request, if there is credit for them."""
+        if not candidates:
+            return {}
+        self._first = (self._first + 1) % len(candidates)
+        one = candidates[self._first]
+        seconds = self._pass_seconds(one.num_missing + 2, [1] * (PROBE_DRAFTS - 1))
+        if seconds > self._credit or one.num_missing > most:
+            return {}
+        self._credit -= seconds
+        return {one.place: one.spec(PROBE_DRAFTS)}
+
+    def _pass_seconds(self, first: int, later: "Sequence[int]") -> float:
+        """Seconds of the draft model for a pass of `first` tokens, and passes of `later` tokens."""
+        tokens = self._cost.model.tokens
+        return self._ratio * (tokens(first) + sum([tokens(count) for count in later]))
