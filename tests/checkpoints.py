@@ -60,6 +60,18 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [2.0, 5.0, 11.0],
     "attention_factor": 1.1,
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+}
 # Served are 128 tokens: at most the original context, or more for any request.
 FROM_128 = {"original_max_position_embeddings": 128}
 FROM_1 = {"original_max_position_embeddings": 1}
@@ -174,6 +186,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5TextConfig",
         QWEN3_5 | {"linear_num_value_heads": 4, "linear_value_head_dim": 12},
     ),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4_plain": (  # no embeddings per layer, and each layer has KV of its own
+        "Gemma4TextConfig",
+        GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }
@@ -192,6 +209,9 @@ def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4, stored like a parameter
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model
 
 

@@ -70,19 +70,19 @@ class ReferenceAttention:
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         layout = self._layout
         assert layout is not None, "plan comes before run"
-        if rope is not None:
-            q, k = _rotated(q, rope), _rotated(k, rope)
         keys, values = self._pages_of(layer)
-        keys.write(self._slots, k)
-        values.write(self._slots, v)
+        if k is not None and v is not None:
+            keys.write(self._slots, k if rope is None else _rotated(k, rope))
+            values.write(self._slots, v)
+        q = q if rope is None else _rotated(q, rope)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for i in range(layout.num_requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))

@@ -7,6 +7,8 @@ FAMILIES: dict[str, str] = {
     "Gemma2ForCausalLM": "adapters.models.gemma2:Gemma2",
     "Gemma3ForCausalLM": "adapters.models.gemma3:Gemma3",
     "Gemma3ForConditionalGeneration": "adapters.models.gemma3:Gemma3Multimodal",
+    "Gemma4ForCausalLM": "adapters.models.gemma4:Gemma4",
+    "Gemma4ForConditionalGeneration": "adapters.models.gemma4:Gemma4Multimodal",
     "GraniteForCausalLM": "adapters.models.granite:Granite",
     "GptOssForCausalLM": "adapters.models.gpt_oss:GptOss",
     "LlamaForCausalLM": "adapters.models.llama:Llama",

@@ -31,6 +31,15 @@ class Fields:
             raise self._wrong(name, "a positive integer")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """An integer from 0; null counts as absent."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, "an integer from 0")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; null counts as absent."""
         value = self.get(name)

@@ -15,15 +15,19 @@ class HeadNorms(NamedTuple):
     k: HeadNorm | None = None
 
 
-def head_norms(projections: Projections, at: str, traits: FamilyTraits, eps: float) -> HeadNorms:
-    """The norms of the attention named `at`."""
+def head_norms(
+    projections: Projections, at: str, traits: FamilyTraits, eps: float, *, has_own_kv: bool
+) -> HeadNorms:
+    """The norms of the attention named `at`; without KV of its own it has none of k."""
     if not traits.qk_norm:
         return HeadNorms()
     shard = projections.shard
     make = _of_width if traits.qk_norm == "width" else _of_head
     return HeadNorms(
         make(projections, f"{at}.q_norm.weight", shard.heads, traits, eps),
-        make(projections, f"{at}.k_norm.weight", shard.kv_heads, traits, eps),
+        make(projections, f"{at}.k_norm.weight", shard.kv_heads, traits, eps)
+        if has_own_kv
+        else None,
     )
 
 

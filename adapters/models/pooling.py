@@ -31,6 +31,7 @@ METHODS = {
     "mean_tokens": PoolingMethod.MEAN,
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # The prompt with which Qwen3-Reranker was trained (its model card).
 RERANK_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -52,7 +53,7 @@ def read_pooling(
     if task == "auto":
         task = _task_of(modules, architecture)
     if task == "generate":
-        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        if not architecture.endswith(GENERATORS):
             raise StartupError(f"--task generate: {architecture} does not generate text")
         return None
     if task == "score":
@@ -78,7 +79,7 @@ def _modules(directory: Path) -> dict[str, Path]:
 def _task_of(modules: Mapping[str, Path], architecture: str) -> str:
     if architecture.endswith(CLASSIFIER) or "LogitScore" in modules:
         return "score"
-    is_generator = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    is_generator = architecture.endswith(GENERATORS)
     return "generate" if is_generator and not modules else "embed"
 
 

@@ -42,7 +42,8 @@ class RopeSource:
     def rope(self, served_positions: int) -> Rope:
         """The frequencies for a context of `served_positions` tokens."""
         if self.share < 1.0:
-            return Rope(proportional_frequencies(self.dim, self.share, self.theta))
+            inverse = proportional_frequencies(self.dim, self.share, self.theta)
+            return Rope(inverse if self.scaling is None else self.scaling(inverse))
         scaling = self.scaling
         if self.original_positions is not None and served_positions > self.original_positions:
             scaling = self.long
@@ -103,12 +104,17 @@ def read_rope(
 
 
 def ropes_by_type(
-    config: Fields, shape: ModelShape, types: Sequence[str], thetas: Mapping[str, float]
+    config: Fields,
+    shape: ModelShape,
+    types: Sequence[str],
+    thetas: Mapping[str, float],
+    head_dims: Mapping[str, int] | None = None,
 ) -> LayerRopes:
     """One RoPE for each of a model's layer types; `types` has the type of each layer.
 
     They are in `rope_parameters`, an object for each type. Older configs have `rope_scaling`, which
-    applies to layers with full attention only, and the bases `thetas`.
+    applies to layers with full attention only, and the bases `thetas`. `head_dims` are the head
+    sizes of the types, where they differ.
     """
     nested, kinds = config.child("rope_parameters"), list(dict.fromkeys(types))
     sources = []
@@ -118,7 +124,8 @@ def ropes_by_type(
             rope = config.child("rope_scaling")
         rope = rope or Fields({}, f"config.json: rope_parameters: {kind}")
         given = Fields({"rope_theta": thetas[kind], **rope.values}, rope.where)
-        sources.append(read_rope(config, shape.head_dim, shape.max_positions, rope=given))
+        dim = shape.head_dim if head_dims is None else head_dims[kind]
+        sources.append(read_rope(config, dim, shape.max_positions, rope=given))
     return LayerRopes(tuple(sources), tuple(kinds.index(each) for each in types))
 
 
@@ -128,6 +135,10 @@ def _default(base: RopeSource, context: RopeContext) -> RopeSource:
 
 def _linear(base: RopeSource, context: RopeContext) -> RopeSource:
     return replace(base, scaling=LinearScaling(context.rope.number("factor")))
+
+
+def _proportional(base: RopeSource, context: RopeContext) -> RopeSource:
+    return replace(base, scaling=LinearScaling(context.rope.number("factor", 1.0)))
 
 
 def _llama3(base: RopeSource, context: RopeContext) -> RopeSource:
@@ -187,6 +198,6 @@ READERS: dict[str, Callable[[RopeSource, RopeContext], RopeSource]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,  # the older name, in Phi-3's first checkpoints
-    "proportional": _default,
+    "proportional": _proportional,
     "factors": _factors,  # of GGUF files
 }

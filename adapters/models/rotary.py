@@ -127,8 +127,7 @@ class RotaryFamily(ABC):
         return shape
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
-        roots = [each for each in self.roots if weights.has(f"{each}.embed_tokens.weight")]
-        root, traits = (*roots, self.roots[0])[0], self._traits
+        root, traits = self.root_of(weights), self._traits
         projections = Projections(weights, shard, operators, root)
         tokens, head = embedding_and_head(
             projections, f"{root}.embed_tokens.weight", is_tied=self._settings.tied
@@ -146,6 +145,11 @@ class RotaryFamily(ABC):
             embedding_scale=traits.embedding_scale / traits.residual_scale,
             logit_cap=traits.logit_cap,
         )
+
+    def root_of(self, weights: WeightSource) -> str:
+        """The first of `roots` that the checkpoint has."""
+        found = [each for each in self.roots if weights.has(f"{each}.embed_tokens.weight")]
+        return (*found, self.roots[0])[0]
 
     def _norm(self, projections: Projections, name: str, scale: float = 1.0) -> Norm:
         """A norm of the residual stream, its result multiplied by `scale`.
@@ -179,16 +183,21 @@ class RotaryFamily(ABC):
             mlp_post_norm=norm(names.mlp_post),
         )
 
-    def _head_norms(self, projections: Projections, at: str) -> HeadNorms:
-        return head_norms(projections, at, self._traits, self._settings.eps)
+    def _head_norms(
+        self, projections: Projections, at: str, *, has_own_kv: bool = True
+    ) -> HeadNorms:
+        return head_norms(projections, at, self._traits, self._settings.eps, has_own_kv=has_own_kv)
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
         shard, traits, at = projections.shard, self._traits, f"{at}.self_attn"
         dim = shard.shape.head_dim
         width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
-        parts = {f"{at}.q_proj": width, f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
+        has_own_kv = self.shape.layer_attention[layer].kv_layer is None
+        parts = {f"{at}.q_proj": width}
+        if has_own_kv:
+            parts |= {f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
         fused = Fused(f"{at}.qkv_proj", tuple(parts.values())) if traits.is_fused else parts
-        norms = self._head_norms(projections, at)
+        norms = self._head_norms(projections, at, has_own_kv=has_own_kv)
         return AttentionBlock(
             layer - shard.span.start,
             len(shard.heads.run),
@@ -199,6 +208,7 @@ class RotaryFamily(ABC):
             q_norm=norms.q,
             k_norm=norms.k,
             rope=self._ropes.of_layer[layer],
+            has_own_kv=has_own_kv,
             sinks=self._sinks(projections, at, layer),
         )
 

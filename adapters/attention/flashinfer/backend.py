@@ -98,14 +98,16 @@ class FlashInferAttention:
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
         assert sinks is None, "specs with sinks are not supported"
+        assert k is not None, "specs without KV of their own are not supported"
+        assert v is not None, "specs without KV of their own are not supported"
         self._rope_and_write(layer, self._slots[: len(q)], (q, k, v), rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:

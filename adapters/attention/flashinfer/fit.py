@@ -34,6 +34,10 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
         return f"head_dim {spec.head_dim} is not supported, only {known} are; {ALTERNATIVE}"
     if spec.has_sinks:
         return f"attention sinks are not supported; {ALTERNATIVE}"
+    if not spec.has_own_kv:
+        return f"layers that read the KV of others are not supported; {ALTERNATIVE}"
+    if spec.cache_head_dim not in (None, spec.head_dim):
+        return f"layers with different head sizes are not supported; {ALTERNATIVE}"
     if spec.num_heads % spec.num_kv_heads:
         return (
             f"{spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"

@@ -85,11 +85,16 @@ class NativeActivation:
         operands = elementwise.ActivationOperands(function=function, is_gated=is_gated)
         self._call = KernelCall(pool, elementwise.activation, operands)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, by: Tensor | None = None) -> Tensor:
+        """Gated: times `by`, or half of x times the other half."""
         rows, width = x.shape
-        width = width // 2 if self._is_gated else width
+        if self._is_gated and by is None:
+            width //= 2
+            by = x[:, width:]
         y = self._pool.empty("activation", (rows, width))
         operands = self._call.operands
+        if by is not None:
+            operands.by, operands.by_stride = by.data_ptr(), by.stride(0)
         operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
         operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
         operands.width = width
@@ -204,6 +209,23 @@ class NativeOperators:
 
     def clamped_swiglu(self, alpha: float, limit: float) -> NativeSwiglu:
         return NativeSwiglu(self._pool, alpha, limit)
+
+    def scale(self, factor: float) -> Callable[[Tensor], Tensor]:
+        call = KernelCall(self._pool, elementwise.scale, elementwise.ScaleOperands(factor=factor))
+
+        def apply(x: Tensor) -> Tensor:
+            operands = call.operands
+            operands.x, operands.x_stride, operands.width = x.data_ptr(), x.stride(0), x.shape[1]
+            call.over_rows(len(x))
+            return x
+
+        return apply
+
+    def gate(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        if name in ACTIVATIONS:
+            return NativeActivation(self._pool, ACTIVATIONS[name], is_gated=True)
+        self.is_native = False
+        return self._torch.gate(name)
 
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape

@@ -25,11 +25,14 @@ class DecodeRecording(NamedTuple):
     graph: KernelGraph
     hidden: Tensor  # also the output
     ropes: tuple[RopeAngles, ...]
+    layer_inputs: Tensor | None
 
-    def fill(self, hidden: Tensor, ropes: tuple[RopeAngles, ...]) -> None:
+    def fill(self, hidden: Tensor, context: StepContext) -> None:
         """Write a step's hidden states and RoPE angles to where the graph reads them."""
         self.hidden.copy_(hidden)
-        for own, rope in zip(self.ropes, ropes, strict=True):
+        if self.layer_inputs is not None and context.layer_inputs is not None:
+            self.layer_inputs.copy_(context.layer_inputs)
+        for own, rope in zip(self.ropes, context.ropes, strict=True):
             own.cos.copy_(rope.cos)
             own.sin.copy_(rope.sin)
 
@@ -51,15 +54,15 @@ class RecordedDecoder:
         is_other = context.rows is not None or context.states is not None
         if not plan or is_other or len(hidden) > MAX_ROWS:
             return self._decoder.layers(hidden, context)
-        ropes = self._decoder.rope_angles(context.positions)
+        context = self._decoder.prepared(hidden, context)
         key = (len(hidden), plan, context.loras)
         recording = self._recordings.get(key)
         if recording is None:
-            recording = self._recordings[key] = self._record(hidden, replace(context, ropes=ropes))
+            recording = self._recordings[key] = self._record(hidden, context)
             if len(self._recordings) > MAX_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]
         else:
-            recording.fill(hidden, ropes)
+            recording.fill(hidden, context)
             self._pool.replay(recording.graph)
         return hidden.copy_(recording.hidden)
 
@@ -74,8 +77,12 @@ class RecordedDecoder:
                 )
                 for at, rope in enumerate(context.ropes)
             )
-            recording = DecodeRecording(graph, own, ropes)
-            recording.fill(hidden, context.ropes)
-            output = self._decoder.run_blocks(own, replace(context, ropes=ropes))
+            inputs = context.layer_inputs
+            if inputs is not None:
+                inputs = graph.take("layer inputs", tuple(inputs.shape), inputs.dtype)
+            recording = DecodeRecording(graph, own, ropes, inputs)
+            recording.fill(hidden, context)
+            recorded = replace(context, ropes=ropes, layer_inputs=inputs)
+            output = self._decoder.run_blocks(own, recorded)
         assert output is own, "the blocks update the hidden states in place"
         return recording

@@ -28,6 +28,7 @@ class KVGroups:
 
     windows: tuple[int | None, ...]
     of_layer: tuple[int | None, ...]
+    sources: tuple[int, ...]  # the layer whose KV each layer reads: its own, or an earlier one's
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
@@ -36,12 +37,14 @@ class KVGroups:
         Neighbours of one kind are in different groups, so that a stage has layers of all groups.
         """
         if not shape.is_causal:
-            return cls((), (0,) * shape.num_layers)
-        kept = {n: shape.layer_attention[n].window for n in shape.attention_layers}
-        if not kept:
+            return cls((), (0,) * shape.num_layers, tuple(range(shape.num_layers)))
+        options = shape.layer_attention
+        kept = {n: options[n].window for n in shape.attention_layers}
+        own = [n for n in kept if options[n].kv_layer is None]
+        if not own:
             raise StartupError("a model without attention layers is not supported")
-        found = sorted(set(kept.values()), key=_full_first)
-        layers = {window: [n for n in kept if kept[n] == window] for window in found}
+        found = sorted({kept[n] for n in own}, key=_full_first)
+        layers = {window: [n for n in own if kept[n] == window] for window in found}
         counts = {window: len(places) for window, places in layers.items()}
         size = next(n for n in range(max(counts.values()), 0, -1) if _fits(n, counts))
         windows: list[int | None] = []
@@ -51,7 +54,10 @@ class KVGroups:
             for number, layer in enumerate(places):
                 of_layer[layer] = len(windows) + number % num_groups
             windows += [window] * num_groups
-        return cls(tuple(windows), tuple(of_layer))
+        sources = tuple(
+            layer if each.kv_layer is None else each.kv_layer for layer, each in enumerate(options)
+        )
+        return cls(tuple(windows), tuple(of_layer[source] for source in sources), sources)
 
     @property
     def keeps_all(self) -> bool:
@@ -63,11 +69,22 @@ class KVGroups:
         if not self.windows:
             return (0,) * len(span)
         counts = [0] * len(self.windows)
-        places = []
-        for group in self.in_stage(span):
-            places.append(counts[group])
-            counts[group] += 1
-        return tuple(places)
+        places: dict[int, int] = {}
+        for layer in span:
+            source, group = self.sources[layer], self.of_layer[layer]
+            if group is None:
+                continue
+            if source == layer:
+                places[layer] = counts[group]
+                counts[group] += 1
+            else:
+                places[layer] = places[source]
+        return tuple(places.values())
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether some layers read the KV of others."""
+        return self.sources != tuple(range(len(self.sources)))
 
     def in_stage(self, span: range) -> tuple[int, ...]:
         """The group of each attention layer of a stage."""

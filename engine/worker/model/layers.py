@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.worker.model.layer_inputs import LayerInput, LayerInputs
 from engine.worker.model.rope import Rope
 from engine.worker.ports import AllReduce, Linear, Norm, RankPart, RopeAngles, StepContext
 
@@ -116,7 +117,8 @@ class AttentionBlock:
     """Fused q, k, v; optional norms of q and k; optional RoPE; output.
 
     `rope` is the index of this layer's angles in `StepContext.ropes`, None for a layer without
-    RoPE. `sinks` are the scores of `AttentionOptions.has_sinks`.
+    RoPE. `sinks` are the scores of `AttentionOptions.has_sinks`. Without `has_own_kv` there is no k
+    and v, and the KV of an earlier layer is read.
     """
 
     layer: int
@@ -129,20 +131,25 @@ class AttentionBlock:
     k_norm: HeadNorm | None = None
     rope: int | None = None
     sinks: Tensor | None = None  # [heads], float32
+    v_norm: HeadNorm | None = None
+    has_own_kv: bool = True
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """The attention output `[tokens, heads * dim]`, before `out`, which the caller applies."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
+        heads, kv_heads = self.num_heads, self.num_kv_heads if self.has_own_kv else 0
         return self.mix(self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim), context)
 
     def mix(self, qkv: Tensor, context: StepContext) -> Tensor:
         """The same from q, k and v, `[tokens, heads + 2 * kv_heads, dim]`."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
+        heads, kv_heads = self.num_heads, self.num_kv_heads if self.has_own_kv else 0
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.apply_(q)
-            self.k_norm.apply_(k)
+        for norm, part in ((self.q_norm, q), (self.k_norm, k), (self.v_norm, v)):
+            if norm is not None:
+                norm.apply_(part)
         rope = None if self.rope is None else context.ropes[self.rope]
+        if not self.has_own_kv:
+            found = context.attention.run(self.layer, q, None, None, rope, self.sinks)
+            return found.view(len(qkv), -1)
         return context.attention.run(self.layer, q, k, v, rope, self.sinks).view(len(qkv), -1)
 
 
@@ -198,6 +205,8 @@ class DecoderLayer:
     mlp: FeedForward
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    input: LayerInput | None = None
+    scale: Callable[[Tensor], Tensor] | None = None  # of the residual stream, in place
 
     def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
@@ -211,8 +220,12 @@ class DecoderLayer:
             self.attention_post_norm(self.attention.out(heads), hidden)
         x = hidden if self.mlp_norm is None else self.mlp_norm(hidden)
         if self.mlp_post_norm is None:
-            return self.mlp(x, hidden)
-        return self.mlp_post_norm(self.mlp(x), hidden)
+            hidden = self.mlp(x, hidden)
+        else:
+            hidden = self.mlp_post_norm(self.mlp(x), hidden)
+        if self.input is not None and context.layer_inputs is not None:
+            hidden = self.input(hidden, context.layer_inputs, rows)
+        return hidden if self.scale is None else self.scale(hidden)
 
 
 class Layer(Protocol):
@@ -240,6 +253,7 @@ class Decoder:
     head: Linear | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    layer_inputs: LayerInputs | None = None
 
     def embed(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         assert self.tokens is not None, "only the first stage embeds"
@@ -251,14 +265,22 @@ class Decoder:
         return hidden
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
-        return self.run_blocks(hidden, replace(context, ropes=self.rope_angles(context.positions)))
+        return self.run_blocks(hidden, self.prepared(hidden, context))
+
+    def prepared(self, hidden: Tensor, context: StepContext) -> StepContext:
+        """The context with what all layers of this stage share: RoPE angles and layer inputs."""
+        ropes, inputs = self.rope_angles(context.positions), None
+        if self.layer_inputs is not None:
+            assert context.ids is not None, "such models are in one stage"
+            inputs = self.layer_inputs(context.ids, hidden)
+        return replace(context, ropes=ropes, layer_inputs=inputs)
 
     def rope_angles(self, positions: Tensor) -> tuple[RopeAngles, ...]:
         """The angles of each kind of RoPE that layers of this stage use."""
         return tuple(rope.angles(positions) for rope in self.ropes)
 
     def run_blocks(self, hidden: Tensor, context: StepContext) -> Tensor:
-        """As `layers`, with the RoPE angles already in the context."""
+        """As `layers`, with a prepared context."""
         all_rows = context if context.rows is None else replace(context, rows=None)
         for block in self.blocks[:-1]:
             block(hidden, all_rows)

@@ -121,9 +121,9 @@ def inverse_frequencies(dim: int, theta: float, scaling: Scaling | None = None) 
     return inverse if scaling is None else scaling(inverse)
 
 
-def proportional_frequencies(dim: int, share: float, theta: float, factor: float = 1.0) -> Tensor:
+def proportional_frequencies(dim: int, share: float, theta: float) -> Tensor:
     """Frequencies `[dim / 2]` of which only the first `share` are not zero (Gemma 4)."""
-    inverse = inverse_frequencies(dim, theta) / factor
+    inverse = inverse_frequencies(dim, theta)
     inverse[int(share * dim // 2) :] = 0.0
     return inverse
 

@@ -63,14 +63,16 @@ class Stage:
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
         positions = self._put(layout.positions)
+        ids = None
         if hidden is None:
             types = None if layout.token_types is None else self._put(layout.token_types)
-            hidden = self.model.embed(self._put(layout.token_ids), positions, types)
+            ids = self._put(layout.token_ids)
+            hidden = self.model.embed(ids, positions, types)
         self.attention.plan(layout)
         states = None if self.states is None else self.states.layers
         step = None if states is None else StepStates(states, state_runs(layout))
         loras = layout.lora_segments
-        context = StepContext(positions, self.attention, rows, loras=loras, states=step)
+        context = StepContext(positions, self.attention, rows, loras=loras, states=step, ids=ids)
         return self.model.layers(hidden, context)
 
     def _put(self, array: Int64s) -> Tensor:

@@ -145,6 +145,13 @@ class TorchOperators:
 
         return gate
 
+    def gate(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        act = ACTIVATIONS[name]
+        return lambda x, by: act(x) * by
+
+    def scale(self, factor: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x.mul_(factor)
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]

@@ -20,7 +20,9 @@ class AttentionSpec:
     """One kind of attention layer. Scores are `q · k * scale`, in float32.
 
     A stage whose layers differ has several specs (`engine.worker.model.mixed_attention`). `window`,
-    `soft_cap`, `has_sinks` and `is_causal` are those of `AttentionOptions`.
+    `soft_cap`, `has_sinks` and `is_causal` are those of `AttentionOptions`. Without `has_own_kv`,
+    `run` gets no keys and values, and reads those that another layer has written. `cache_head_dim`
+    is the head size that the cache has room for, None for `head_dim`.
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
@@ -40,6 +42,8 @@ class AttentionSpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
+    has_own_kv: bool = True
+    cache_head_dim: int | None = None
 
     @property
     def tokens_ahead(self) -> int:
@@ -69,8 +73,8 @@ class AttentionBackend(Protocol):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:

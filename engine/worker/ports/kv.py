@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,6 +60,15 @@ class KVTensors:
         fields = (self.keys, self.values, self.key_scales, self.value_scales)
         keys, values, *scales = (tuple(each[at] for at in layers if each) for each in fields)
         return KVTensors(keys, values, self.num_spare, *scales)
+
+    def narrowed(self, head_dim: int) -> "KVTensors":
+        """Views for layers that use only the first `head_dim` elements of each head."""
+        if self.keys[0].shape[-1] == head_dim:
+            return self
+        keys, values = (
+            tuple(each[..., :head_dim] for each in part) for part in (self.keys, self.values)
+        )
+        return replace(self, keys=keys, values=values)
 
     def in_memory_order(self) -> list[Tensor]:
         """All tensors of the cache, `[num_blocks, …]` each, with dimensions in memory order.

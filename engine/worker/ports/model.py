@@ -26,14 +26,18 @@ class StepContext:
     `positions` are int64 `[tokens]`; `attention` has been planned for the step. Only `rows`
     (int64, None for all) of the hidden states after the last layer are needed: the last layer
     skips what it would compute for other rows only. `ropes` is filled in by models that use RoPE:
-    one set of angles for each kind of RoPE among their layers. The rows of `loras` are computed
-    with LoRA adapters. `states` is given to models with recurrent layers.
+    one set of angles for each kind of RoPE among their layers. `ids` are the token ids, int64
+    `[tokens]`, on the first stage; from them models with embeddings per layer fill in
+    `layer_inputs` `[tokens, layers, width]`. The rows of `loras` are computed with LoRA adapters.
+    `states` is given to models with recurrent layers.
     """
 
     positions: Tensor
     attention: AttentionBackend
     rows: Tensor | None = None
     ropes: tuple[RopeAngles, ...] = ()
+    ids: Tensor | None = None
+    layer_inputs: Tensor | None = None
     loras: tuple[LoraSegment, ...] = ()
     states: StepStates | None = None
 

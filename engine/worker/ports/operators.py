@@ -109,6 +109,14 @@ class Operators(Protocol):
         `-limit` and `limit`, it is `g * sigmoid(alpha * g) * (u + 1)`."""
         ...
 
+    def gate(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """`act(x) * by` of two tensors `[tokens, width]`; the rows of `by` may be strided."""
+        ...
+
+    def scale(self, factor: float) -> Callable[[Tensor], Tensor]:
+        """`x * factor` in place on `[tokens, hidden]`; returns x."""
+        ...
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE in place on `[tokens, heads, dim]`; pairs are made of the two halves of dim.
 

@@ -22,7 +22,9 @@ class AttentionOptions:
     layer is not causal, tokens attend in both directions, each at most a window away. Scores are
     `q · k * scale` (None: head_dim ** -0.5); with `soft_cap` they become
     `soft_cap * tanh(score / soft_cap)` (Gemma 2). With `has_sinks` each head has a learned score
-    that joins the denominator of the softmax and has no value (gpt-oss).
+    that joins the denominator of the softmax and has no value (gpt-oss). `head_dim` None is the
+    model's. With `kv_layer` the layer has no keys and values of its own and reads those of that
+    earlier layer, whose options are otherwise the same (Gemma 4).
     """
 
     window: int | None = None
@@ -30,6 +32,8 @@ class AttentionOptions:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
+    head_dim: int | None = None
+    kv_layer: int | None = None
 
 
 FULL_ATTENTION = AttentionOptions()
@@ -44,7 +48,8 @@ class ModelShape:
     means `FULL_ATTENTION` in all. `recurrent` has the shape of each layer with a recurrent state
     instead of attention, None for the others; empty means none has. With LongRoPE,
     `original_positions` is the context length beyond which other frequencies are used. Workers
-    lower `max_positions` to the served context length.
+    lower `max_positions` to the served context length. `head_dim` is the largest of any layer.
+    Models whose layers need token ids or the KV of other layers must be `in_one_stage`.
     """
 
     num_layers: int
@@ -59,6 +64,7 @@ class ModelShape:
     attention: tuple[AttentionOptions, ...] = ()
     original_positions: int | None = None
     experts: ExpertShape | None = None
+    in_one_stage: bool = False
     recurrent: tuple[RecurrentShape | None, ...] = ()
 
     @property

@@ -58,6 +58,11 @@ class Shard:
     @classmethod
     def of(cls, shape: ModelShape, placement: Placement, all_reduce: AllReduce | None) -> Self:
         """The share of a placement; raises `StartupError` if the model cannot be split that way."""
+        if shape.in_one_stage and placement.num_stages > 1:
+            raise StartupError(
+                "the layers of this model cannot be divided among stages: all of them read token "
+                "embeddings, or some read the KV of others"
+            )
         span = layer_spans(shape, placement.num_stages)[placement.stage]
         shard = cls(shape, span, placement.rank, placement.num_ranks, all_reduce)
         shard._check()

@@ -30,8 +30,8 @@ def attention_specs(
         AttentionSpec(
             num_heads=local.num_heads,
             num_kv_heads=local.num_kv_heads,
-            head_dim=local.head_dim,
-            scale=local.head_dim**-0.5 if options.scale is None else options.scale,
+            head_dim=options.head_dim or local.head_dim,
+            scale=options.scale or (options.head_dim or local.head_dim) ** -0.5,
             window=options.window,
             dtype=dtype,
             limits=limits,
@@ -39,6 +39,8 @@ def attention_specs(
             soft_cap=options.soft_cap,
             has_sinks=options.has_sinks,
             is_causal=options.is_causal,
+            has_own_kv=options.kv_layer is None,
+            cache_head_dim=local.head_dim,
         )
         for options in (local.layer_attention[number] for number in local.attention_layers)
     )

@@ -153,7 +153,7 @@ class StageKV:
 
     def by_layer(self, cache: KVTensors) -> KVTensors:
         """The same cache with the tensors of each layer of the stage."""
-        if self.groups.keeps_all:
+        if self.groups.keeps_all and not self.groups.shares_kv:
             return cache
         return cache.of_layers(self.groups.tensors(self.shard.span))
 

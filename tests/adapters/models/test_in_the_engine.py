@@ -16,7 +16,7 @@ from tests.inline import RequestOutcome, play
 
 DRAFTING = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
-    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3"),
+    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
     *("mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
 )
 VARIANTS = (*DRAFTING, "qwen3_5")

@@ -40,7 +40,9 @@ class CpuAttention(RecordableAttention):
         self._kv_heads = spec.num_kv_heads
         self._window = spec.window or 0
         self._ahead = spec.tokens_ahead
-        self._has_sinks = spec.has_sinks
+        self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
+        page_stride, _, head_stride, _ = cache.keys[0].stride()
+        slot_stride = cache.values[0].stride(1)
         self._tokens_per_task = max(1, ROWS // group)
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
@@ -58,6 +60,9 @@ class CpuAttention(RecordableAttention):
                 group=group,
                 dim=spec.head_dim,
                 block_size=cache.block_size,
+                page_stride=page_stride,
+                head_stride=head_stride,
+                slot_stride=slot_stride,
                 window=self._window,
                 ahead=spec.tokens_ahead,
                 scale=spec.scale,
@@ -75,9 +80,12 @@ class CpuAttention(RecordableAttention):
             rope_write.BY_DTYPE[dtype],
             rope_write.RopeWriteOperands(
                 heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads,
+                kv_heads=spec.num_kv_heads if spec.has_own_kv else 0,
                 dim=spec.head_dim,
                 block_size=cache.block_size,
+                page_stride=page_stride,
+                head_stride=head_stride,
+                slot_stride=slot_stride,
             ),
         )
 
@@ -148,15 +156,17 @@ class CpuAttention(RecordableAttention):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         stride = q.stride(0)
-        ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
-        assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v are adjacent"
-        assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
+        assert self._has_own_kv == (k is not None), "as the spec says"
+        if k is not None and v is not None:
+            ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
+            assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v are adjacent"
+            assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
         assert self._has_sinks == (sinks is not None), "as the spec says"
         out = self._pool.empty("attention", tuple(q.shape))
         attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands

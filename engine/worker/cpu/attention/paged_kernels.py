@@ -71,6 +71,9 @@ class AttentionOperands(ctypes.Structure):
     group: int  # query heads of a KV head
     dim: int
     block_size: int
+    page_stride: int  # items between blocks of keys or values
+    head_stride: int  # items between heads in a block
+    slot_stride: int  # items between slots of values
     window: int  # tokens, 0 for all
     ahead: int  # tokens behind itself that a token sees; 0 if attention is causal
     scale: float
@@ -154,7 +157,7 @@ def _score_page(dtype, page, block_size, scales, offset, count, q, dim, scores, 
 
 
 @njit(inline="always")
-def _weigh_rows(dtype, weights, values, out, dim, length, rows, ahead):
+def _weigh_rows(dtype, weights, values, stride, out, dim, length, rows, ahead):
     """Add the values of one page, each times its softmax weight, to all rows of out."""
     groups = (rows + VALUE_ROWS - 1) // VALUE_ROWS
     whole, lanes = dim - dim % VALUE_WIDTH, dim - dim % LANES
@@ -166,22 +169,22 @@ def _weigh_rows(dtype, weights, values, out, dim, length, rows, ahead):
             v, o = values + i * ITEM_BYTES[dtype], out + (m * dim + i) * BYTES
             then = ahead + i * ITEM_BYTES[dtype]
             if count == 3:
-                _values_3(dtype, p, SCORES, v, dim, o, dim, length, then)
+                _values_3(dtype, p, SCORES, v, stride, o, dim, length, then)
             elif count == 2:
-                _values_2(dtype, p, SCORES, v, dim, o, dim, length, then)
+                _values_2(dtype, p, SCORES, v, stride, o, dim, length, then)
             else:
-                _values_1(dtype, p, SCORES, v, dim, o, dim, length, then)
+                _values_1(dtype, p, SCORES, v, stride, o, dim, length, then)
         m += count
     for row in range(rows):
         p, line = weights + row * SCORES * BYTES, out + row * dim * BYTES
         for i in range(whole, lanes, LANES):
             v = values + i * ITEM_BYTES[dtype]
-            _values_narrow(dtype, p, SCORES, v, dim, line + i * BYTES, dim, length, v)
+            _values_narrow(dtype, p, SCORES, v, stride, line + i * BYTES, dim, length, v)
         row_weights, rest = float32s(p, length), float32s(line, dim)
         for i in range(lanes, dim):
             total = rest[i]
             for t in range(length):
-                value = load_one(dtype, values + (t * dim + i) * ITEM_BYTES[dtype])
+                value = load_one(dtype, values + (t * stride + i) * ITEM_BYTES[dtype])
                 total = fma_one(value, row_weights[t], total)
             rest[i] = total
 
@@ -220,30 +223,29 @@ def _score_span(dtype, pages, start, end, q, dim, scores, rows):
 
 
 @njit(inline="always")
-def _weigh_span(dtype, pages, start, end, weights, dim, out, rows):
+def _weigh_span(dtype, pages, stride, start, end, weights, dim, out, rows):
     """The values of [start, end), each times its softmax weight, summed per row."""
     clear(out, rows * dim)
     at = start
     while at < end:
         number, offset = at // pages.block_size, at % pages.block_size
         count = min(end - at, pages.block_size - offset)
-        shift, p = offset * dim * ITEM_BYTES[dtype], weights + (at - start) * BYTES
+        shift, p = offset * stride * ITEM_BYTES[dtype], weights + (at - start) * BYTES
         if dtype == INT8:
             block = int64s(pages.table + number * 8, 1)[0]
             rescale(p, pages.scales + block * pages.scale_bytes + offset * BYTES, count, rows)
         page, ahead = _page(pages, number) + shift, _page(pages, number + 1) + shift
-        _weigh_rows(dtype, p, page, out, dim, count, rows, ahead)
+        _weigh_rows(dtype, p, page, stride, out, dim, count, rows, ahead)
         at += count
 
 
 @njit(inline="always")
 def _pages_of(a, task, keys_or_values, scales, dtype, head):
     """The pages of a head of keys or values; `a` are the operands."""
-    head_bytes = a.dim * a.block_size * ITEM_BYTES[dtype]
     return KVPages(
-        keys_or_values + head * head_bytes,
+        keys_or_values + head * a.head_stride * ITEM_BYTES[dtype],
         scales + head * a.block_size * BYTES,
-        a.kv_heads * head_bytes,
+        a.page_stride * ITEM_BYTES[dtype],
         a.kv_heads * a.block_size * BYTES,
         a.block_size,
         a.tables + task.table * 8,
@@ -281,7 +283,7 @@ def _attend(operands, chunk, thread, dtype):
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
         position, window, ahead = task.position, a.window, a.ahead
         softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows)
-        _weigh_span(dtype, values, start, end, scores, dim, partial, rows)
+        _weigh_span(dtype, values, a.slot_stride, start, end, scores, dim, partial, rows)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)
     if task.partial < 0:

@@ -21,7 +21,8 @@ MAX_INT8 = 127
 
 @operands
 class RopeWriteOperands(ctypes.Structure):
-    """Rows of q, k and v as a linear computes them. Pages are those of one layer."""
+    """Rows of q, k and v as a linear computes them; without KV heads, of q only. Pages are those
+    of one layer."""
 
     slots: int  # int64 [rows]
     rows: int
@@ -29,6 +30,9 @@ class RopeWriteOperands(ctypes.Structure):
     kv_heads: int
     dim: int
     block_size: int
+    page_stride: int  # items between blocks of keys or values
+    head_stride: int  # items between heads in a block
+    slot_stride: int  # items between slots of values
     qkv: int
     stride: int  # floats
     half: int  # of the rotated dimensions of a head; 0: no RoPE
@@ -84,12 +88,12 @@ def _rope_write(operands, chunk, dtype):
         k = q + a.heads * dim * BYTES
         block, offset = slots[row] // a.block_size, slots[row] % a.block_size
         for head in range(a.kv_heads):
-            page = (block * a.kv_heads + head) * a.block_size
-            key, scale = k + head * dim * BYTES, (page + offset) * BYTES
-            target = a.keys + (page * dim + offset) * ITEM_BYTES[dtype]
+            scale = ((block * a.kv_heads + head) * a.block_size + offset) * BYTES
+            page, key = block * a.page_stride + head * a.head_stride, k + head * dim * BYTES
+            target = a.keys + (page + offset) * ITEM_BYTES[dtype]
             _store_head(dtype, key, target, a.block_size, a.key_scales + scale, dim)
             value = key + a.kv_heads * dim * BYTES
-            target = a.values + (page + offset) * dim * ITEM_BYTES[dtype]
+            target = a.values + (page + offset * a.slot_stride) * ITEM_BYTES[dtype]
             _store_head(dtype, value, target, 1, a.value_scales + scale, dim)
 
 

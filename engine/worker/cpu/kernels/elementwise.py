@@ -179,10 +179,12 @@ def _gelu(x):
 
 @operands
 class ActivationOperands(ctypes.Structure):
-    """`y = act(x[:, :width])`, times `x[:, width:]` if the MLP is gated."""
+    """`y = act(x[:, :width])`, times `by[:, :width]` if it is gated."""
 
     function: int  # SILU, GELU_TANH, RELU or GELU
     is_gated: int
+    by: int  # what a gated activation is multiplied by
+    by_stride: int
     x: int
     x_stride: int
     y: int
@@ -224,7 +226,7 @@ def activation(operands, chunk, thread):
         y = float32s(a.y + row * a.y_stride * BYTES, width)
         _activate(a.function, x, y)
         if a.is_gated != 0:
-            up = float32s(a.x + (row * a.x_stride + width) * BYTES, width)
+            up = float32s(a.by + row * a.by_stride * BYTES, width)
             for k in range(width):
                 y[k] *= up[k]
 
@@ -263,4 +265,29 @@ def clamped_swiglu(operands, chunk, thread):
             y[k] = g / (one + exp_float(-alpha * g)) * (u + one)
 
 
-KERNELS = (clamped_swiglu, layer_norm, rms_norm, apply_rope, activation)
+@operands
+class ScaleOperands(ctypes.Structure):
+    """`x *= factor` in place."""
+
+    factor: float
+    x: int
+    x_stride: int
+    rows: int
+    width: int
+    rows_per_chunk: int
+
+
+_scale_operands = make_reader(ScaleOperands)
+
+
+def scale(operands, chunk, thread):
+    """Multiply a run of rows by a factor."""
+    a = _scale_operands(operands)
+    factor = np.float32(a.factor)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x = float32s(a.x + row * a.x_stride * BYTES, a.width)
+        for k in range(a.width):
+            x[k] *= factor
+
+
+KERNELS = (scale, clamped_swiglu, layer_norm, rms_norm, apply_rope, activation)

@@ -71,7 +71,13 @@ class Forward:
         rows = _rows(layout)
         is_all = np.array_equal(rows, np.arange(layout.num_tokens))
         wanted = None if is_all or not len(rows) else inputs.rows
-        context = StepContext(inputs.positions, self._attention, wanted, loras=layout.lora_segments)
+        context = StepContext(
+            inputs.positions,
+            self._attention,
+            wanted,
+            loras=layout.lora_segments,
+            ids=inputs.ids,
+        )
         return self._model.layers(hidden, context)[: len(rows)]
 
     def _put(self, layout: RaggedLayout, source: Source) -> _Inputs:

@@ -43,7 +43,7 @@ class Layers:
     attention: CapturableAttention
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        context = StepContext(positions, self.attention)
+        context = StepContext(positions, self.attention, ids=ids)
         return self.model.layers(self.model.embed(ids, positions), context)
 
 

@@ -54,8 +54,8 @@ class CapturableReference(ReferenceAttention):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:

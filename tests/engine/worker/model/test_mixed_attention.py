@@ -1,5 +1,8 @@
 """A stage whose layers have different windows, sinks and soft caps computes each as its own."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +84,31 @@ def test_a_mixed_stage_is_recordable_if_all_its_backends_are() -> None:
     plain = attention_over(SPECS, cache, lambda spec, part: make("reference", spec, part))
     assert isinstance(native, RecordableAttention)
     assert not isinstance(plain, RecordableAttention)
+
+
+NARROW = replace(WINDOWED, head_dim=8, has_sinks=False, cache_head_dim=DIM)
+SHARED = (PLAIN, NARROW, replace(NARROW, has_own_kv=False), replace(PLAIN, has_own_kv=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_layers_with_smaller_heads_or_the_kv_of_others_are_exact(dtype: torch.dtype) -> None:
+    """Layers 2 and 3 read what layers 1 and 0 have written; layers 1 and 2 have half a slot."""
+    found: list[list[Tensor]] = []
+    for name in ("cpu", "reference"):
+        own = cache_of(2, dtype)
+        attention = attention_over(SHARED, own.of_layers((0, 1, 1, 0)), partial(make, name))
+        table = np.arange(BLOCKS, dtype="<i4").tobytes()
+        step = Step(StepId(0), (StepEntry(RequestId(0), 0, (0,) * 60, table, None),))
+        attention.plan(build_layout(step, LayoutLimits(1, 4096, BLOCKS, SIZE)))
+        found.append([])
+        for layer, spec in enumerate(SHARED):
+            generator = torch.Generator().manual_seed(layer)
+            fused = torch.randn(60, HEADS + 2 * KV_HEADS, spec.head_dim, generator=generator)
+            if spec.has_own_kv:
+                q, k, v = torch.split(fused, [HEADS, KV_HEADS, KV_HEADS], dim=1)
+                found[-1].append(attention.run(layer, q, k, v, None).clone())
+            else:
+                q = fused[:, :HEADS].contiguous()
+                found[-1].append(attention.run(layer, q, None, None, None).clone())
+    for native, plain in zip(*found, strict=True):
+        torch.testing.assert_close(native, plain, rtol=2e-5, atol=2e-5)

@@ -27,6 +27,7 @@ from engine.worker.model.stage import Stage
 from engine.worker.ports import ModelShape, Shard
 from engine.worker.ports.shard import layer_spans
 from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, fleet
@@ -60,6 +61,7 @@ VARIANTS = {
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }
+ONE_STAGE = ("gemma4",)  # variants that cannot be divided among stages
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -108,6 +110,19 @@ def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> 
     prompt = text(11, seed=8)
     assert many.generate(0, prompt, 20) == one.generate(0, prompt, 20)
     assert many.tokens((1, prompt, sampled)) == one.tokens((1, prompt, sampled))
+
+
+@pytest.mark.parametrize("variant", ONE_STAGE)
+def test_ranks_divide_models_that_are_in_one_stage(tmp_path: Path, variant: str) -> None:
+    make_checkpoint(tmp_path, variant)
+    alone = Driver(load_worker(tmp_path, attention="cpu"))
+    prompts = [text(11, seed=8), text(4, seed=9)]
+    expected = [alone.generate(at, prompt, 20) for at, prompt in enumerate(prompts)]
+    with fleet(tmp_path, 1, 2, attention="cpu") as workers:
+        driver = Driver(workers)
+        assert [driver.generate(at, prompt, 20) for at, prompt in enumerate(prompts)] == expected
+    with pytest.raises(StartupError, match="cannot be divided among stages"):
+        Shard.of(Checkpoint.open(str(tmp_path)).family.shape, Placement(num_stages=2), None)
 
 
 def test_a_prompt_chunk_yields_no_token_on_any_worker(together: Fleet) -> None:
