@@ -51,6 +51,7 @@ class FleetFigures:
     busy_mean: float  # share of the time, over the replicas
     busy_p5: float
     busy_p95: float
+    requests_by_replica: list[int]  # finished ones, of replicas that got any
     spreads: dict[str, Distribution | None]
     moments: "list[FleetMoment]"
 
@@ -108,6 +109,7 @@ def summarise_fleet(
     busy = [shard.busy[number] / ended for shard in results for number in shard.busy]
     busy += [0.0] * (peak - len(busy))
     shares = numpy.percentile(busy, (5, 95)) if busy else (0.0, 0.0)
+    finished = {number: count for one in results for number, count in one.finished.items()}
     gaps: Counter[int] = Counter()
     for one in results:
         gaps.update(one.gaps)
@@ -128,6 +130,7 @@ def summarise_fleet(
         busy_mean=float(numpy.sort(busy).mean()) if busy else 0.0,
         busy_p5=float(shares[0]),
         busy_p95=float(shares[1]),
+        requests_by_replica=[count for _, count in sorted(finished.items())],
         spreads={
             "ttft": Distribution.of(ttft.tolist()),
             "itl": _distribution(gaps),

@@ -59,6 +59,7 @@ class ShardResult:
     lost: list[int] = field(default_factory=list)  # numbers of rejected requests
     gaps: "Counter[int]" = field(default_factory=Counter)  # by the exponent of `GAP_RATIO`
     busy: dict[int, float] = field(default_factory=dict)  # seconds, by replica
+    finished: dict[int, int] = field(default_factory=dict)  # requests, by replica
     num_iterations: int = 0
     num_preempted: int = 0
 
@@ -86,6 +87,7 @@ class _Member:
         self.outputs = RecordedOutputs() if is_recorded else None
         self._result = result
         self._trace: dict[int, int] = {}  # numbers in the trace, by request
+        self.num_ended = 0
         self.replica: Replica = build_replica(setup, self.recorder, self.outputs, self._ended)
         self._model = setup.cost
         self._forecast = Forecast(self.replica.scheduler.cost, setup.settings.max_batch_size)
@@ -104,6 +106,7 @@ class _Member:
 
     def _ended(self, request: "Request") -> None:
         result = self._result
+        self.num_ended += 1
         assert request.first_token_at is not None, "a finished request has a first token"
         assert request.last_token_at is not None, "a finished request has a last token"
         result.numbers.append(self._trace.pop(request.request_id))
@@ -189,6 +192,7 @@ class Shard:
         for number, member in self._members.items():
             recorder = member.recorder
             self._result.busy[number] = recorder.busy_seconds
+            self._result.finished[number] = member.num_ended
             self._result.num_iterations += recorder.num_iterations
             self._result.num_preempted += recorder.num_recomputed
         return self._result

@@ -30,7 +30,7 @@ def draw_fleets(runs: Sequence[FleetFigures], path: Path) -> None:
             bars = axes.bar(places, values, width, label=run.label, color=f"C{number}")
             axes.bar_label(bars, fmt="%.3g", fontsize=7)
         axes.set_xticks([at + 0.4 - width / 2 for at in range(len(_POINTS))], _POINTS)
-        axes.set(title=f"{MEASURES[measure]} of all requests", ylabel="seconds")
+        axes.set(title=f"{MEASURES[measure]} of all requests", ylabel="seconds", yscale="log")
     for axes, (name, title) in zip(panels[1], _OVER_TIME.items(), strict=True):
         for number, run in enumerate(runs):
             times = [moment.at / 60.0 for moment in run.moments]

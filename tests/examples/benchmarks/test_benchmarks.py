@@ -1,6 +1,7 @@
 """Every benchmark runs, on a load of seconds, and writes its table and figures."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,18 @@ def test_a_pipeline_is_measured_and_simulated(tmp_path: Path) -> None:
     assert "| **2 stages, two batches of 8 in flight** |" in shown
     assert "| pipelined iterations (Orca) |" in shown
     assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "pipeline.json"}
+
+
+def test_routers_are_compared_on_a_simulated_fleet(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    sample = ROOT / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
+    shutil.copy(sample, traces / "azure_2023_conv.csv.gz")
+    size = ("--replicas", "12", "--seconds", "30", "--only", "azure", "--processes", "2")
+    run_here("benchmarks.virtual_time.fleet", "--traces", traces, *size, "--out", tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    found = json.loads((tmp_path / "fleet.json").read_text())["azure"]
+    for row in found["rows"]:
+        assert f"| {row['router']} |" in page
+        assert row["num_finished"] == row["num_arrived"] == found["requests"] > 50
+    assert (tmp_path / "azure.png").read_bytes().startswith(b"\x89PNG")

@@ -19,6 +19,7 @@ from engine.worker.model.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import report
 from examples.benchmarks.real_engine import accuracy_page
+from examples.benchmarks.virtual_time import fleet_page
 from examples.benchmarks.virtual_time.policy_tables import groups, ratios
 from tests.examples.benchmarks.published import RESULTS, brief, plain, read
 from tests.examples.running import ROOT
@@ -220,6 +221,11 @@ def itl_goal() -> list[str]:
     ]
 
 
+def fleet() -> list[str]:
+    """The whole page, as the command writes it."""
+    return [plain(fleet_page.report(read("fleet/fleet.json"), read("fleet/fleet_check.json")))]
+
+
 def accuracy() -> list[str]:
     """The whole page, as the command writes it."""
     return [plain(accuracy_page.report(read("accuracy/figures.json")))]
@@ -360,6 +366,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (PAGE, policies_in_virtual_time),
     (PAGE, itl_goal),
     (RESULTS / "accuracy" / "README.md", accuracy),
+    (RESULTS / "fleet" / "README.md", fleet),
     (PAGE, streamed_token_in_full),
     (PAGE, quality),
     (ROOT / "engine" / "README.md", quality_of_int8_weights),
