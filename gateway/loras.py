@@ -21,6 +21,8 @@ from gateway.observe.loras import LoraUsage
 if TYPE_CHECKING:
     from engine.ports import LoraLoader
 
+MAX_NAME_LEN = 256
+
 logger = logging.getLogger(__name__)
 
 
@@ -101,7 +103,10 @@ class LoraRegistry(LoraNames):
         async with self._loading:
             self._check_load(name, replaces=replaces)
             self._last_id += 1
-            spec = LoraSpec(self._last_id, name, absolute(path))
+            try:
+                spec = LoraSpec(self._last_id, name, absolute(path))
+            except ValueError as error:
+                raise InvalidRequest(f"Invalid 'lora_path': {error}", "lora_path") from error
             try:
                 report = await self._loader.load_lora(spec)
             except WorkerLost as error:
@@ -115,6 +120,7 @@ class LoraRegistry(LoraNames):
         logger.info("lora=%s loaded path=%s digest=%s", name, spec.path, report.digest[:16])
 
     def _check_load(self, name: str, *, replaces: bool) -> None:
+        check_name(name)
         if name in self._base_names:
             raise InvalidRequest(f"{name!r} is a name of the base model.", "lora_name")
         if name in self._served and not replaces:
@@ -168,5 +174,17 @@ class LoraRegistry(LoraNames):
 
 
 def absolute(path: str) -> str:
-    """A path for worker processes, whose directory may be another one."""
-    return str(Path(path).expanduser().absolute())
+    """A path for worker processes, whose directory may be another one. Raises `ValueError`."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:  # no such user after ~
+        raise ValueError(str(error)) from error
+
+
+def check_name(name: str) -> None:
+    """Raise `InvalidRequest` for a name that lists of names or logs could not show."""
+    if not 0 < len(name) <= MAX_NAME_LEN or "," in name or not name.isprintable():
+        raise InvalidRequest(
+            f"'lora_name' must have 1 to {MAX_NAME_LEN} printable characters and no comma.",
+            "lora_name",
+        )

@@ -72,6 +72,8 @@ def main(
             url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
             cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
             more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
+            if settings.lora:
+                more["lora"] = ", ".join(value.partition("=")[0] for value in settings.lora)
             if (summary := times.summary()) is not None:
                 more["start"] = summary
             sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))

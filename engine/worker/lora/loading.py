@@ -21,13 +21,15 @@ class Loras:
         operators: Operators,
         linear_sizes: Callable[[], Mapping[str, tuple[int, int]]],
         max_rank: int,
+        why_not: str = "",
     ) -> None:
         """`linear_sizes` returns outputs and inputs of all linears of the whole model by name, also
-        of those in other workers."""
+        of those in other workers. `why_not` is the reason if no adapter can be loaded."""
         self._model = model
         self._operators = operators
         self._linear_sizes = linear_sizes
         self._max_rank = max_rank
+        self._why_not = why_not
         self._whole: Mapping[str, tuple[int, int]] | None = None
 
     @property
@@ -51,6 +53,8 @@ class Loras:
         self._model.remove(lora_id)
 
     def _read(self, spec: LoraSpec) -> LoraFiles:
+        if self._why_not:
+            raise StartupError(self._why_not)
         if self._whole is None:
             self._whole = self._linear_sizes()
         if not self._whole:

@@ -190,6 +190,7 @@ def build_worker(
         operators,
         partial(linear_sizes_of, checkpoint, weights, shape),
         settings.max_lora_rank,
+        "LoRA is not supported with --batch-invariant" if settings.batch_invariant else "",
     )
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:

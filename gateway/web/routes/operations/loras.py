@@ -36,9 +36,8 @@ async def load_lora(http: "HttpRequest") -> "Response":
     """Load an adapter; its name is a model name when this returns. Raises `InvalidRequest`."""
     service = service_of(http)
     request = decode(_LOAD, await read_body(http, service.limits))
-    for field in ("lora_name", "lora_path"):
-        if not getattr(request, field):
-            raise InvalidRequest(f"'{field}' is empty.", field)
+    if not request.lora_path:
+        raise InvalidRequest("'lora_path' is empty.", "lora_path")
     now = service.unix_now()
     await service.loras.load(
         request.lora_name, request.lora_path, now, replaces=request.load_inplace

@@ -11,6 +11,9 @@ import torch
 from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepEntry, StepId
 from engine.worker.cpu import recorded_decoder
+from engine.worker.lora.loading import Loras
+from engine.worker.lora.model import LoraModel
+from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
@@ -205,6 +208,15 @@ def test_logits_of_the_base_are_those_of_a_worker_without_adapters(tmp_path: Pat
     for i, token in enumerate((7, 8, 9, 10), 1):
         found = mixed.mixed((0, [token], 0), (1, [token], 1))
         assert torch.equal(found[0], expected[i])
+
+
+def test_a_worker_that_can_have_no_adapters_says_why(tmp_path: Path) -> None:
+    worker = load_worker(make_checkpoint(tmp_path / "base"))
+    model = worker._stage.model
+    assert isinstance(model, LoraModel)
+    loras = Loras(model, TorchOperators(), dict, 64, "not with --batch-invariant")
+    report = loras.load(LoraSpec(1, "sql", str(tmp_path)))
+    assert report.error == "LoRA adapter 'sql': not with --batch-invariant"
 
 
 def test_rows_of_an_adapter_that_is_not_loaded_fail_the_step(worker: Worker) -> None:
