@@ -130,6 +130,7 @@ class Qwen35(Qwen3):
             norm=vector("norm.weight", RankPart.whole(whole.value_dim)),
             eps=self._settings.eps,
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
+            delta_steps=projections.operators.delta_steps,
         )
 
 

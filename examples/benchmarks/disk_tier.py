@@ -16,13 +16,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from examples.benchmarks.routers import free_port
 
 WORDS, ROUNDS = 1200, 3
+
+
+class Reply(NamedTuple):
+    """A completion and its TTFT in seconds."""
+
+    ttft: float
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int]
 
 
 class Server:
@@ -43,16 +52,25 @@ class Server:
 
     def ask(self, *words: str) -> tuple[float, int]:
         """Seconds to the first token, and cached tokens of the prompt."""
-        body = {"model": "m", "prompt": " ".join(words), "max_tokens": 2, "stream": True}
-        body["stream_options"] = {"include_usage": True}
-        began, first, cached = time.perf_counter(), 0.0, 0
+        reply = self.complete(" ".join(words), 2)
+        return reply.ttft, reply.cached_tokens
+
+    def complete(self, prompt: str | list[int], max_tokens: int) -> Reply:
+        """The greedy completion of a prompt."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, "temperature": 0}
+        body["return_token_ids"] = True
+        began, first, ids, usage = time.perf_counter(), 0.0, [], {}
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     first = first or time.perf_counter() - began
-                    usage = json.loads(line[6:]).get("usage")
-                    cached = usage["prompt_tokens_details"]["cached_tokens"] if usage else cached
-        return first, cached
+                    chunk = json.loads(line[6:])
+                    for choice in chunk["choices"]:
+                        ids += choice.get("token_ids") or []
+                    usage = chunk.get("usage") or usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return Reply(first, usage["prompt_tokens"], cached, ids)
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels import elementwise, experts, sampling
+from engine.worker.cpu.kernels import delta_rule, elementwise, experts, sampling
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
@@ -24,6 +24,7 @@ from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     Argmax,
+    DeltaStep,
     ExpertWeights,
     Linear,
     LinearWeight,
@@ -131,13 +132,20 @@ class NativeOperators:
         self.is_native = True  # until an activation is requested that torch computes
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
+        self._delta = KernelCall(pool, delta_rule.delta_steps, delta_rule.DeltaOperands())
         self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
         self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
         """Every kernel that these operators may run."""
-        return *elementwise.KERNELS, *self._store.kernels, *experts.KERNELS, *sampling.KERNELS
+        return (
+            *elementwise.KERNELS,
+            *delta_rule.KERNELS,
+            *self._store.kernels,
+            *experts.KERNELS,
+            *sampling.KERNELS,
+        )
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""
@@ -234,6 +242,19 @@ class NativeOperators:
         operands.cos, operands.sin = cos.data_ptr(), sin.data_ptr()
         operands.heads, operands.half = count, dim // 2
         self._rope.over_rows(rows)
+
+    def delta_steps(self, step: DeltaStep) -> Tensor:
+        rows, heads, width = step.v.shape
+        out, scratch = torch.empty_like(step.v), torch.empty(self._pool.threads * width)
+        operands = self._delta.operands
+        operands.q, operands.k = step.q.data_ptr(), step.k.data_ptr()
+        operands.v, operands.out = step.v.data_ptr(), out.data_ptr()
+        operands.decay, operands.rate = step.decay.data_ptr(), step.rate.data_ptr()
+        operands.matrices, operands.slots = step.matrices.data_ptr(), step.slots.data_ptr()
+        operands.scratch, operands.rows, operands.heads = scratch.data_ptr(), rows, heads
+        operands.key_dim, operands.value_dim = step.q.shape[2], width
+        self._delta(rows * heads)
+        return out
 
     def argmax(self, logits: Tensor) -> Argmax:
         rows, vocab = logits.shape

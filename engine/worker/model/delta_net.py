@@ -10,6 +10,7 @@ arXiv:2406.06484, with decays): within a chunk the corrections of all tokens are
 triangular system. All is float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from engine.step import NO_STATE
 from engine.worker.ports import (
+    DeltaStep,
     Linear,
     RecurrentShape,
     RecurrentState,
@@ -45,22 +47,10 @@ class DeltaInputs:
         return DeltaInputs(*(each[:, first:last] for each in every))
 
 
-def delta_step(inputs: DeltaInputs, state: Tensor) -> Tensor:
-    """One token: the output `[heads, 1, value_dim]`. `state` `[heads, key_dim, value_dim]` is
-    updated in place."""
-    decay, rate = inputs.log_decay.exp()[:, :, None], inputs.rate[:, :, None]
-    both = torch.bmm(torch.cat((inputs.k, inputs.q), dim=1), state).mul_(decay)
-    update = (inputs.v - both[:, :1]).mul_(rate)
-    state.mul_(decay).baddbmm_(inputs.k.transpose(1, 2), update)
-    return both[:, 1:] + (inputs.q * inputs.k).sum(dim=2, keepdim=True) * update
-
-
 def delta_run(inputs: DeltaInputs, state: Tensor) -> Tensor:
     """Any number of tokens: the outputs `[heads, tokens, value_dim]`. `state` is updated in
     place."""
     count = inputs.q.shape[1]
-    if count == 1:
-        return delta_step(inputs, state)
     starts = range(0, count, CHUNK)
     parts = [_delta_chunk(inputs.tokens(start, start + CHUNK), state) for start in starts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -101,6 +91,7 @@ class GatedDeltaNet:
     norm: Tensor  # [value_dim]
     eps: float
     out: Linear
+    delta_steps: Callable[[DeltaStep], Tensor]
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """`[tokens, value_heads * value_dim]` of this rank."""
@@ -110,16 +101,22 @@ class GatedDeltaNet:
         qkv, gate, b, a = torch.split(self.inputs(x), [shape.channels, width, heads, heads], dim=1)
         log_decay = self.decay_rate * F.softplus(a + self.decay_bias)
         rate, mixed = b.sigmoid(), torch.empty(len(x), heads, shape.value_dim)
-        state = states.layers[self.layer]
+        state, count = states.layers[self.layer], len(states.decodes)
+        for run in states.decodes:
+            _begin(run, state)
+        if count:
+            conv = self._convolve_each(qkv[:count], state.inputs, states.decode_slots)
+            q, k, v = (each.transpose(0, 1).contiguous() for each in self._heads(conv))
+            slots, decay = states.decode_slots, log_decay[:count].exp()
+            step = DeltaStep(q, k, v, decay, rate[:count].contiguous(), state.matrices, slots)
+            mixed[:count] = self.delta_steps(step)
         for run in states.runs:
             _begin(run, state)
             rows = slice(run.first, run.last)
             if run.first < run.last:
-                inputs = self._delta_inputs(
-                    self._convolve(qkv[rows], state.inputs[run.slot]), log_decay[rows], rate[rows]
-                )
-                found = delta_run(inputs, state.matrices[run.slot])
-                mixed[rows] = found.transpose(0, 1)
+                conv = self._convolve(qkv[rows], state.inputs[run.slot])
+                inputs = DeltaInputs(*self._heads(conv), log_decay[rows].t(), rate[rows].t())
+                mixed[rows] = delta_run(inputs, state.matrices[run.slot]).transpose(0, 1)
         scale = torch.rsqrt(mixed.square().mean(dim=2, keepdim=True) + self.eps)
         mixed = mixed.mul_(scale).mul_(self.norm).view(len(x), width)
         return mixed.mul_(F.silu(gate))
@@ -129,18 +126,23 @@ class GatedDeltaNet:
         `[channels, kernel - 1]` are the inputs before, and is updated in place."""
         padded = torch.cat((before, x.t()), dim=1)
         before.copy_(padded[:, -before.shape[1] :])
-        if len(x) == 1:
-            return F.silu((padded * self.conv).sum(dim=1))[None]
         mixed = F.conv1d(padded[None], self.conv[:, None], groups=len(self.conv))
         return F.silu(mixed[0].t())
 
-    def _delta_inputs(self, qkv: Tensor, log_decay: Tensor, rate: Tensor) -> DeltaInputs:
+    def _convolve_each(self, x: Tensor, before: Tensor, slots: Tensor) -> Tensor:
+        """The same for one token of each of several requests, whose inputs before are in `slots`
+        of `before`."""
+        padded = torch.cat((before[slots], x[:, :, None]), dim=2)
+        before[slots] = padded[:, :, 1:]
+        return F.silu((padded * self.conv).sum(dim=2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of all value heads, `[heads, tokens, dim]` each."""
         shape = self.shape
         keys, values = shape.num_key_heads * shape.key_dim, shape.num_value_heads * shape.value_dim
         q, k, v = torch.split(qkv, [keys, keys, values], dim=1)
-        q = self._units(q).mul_(shape.key_dim**-0.5)
         v = v.reshape(len(v), shape.num_value_heads, shape.value_dim).transpose(0, 1)
-        return DeltaInputs(q, self._units(k), v, log_decay.t(), rate.t())
+        return self._units(q).mul_(shape.key_dim**-0.5), self._units(k), v
 
     def _units(self, x: Tensor) -> Tensor:
         """Vectors of unit length, `[value_heads, tokens, key_dim]`."""

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from engine.step import BlockMove, Direction, StateSlots
 from engine.worker.model.host_pool import read_blocks
-from engine.worker.ports import BlockMover, RaggedLayout, RecurrentShape, RecurrentState, StateRun
+from engine.worker.ports import (
+    BlockMover,
+    RaggedLayout,
+    RecurrentShape,
+    RecurrentState,
+    StateRun,
+    StepStates,
+)
 
 BYTES = torch.float32.itemsize
 NO_SLOTS = StateSlots(0, -1)  # of an entry whose state is not used, in measurements
@@ -40,17 +47,26 @@ def _zeros(shape: RecurrentShape, num_slots: int) -> RecurrentState:
     )
 
 
-def state_runs(layout: RaggedLayout) -> tuple[StateRun, ...]:
-    """The runs of a step. A snapshot ends a run, and the next one continues from it."""
-    runs = []
+def step_states(states: RecurrentStates, layout: RaggedLayout) -> StepStates:
+    """What a step reads and writes. A snapshot ends a run, and the next one continues from it."""
+    decodes, others = [], []
     bounds = zip(layout.states, layout.qo_indptr[:-1], layout.qo_indptr[1:], strict=True)
-    for state, start, stop in bounds:
-        first, last, source = int(start), int(stop), state.source
-        for num_tokens, slot in state.snapshots:
-            runs.append(StateRun(first, int(start) + num_tokens, source, slot))
-            first, source = int(start) + num_tokens, slot
-        runs.append(StateRun(first, last, source, state.slot))
-    return tuple(runs)
+    for number, (state, start, stop) in enumerate(bounds):
+        runs = runs_of(state, int(start), int(stop))
+        if number < layout.num_decodes:
+            decodes.append(runs.pop(0))
+        others += runs
+    slots = torch.tensor([run.slot for run in decodes], dtype=torch.int64)
+    return StepStates(states.layers, tuple(decodes), tuple(others), slots)
+
+
+def runs_of(state: StateSlots, start: int, stop: int) -> list[StateRun]:
+    """The runs of one request."""
+    runs, first, source = [], start, state.source
+    for num_tokens, slot in state.snapshots:
+        runs.append(StateRun(first, start + num_tokens, source, slot))
+        first, source = start + num_tokens, slot
+    return [*runs, StateRun(first, stop, source, state.slot)]
 
 
 class StateMover:

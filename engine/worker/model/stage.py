@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.model.recurrent_states import RecurrentStates, state_runs
+from engine.worker.model.recurrent_states import RecurrentStates, step_states
 from engine.worker.ports import (
     AttentionBackend,
     Int64s,
     RaggedLayout,
     StageModel,
     StepContext,
-    StepStates,
 )
 
 CPU = torch.device("cpu")
@@ -69,8 +68,7 @@ class Stage:
             ids = self._put(layout.token_ids)
             hidden = self.model.embed(ids, positions, types)
         self.attention.plan(layout)
-        states = None if self.states is None else self.states.layers
-        step = None if states is None else StepStates(states, state_runs(layout))
+        step = None if self.states is None else step_states(self.states, layout)
         loras = layout.lora_segments
         context = StepContext(positions, self.attention, rows, loras=loras, states=step, ids=ids)
         return self.model.layers(hidden, context)

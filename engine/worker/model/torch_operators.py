@@ -11,6 +11,7 @@ from engine.step import SamplingParams
 from engine.worker.model.experts import TorchExperts
 from engine.worker.ports import (
     Argmax,
+    DeltaStep,
     Experts,
     ExpertWeights,
     Linear,
@@ -158,6 +159,14 @@ class TorchOperators:
         rotated = first * cos - second * sin
         second.mul_(cos).add_(first * sin)
         first.copy_(rotated)
+
+    def delta_steps(self, step: DeltaStep) -> Tensor:
+        matrices = step.matrices[step.slots] * step.decay[:, :, None, None]
+        predicted = torch.einsum("rhk,rhkv->rhv", step.k, matrices)
+        update = (step.v - predicted) * step.rate[:, :, None]
+        matrices += step.k[:, :, :, None] * update[:, :, None]
+        step.matrices[step.slots] = matrices
+        return torch.einsum("rhk,rhkv->rhv", step.q, matrices)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = logits.max(dim=-1)

@@ -18,7 +18,15 @@ from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
-from engine.worker.ports.operators import Argmax, Linear, LowRank, LowRankUp, Norm, Operators
+from engine.worker.ports.operators import (
+    Argmax,
+    DeltaStep,
+    Linear,
+    LowRank,
+    LowRankUp,
+    Norm,
+    Operators,
+)
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.recurrent import (
     RecurrentShape,
@@ -61,6 +69,7 @@ __all__ = [
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",
+    "DeltaStep",
     "ExpertShape",
     "ExpertWeights",
     "Experts",

@@ -61,6 +61,21 @@ class Argmax(NamedTuple):
     ids: Tensor
 
 
+class DeltaStep(NamedTuple):
+    """The gated delta rule for one token of each of several requests, float32 and contiguous.
+
+    Row i reads and updates the matrices in slot `slots[i]`; no two rows have the same slot.
+    """
+
+    q: Tensor  # [rows, heads, key_dim], of unit length times key_dim ** -0.5
+    k: Tensor  # [rows, heads, key_dim], of unit length
+    v: Tensor  # [rows, heads, value_dim]
+    decay: Tensor  # [rows, heads]
+    rate: Tensor  # [rows, heads]
+    matrices: Tensor  # [slots, heads, key_dim, value_dim]
+    slots: Tensor  # int64 [rows]
+
+
 class Operators(Protocol):
     """Makes layers in the form that one kind of device runs fast."""
 
@@ -122,6 +137,10 @@ class Operators(Protocol):
 
         `cos` and `sin` are `[tokens, dim / 2]`.
         """
+        ...
+
+    def delta_steps(self, step: DeltaStep) -> Tensor:
+        """The outputs `[rows, heads, value_dim]`; the matrices are updated in place."""
         ...
 
     def argmax(self, logits: Tensor) -> Argmax:

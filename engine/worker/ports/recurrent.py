@@ -54,7 +54,13 @@ class StateRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """What the recurrent layers of a stage read and write in one step."""
+    """What the recurrent layers of a stage read and write in one step.
+
+    `decodes` are the runs of the first `len(decodes)` rows, of one row each, which are computed
+    together; then come the other `runs`, in this order. `decode_slots` are the slots of the former.
+    """
 
     layers: tuple[RecurrentState, ...]
-    runs: tuple[StateRun, ...]  # in this order
+    decodes: tuple[StateRun, ...]
+    runs: tuple[StateRun, ...]
+    decode_slots: Tensor  # int64

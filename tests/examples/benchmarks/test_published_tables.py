@@ -56,6 +56,19 @@ def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
     assert f"{100 * of_time:.1f} % of the loop's time" in page
 
 
+# Windows and recurrent states
+
+
+def test_the_memory_of_windows_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "layer_kinds" / "README.md").read_text())
+    found = read("layer_kinds/memory.json")
+    assert f"a prompt of {found['context']:,} tokens in chunks of {found['chunk']}" in page
+    for name, row in found["models"].items():
+        sizes = f"{row['mib_without_windows']:,.0f} MiB | {row['mib']:,.0f} MiB"
+        assert f"| {name} |" in page
+        assert f" | {sizes} | {row['ratio']:.1f} × |" in page, name
+
+
 # Behind routers
 
 

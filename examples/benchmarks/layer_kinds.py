@@ -1,0 +1,134 @@
+"""KV memory of models with sliding windows, and reuse of a chat by a model with recurrent layers.
+
+    python -m examples.benchmarks.layer_kinds memory [--out FILE]
+    python -m examples.benchmarks.layer_kinds chat [MODEL] [--out FILE]
+
+`memory` serves one long request in the scheduler of the server, without a model, and counts the
+blocks that it holds at most; the same layers without windows are the comparison. `chat` starts a
+server with a prefix cache and one without, and sends the same chat of `TURNS` messages to each.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from adapters.models import FAMILIES
+from adapters.models.named_shapes import SHAPES
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.kv.ledger import KVLedger
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import RequestSpec
+from engine.step import SamplingParams, StepResult
+from engine.worker.model.kv_groups import KVGroups
+from engine.worker.ports import ModelFamily, ModelShape
+from engine.worker.weights.checkpoint import load_by_name
+from examples.benchmarks.disk_tier import Server
+
+CONTEXT, ANSWER, CHUNK, SIZE = 32_768, 64, 512, 16
+KV_BYTES = 2  # of a number: bfloat16
+WINDOWED: Mapping[str, Mapping[str, object]] = {
+    "Gemma-3-270M": {},
+    "Gemma-3-1B": {},
+    "gpt-oss-20b": {},
+    "Mistral-7B": {"sliding_window": 4096},  # as in version 0.1
+}
+TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 100, 24
+
+
+def shape_of(name: str, changes: Mapping[str, object]) -> ModelShape:
+    config = {**SHAPES[name], **changes}
+    architectures = config["architectures"]
+    assert isinstance(architectures, list), "a list of names"
+    family: Any = load_by_name(FAMILIES[architectures[0]])
+    read: ModelFamily = family(config)
+    return read.shape
+
+
+def most_blocks(windows: Sequence[int | None]) -> int:
+    """The most blocks that a request of `CONTEXT` tokens holds."""
+    settings = SchedulerSettings(
+        max_model_len=CONTEXT + ANSWER, max_batch_size=1, max_batch_tokens=CHUNK
+    )
+    blocks = len(windows) * (CONTEXT + ANSWER) // SIZE
+    ledger = KVLedger(blocks, SIZE, windows=windows, chunk=CHUNK)
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
+    scheduler.add(RequestSpec((1,) * CONTEXT, ANSWER, SamplingParams()), 0.0)
+    most = 0
+    while (iteration := scheduler.plan(0.0)) is not None:
+        most = max(most, ledger.num_held)
+        samples = sum(entry.sample is not None for entry in iteration.step.entries)
+        result = StepResult(iteration.step.step_id, (5,) * samples, 0.01)
+        scheduler.commit(iteration, result, 0.0)
+    return most
+
+
+def memory_of(name: str, changes: Mapping[str, object]) -> dict[str, Any]:
+    shape = shape_of(name, changes)
+    layer_bytes = 2 * SIZE * shape.num_kv_heads * shape.head_dim * KV_BYTES
+    groups = KVGroups.of(shape)
+    layers = 1 + max(groups.tensors(range(shape.num_layers)))
+    whole = KVGroups.of(replace(shape, attention=()))
+    found = {
+        "windows": list(groups.windows),
+        "layers_per_group": layers,
+        "mib": most_blocks(groups.windows) * layers * layer_bytes / 2**20,
+        "mib_without_windows": most_blocks(whole.windows) * shape.num_layers * layer_bytes / 2**20,
+    }
+    return found | {"ratio": found["mib_without_windows"] / found["mib"]}
+
+
+def memory() -> dict[str, Any]:
+    models = {name: memory_of(name, changes) for name, changes in WINDOWED.items()}
+    return {"context": CONTEXT, "chunk": CHUNK, "block_size": SIZE, "models": models}
+
+
+def talk(server: Server, answers: list[list[int]]) -> list[dict[str, Any]]:
+    """The chat's turns: TTFT in seconds, prompt and cached tokens. The answers of the first chat
+    are the history of all others, so that both servers get the same prompts."""
+    random, history, turns = Random(0), [], []
+    for number in range(TURNS):
+        history += random.choices(range(1000, 30_000), k=QUESTION_TOKENS)
+        reply = server.complete(history, ANSWER_TOKENS)
+        if len(answers) == number:
+            answers.append(reply.token_ids)
+        history = history + answers[number]
+        turns.append({key: value for key, value in reply._asdict().items() if key != "token_ids"})
+    return turns
+
+
+def chat(model: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": model, "load": os.getloadavg()[0]}
+    answers: list[list[int]] = []
+    for name, flags in (("cached", ()), ("uncached", ("--no-prefix-cache",))):
+        server = Server(model, "--max-model-len", "4096", "--cost-model", "none", *flags)
+        found[name] = talk(server, answers)
+        server.end()
+    later = found["cached"][1:]
+    total = sum(turn["prompt_tokens"] for turn in later)
+    computed = total - sum(turn["cached_tokens"] for turn in later)
+    found["share_computed"] = computed / total
+    found["share_new"] = QUESTION_TOKENS * len(later) / total
+    last = TURNS - 1
+    found["ttft_ratio"] = found["uncached"][last]["ttft"] / found["cached"][last]["ttft"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("what", choices=["memory", "chat"])
+    parser.add_argument("model", nargs="?", default="random:Qwen3.5-0.8B")
+    parser.add_argument("--out", type=Path, default=Path("layer_kinds.json"))
+    arguments = parser.parse_args()
+    found = memory() if arguments.what == "memory" else chat(arguments.model)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
