@@ -39,7 +39,8 @@ class SimulatedExecutor:
 
     A step enters the pipeline when the first stage is free and leaves it after the last stage, so
     with `depth` steps in flight one result arrives every `cost / depth` seconds. Each stage has a
-    full-duplex link to the host, which transfers its share of a block in `block_seconds`. A stage
+    full-duplex link to the host, which transfers its share of a block in `block_seconds`, and that
+    of a recurrent state in `state_seconds`. A stage
     makes the awaited moves before it computes, without waiting for the previous stage, and the
     other moves while it computes; it is free when all of them have ended.
 
@@ -55,9 +56,11 @@ class SimulatedExecutor:
         next_token: "Callable[[StepEntry], int] | None" = synthetic_token,
         lookahead: int = 0,
         block_seconds: float = 0.0,
+        state_seconds: float = 0.0,
     ) -> None:
         self._cost = cost
         self._block_seconds = block_seconds
+        self._state_seconds = state_seconds
         self._depth = depth
         self._next_token = next_token
         self._lookahead = lookahead
@@ -128,11 +131,15 @@ class SimulatedExecutor:
         """Seconds of a stage's awaited moves, and of all of its moves."""
         if not step.moves:
             return 0.0, 0.0
-        awaited = [move for move in step.moves if move.is_awaited]
         return (
-            self._block_seconds * _link_blocks(awaited),
-            self._block_seconds * _link_blocks(step.moves),
+            self._seconds_of([move for move in step.moves if move.is_awaited]),
+            self._seconds_of(step.moves),
         )
+
+    def _seconds_of(self, moves: "Sequence[BlockMove]") -> float:
+        blocks = _link_blocks([move for move in moves if not move.is_state])
+        states = _link_blocks([move for move in moves if move.is_state])
+        return self._block_seconds * blocks + self._state_seconds * states
 
     async def restart(self) -> None:
         raise Unavailable("a simulated worker does not die")

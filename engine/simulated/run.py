@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
@@ -38,7 +39,11 @@ _NUM_MOMENTS = 500  # samples of the state while requests arrive
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All inputs of a run except its arrivals; equal setups and arrivals give equal figures."""
+    """All inputs of a run except its arrivals; equal setups and arrivals give equal figures.
+
+    `windows` has the window of each layer group; `num_slots` tokens fit if no window gives blocks
+    back. `num_states` and `num_host_states` are slots for the states of recurrent layers.
+    """
 
     label: str
     settings: "SchedulerSettings"
@@ -52,6 +57,10 @@ class Setup:
     lookahead: int = 0
     num_host_slots: int = 0
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
+    windows: "tuple[int | None, ...]" = (None,)
+    num_states: int = 0
+    num_host_states: int = 0
+    state_seconds: float = 0.0  # to move one state between device and host, on every stage
     leaps: bool = True  # compute many iterations of the same decodes at once, if possible
 
 
@@ -105,20 +114,33 @@ def build_replica(
 
 
 def _scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> IterationScheduler:
-    size = setup.block_size
-    ledger = KVLedger(max(1, setup.num_slots // size), size, setup.num_host_slots // size)
+    size, num_groups = setup.block_size, len(setup.windows)
+    grows = setup.settings.admission is Admission.GROW
+    ledger = KVLedger(
+        max(1, setup.num_slots // size) * num_groups,
+        size,
+        setup.num_host_slots // size * num_groups,
+        windows=setup.windows if grows else (None,) * num_groups,
+        chunk=setup.settings.max_batch_tokens * (1 + setup.lookahead),
+        num_states=setup.num_states,
+        num_host_states=setup.num_host_states,
+    )
     return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
 
 
 def _executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:
-    block_seconds = setup.slot_seconds * setup.block_size
-    return SimulatedExecutor(setup.cost, setup.stages, outputs, setup.lookahead, block_seconds)
+    block_seconds = setup.slot_seconds * setup.block_size / len(setup.windows)
+    return SimulatedExecutor(
+        setup.cost, setup.stages, outputs, setup.lookahead, block_seconds, setup.state_seconds
+    )
 
 
 def may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
     """Whether a `Replica` can play these arrivals: one step in flight, and no request that ends
     from outside or is not planned in every iteration."""
     if not setup.leaps or setup.stages > 1 or setup.lookahead:
+        return False
+    if setup.num_states or setup.windows != (None,):
         return False
     return all(_is_plain(arrival) for arrival in arrivals)
 

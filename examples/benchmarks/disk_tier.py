@@ -60,7 +60,9 @@ class Server:
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "temperature": 0}
         body["return_token_ids"] = True
-        began, first, ids, usage = time.perf_counter(), 0.0, [], {}
+        began, first = time.perf_counter(), 0.0
+        ids: list[int] = []
+        usage: dict[str, Any] = {}
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):

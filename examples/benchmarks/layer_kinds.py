@@ -74,13 +74,15 @@ def memory_of(name: str, changes: Mapping[str, object]) -> dict[str, Any]:
     groups = KVGroups.of(shape)
     layers = 1 + max(groups.tensors(range(shape.num_layers)))
     whole = KVGroups.of(replace(shape, attention=()))
-    found = {
+    mib = most_blocks(groups.windows) * layers * layer_bytes / 2**20
+    without = most_blocks(whole.windows) * shape.num_layers * layer_bytes / 2**20
+    return {
         "windows": list(groups.windows),
         "layers_per_group": layers,
-        "mib": most_blocks(groups.windows) * layers * layer_bytes / 2**20,
-        "mib_without_windows": most_blocks(whole.windows) * shape.num_layers * layer_bytes / 2**20,
+        "mib": mib,
+        "mib_without_windows": without,
+        "ratio": without / mib,
     }
-    return found | {"ratio": found["mib_without_windows"] / found["mib"]}
 
 
 def memory() -> dict[str, Any]:
