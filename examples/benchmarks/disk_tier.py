@@ -57,9 +57,9 @@ class Server:
 
     def complete(self, prompt: str | list[int], max_tokens: int) -> Reply:
         """The greedy completion of a prompt."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        body |= {"stream_options": {"include_usage": True}, "temperature": 0}
-        body["return_token_ids"] = True
+        body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"stream": True, "temperature": 0, "return_token_ids": True}
+        body["stream_options"] = {"include_usage": True}
         began, first = time.perf_counter(), 0.0
         ids: list[int] = []
         usage: dict[str, Any] = {}

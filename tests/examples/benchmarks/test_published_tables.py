@@ -69,6 +69,23 @@ def test_the_memory_of_windows_is_that_of_its_run() -> None:
         assert f" | {sizes} | {row['ratio']:.1f} × |" in page, name
 
 
+def test_the_reuse_of_a_hybrid_chat_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "layer_kinds" / "README.md").read_text())
+    found = read("layer_kinds/chat.json")
+    assert f"{100 * found['share_computed']:.1f} % of the prompts' tokens were computed" in page
+    assert f"{100 * found['share_new']:.1f} % were new" in page
+    assert f"{found['ttft_ratio']:.1f} times shorter" in page
+    assert f"load average {found['load']:.1f}" in page
+    both = zip(found["cached"], found["uncached"], strict=True)
+    for turn, (cached, uncached) in enumerate(both, 1):
+        tokens, without = cached["prompt_tokens"], uncached["cached_tokens"]
+        assert uncached["prompt_tokens"] == tokens
+        assert (
+            f"| {turn} | {tokens} | {tokens - cached['cached_tokens']} | {tokens - without} |"
+            in page
+        )
+
+
 # Behind routers
 
 
