@@ -41,7 +41,7 @@ class LoopWatch:
     ) -> None:
         self.gap = 0.0
         self.last_lag = 0.0  # seconds, of the latest probe
-        self.is_busy = False  # in the latest period; before streams begin to merge tokens
+        self.is_busy = False  # in the latest period
         self._clock = clock
         self._lag = lag
         self._spent = spent
@@ -59,8 +59,8 @@ class LoopWatch:
 
     def update(self, share: float) -> None:
         """Set the gap after a period in which the loop was busy for this fraction of the time."""
-        self.is_busy = share > CALM
-        if share > BUSY:
+        self.is_busy = share > BUSY
+        if self.is_busy:
             self.gap = min(MAX_GAP, max(FIRST_GAP, self.gap * 1.5))
         elif share < CALM:
             self.gap = self.gap / 1.5 if self.gap > FIRST_GAP else 0.0

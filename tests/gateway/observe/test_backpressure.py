@@ -21,6 +21,7 @@ def test_an_idle_loop_merges_no_tokens() -> None:
 def test_the_gap_grows_while_the_loop_is_busy_and_is_bounded() -> None:
     watch = a_watch()
     watch.update(0.95)
+    assert watch.is_busy
     assert watch.gap == FIRST_GAP
     for _ in range(50):
         watch.update(1.0)
@@ -33,6 +34,7 @@ def test_the_gap_stays_between_the_thresholds_and_shrinks_below_them() -> None:
         watch.update(1.0)
     kept = watch.gap
     watch.update(0.8)
+    assert not watch.is_busy
     assert watch.gap == kept
     for _ in range(20):
         watch.update(0.1)
