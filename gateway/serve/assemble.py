@@ -294,7 +294,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         chunks_prompts=not is_whole,
         max_step_seconds=settings.max_step_seconds or inf,
         itl_goal=settings.itl_goal or inf,
-        max_prefill_slowdown=settings.prefill_slowdown,
+        max_prefill_slowdown=settings.prefill_slowdown or inf,
         max_background_slowdown=settings.background_slowdown,
         admission=Admission(settings.admission),
         max_queue_requests=settings.max_queue_requests,

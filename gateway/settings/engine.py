@@ -36,6 +36,12 @@ def _known_device(name: str) -> str:
     return name
 
 
+def _factor_above_1(factor: float) -> float:
+    if 0.0 < factor <= 1.0:
+        raise ValueError(f"--prefill-slowdown must be above 1, or 0 for no limit, not {factor:g}")
+    return factor
+
+
 class EngineSettings(BaseSettings):
     """The fields under `model`, `memory`, `scheduling` and `workers` of `podway serve --help`."""
 
@@ -275,14 +281,14 @@ class EngineSettings(BaseSettings):
         "DURATION",
         ge=0,
     )
-    prefill_slowdown: float = _option(
-        4.0,
+    prefill_slowdown: Annotated[float, AfterValidator(_factor_above_1)] = _option(
+        3.0,
         "scheduling",
         "how much longer an iteration with running requests may take because of prompts, as a "
         "factor; their chunks are shorter then, and a prompt takes F / (F - 1) times as long; "
-        "inf: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
+        "0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
         "FACTOR",
-        gt=1,
+        ge=0,
     )
     background_slowdown: float = _option(
         1.5,

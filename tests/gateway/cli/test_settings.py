@@ -177,6 +177,11 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
         ("port", "65536", "--port must be a whole number from 0 to 65535, not '65536'"),
         ("threads", "1.5", "--threads must be a whole number from 0 to 1024, not '1.5'"),
         ("max_batch_size", "0", "--max-batch-size must be a whole number from 1 to 65536, not '0'"),
+        (
+            "prefill_slowdown",
+            "0.5",
+            "--prefill-slowdown must be above 1, or 0 for no limit, not 0.5",
+        ),
         ("device", "tpu", "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         ("device", "cuda:x", "--device must be auto, cpu, cuda or cuda:N, not 'cuda:x'"),
         (
