@@ -57,7 +57,7 @@ def serving(flags: Sequence[str]) -> Iterator[tuple[psutil.Process, str]]:
     with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            found = re.search(r"http://\S+", server.stdout.readline())
+            found = re.search(r"https?://\S+", server.stdout.readline())
             if found is None:
                 raise SystemExit("the server did not start")
             yield psutil.Process(server.pid), found.group()

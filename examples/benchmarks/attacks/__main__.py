@@ -1,34 +1,43 @@
 """Measure other clients' inter-token latency and the server's memory under each attack.
 
-    python -m examples.benchmarks.attacks [--seconds 8] [--streams 16] [--model builtin]
-        [--only NAME ...] [--out DIR]
+    python -m examples.benchmarks.attacks --out examples/benchmarks/results/attacks
+        [--rounds 3] [--seconds 1.8] [--streams 16] [--model builtin] [--only NAME ...] [--nice 19]
 
-For each attack, in one run: `--streams` streams undisturbed, then the same streams while the attack
-runs in a process of its own, at the lowest priority. Where an ordinary load costs the model as much
-as the attack, that is measured as well. Results are added to DIR/attacks.json.
+For each attack `--rounds` times: `--streams` streams undisturbed, then the same streams while the
+attack runs. Where an ordinary load costs the model as much as the attack, that is measured in each
+round as well. The attacker is a process of its own at the lowest priority (`--nice`), since its
+CPU time is not the server's. Results are added to DIR/attacks.json, and the first table of
+DIR/README.md is replaced by them. All attacks take about seven minutes.
 """
 
 import argparse
 import asyncio
 import json
-import platform
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
+import uvloop
 
 from examples.benchmarks.attacks.catalog import CASES, trusting
 from examples.benchmarks.attacks.honest import HonestStreams
-from examples.benchmarks.attacks.report import HEAD, Figures, quantiles, row
+from examples.benchmarks.attacks.report import HEAD, Figures, quantiles, row, write_table
 from examples.benchmarks.soak import serving, until_idle
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 0.8
+LOAD_BEFORE = round(os.getloadavg()[0], 2)  # processes that wanted to run, in the last minute
+REST_SECONDS = 0.5  # after an attack, until streams count as undisturbed
 
 
 def rss_mib(server: psutil.Process) -> float:
@@ -45,43 +54,80 @@ async def window(streams: HonestStreams, seconds: float) -> Figures:
     return quantiles(gaps)
 
 
-async def attacked(
-    streams: HonestStreams, name: str, arguments: argparse.Namespace
-) -> tuple[Figures, dict[str, int]]:
-    """The ITL while the attack runs, and its outcomes."""
+@dataclass
+class AttackerProcess:
+    """The process that attacks, and the streams beside it."""
+
+    process: asyncio.subprocess.Process
+    streams: HonestStreams
+    seconds: float  # of a measurement
+
+    async def run(self, name: str) -> tuple[Figures, dict[str, int]]:
+        """The ITL while the attack runs, and its outcomes."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        command = json.dumps((name, self.seconds + SETTLE_SECONDS)).encode()
+        self.process.stdin.write(command + b"\n")
+        await asyncio.sleep(SETTLE_SECONDS)
+        figures = await window(self.streams, self.seconds)
+        outcomes = json.loads(await self.process.stdout.readline())
+        await asyncio.sleep(REST_SECONDS)
+        return figures, outcomes
+
+
+@asynccontextmanager
+async def attacking(
+    streams: HonestStreams, seconds: float, niceness: int
+) -> AsyncIterator[AttackerProcess]:
+    """Start the attacking process; it ends with the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "examples.benchmarks.attacks.attacker"),
-        *(name, streams.url, streams.model, str(arguments.seconds + SETTLE_SECONDS)),
+        *(streams.url, streams.model, str(niceness)),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    await asyncio.sleep(SETTLE_SECONDS)
-    figures = await window(streams, arguments.seconds)
-    output, _ = await process.communicate()
-    return figures, json.loads(output)
+    assert process.stdout is not None
+    try:
+        await process.stdout.readline()  # it is ready
+        yield AttackerProcess(process, streams, seconds)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def rounds(attacker: AttackerProcess, name: str, number: int) -> dict[str, Any]:
+    """The figures of each round, and the outcomes of all."""
+    result: dict[str, Any] = {"undisturbed": [], "attacked": [], "outcomes": {}}
+    for _ in range(number):
+        result["undisturbed"].append(await window(attacker.streams, attacker.seconds))
+        if CASES[name].control is not None:
+            figures, _ = await attacker.run(f"{name}/control")
+            result.setdefault("control", []).append(figures)
+        figures, outcomes = await attacker.run(name)
+        result["attacked"].append(figures)
+        for outcome, count in outcomes.items():
+            result["outcomes"][outcome] = result["outcomes"].get(outcome, 0) + count
+    return result
 
 
 async def measure(
     server: psutil.Process, url: str, name: str, arguments: argparse.Namespace
-) -> Figures:
+) -> dict[str, Any]:
     """The figures of one attack."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting())
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         streams = HonestStreams(session, url, arguments.model)
         tasks = [asyncio.create_task(streams.stream(n)) for n in range(arguments.streams)]
-        await asyncio.sleep(SETTLE_SECONDS)
-        result: Figures = {"rss_before_mib": rss_mib(server)}
-        result["undisturbed"] = await window(streams, arguments.seconds)
-        if CASES[name].control is not None:
-            result["control"], _ = await attacked(streams, f"{name}/control", arguments)
+        async with attacking(streams, arguments.seconds, arguments.nice) as attacker:
             await asyncio.sleep(SETTLE_SECONDS)
-        result["attacked"], result["outcomes"] = await attacked(streams, name, arguments)
+            before = rss_mib(server)
+            result = await rounds(attacker, name, arguments.rounds)
         streams.is_over = True
         await asyncio.gather(*tasks)
         await until_idle(session, url)
-        result["rss_after_mib"] = rss_mib(server)
-        result["failures"] = streams.failures
-    return result
+        sizes = {"rss_before_mib": before, "rss_after_mib": rss_mib(server)}
+        return result | sizes | {"failures": streams.failures}
 
 
 def certificate(directory: Path) -> None:
@@ -91,9 +137,11 @@ def certificate(directory: Path) -> None:
     subprocess.run(command.split(), cwd=directory, check=True, capture_output=True)
 
 
-def run(names: Sequence[str], arguments: argparse.Namespace, scratch: Path) -> dict[str, Figures]:
+def run(
+    names: Sequence[str], arguments: argparse.Namespace, scratch: Path
+) -> dict[str, dict[str, Any]]:
     """Every attack; those that need the same flags share a server."""
-    results: dict[str, Figures] = {}
+    results: dict[str, dict[str, Any]] = {}
     print(HEAD)
     for flags, group in groupby(sorted(names, key=_flags), key=_flags):
         own = [flag.format(tls=scratch) for flag in flags] + ["--store", "memory"]
@@ -101,11 +149,11 @@ def run(names: Sequence[str], arguments: argparse.Namespace, scratch: Path) -> d
             certificate(scratch)
         with serving([arguments.model, *own]) as (server, url):
             for name in group:
-                results[name] = asyncio.run(measure(server, url, name, arguments))
+                results[name] = uvloop.run(measure(server, url, name, arguments))
                 print(row(name, results[name]), flush=True)
+                print("   ", results[name]["outcomes"], results[name]["failures"][:3], flush=True)
                 if arguments.out is not None:
                     keep(results, arguments.out / "attacks.json")
-                print("   ", results[name]["outcomes"], results[name]["failures"][:3], flush=True)
     return results
 
 
@@ -113,21 +161,36 @@ def _flags(name: str) -> tuple[str, ...]:
     return CASES[name].flags
 
 
-def keep(results: dict[str, Figures], path: Path) -> None:
-    """Add the results to those of the file."""
+def keep(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Add the results to those of the file, in the order of the catalog, and to its page."""
     known = json.loads(path.read_text())["attacks"] if path.exists() else {}
-    text = {"machine": platform.processor(), "attacks": known | results}
+    merged = known | results
+    ordered = {name: merged[name] for name in CASES if name in merged}
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = {"machine": machine(), "load_before": LOAD_BEFORE, "attacks": ordered}
     path.write_text(json.dumps(text, indent=1) + "\n")
+    page = path.with_name("README.md")
+    if page.exists():
+        page.write_text(write_table(page.read_text(), ordered))
+
+
+def machine() -> str:
+    """The number of cores and the name of the CPU."""
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return f"{os.cpu_count()} cores, {'unknown' if found is None else found[1]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure honest streams beside attacks.")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.8, help="of each measurement")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--model", default="builtin")
+    parser.add_argument(
+        "--nice", type=int, default=19, help="of the attacker; less where other jobs need the CPU"
+    )
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME")
-    parser.add_argument("--out", type=Path, help="directory of attacks.json")
+    parser.add_argument("--out", type=Path, help="directory of attacks.json and its README.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         results = run(arguments.only or list(CASES), arguments, Path(scratch))

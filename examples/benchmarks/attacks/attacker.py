@@ -1,4 +1,8 @@
-"""The attacking process, at the lowest priority: `python -m …attacker NAME URL MODEL SECONDS`."""
+"""The attacking process: `python -m …attacker URL MODEL NICENESS`.
+
+It prints a line when it is ready. Each line of its input is a JSON array of an attack's name and
+its seconds; it runs the attack and prints the outcomes as one line of JSON.
+"""
 
 import asyncio
 import json
@@ -7,11 +11,12 @@ import sys
 import time
 
 import aiohttp
+import uvloop
 
 from examples.benchmarks.attacks.catalog import CASES, trusting
 from examples.benchmarks.attacks.sending import Attacker
 
-GRACE_SECONDS = 1.0  # for requests in flight at the end
+GRACE_SECONDS = 0.5  # for requests in flight at the end
 
 
 async def attack(name: str, url: str, model: str, seconds: float) -> dict[str, int]:
@@ -32,9 +37,12 @@ async def attack(name: str, url: str, model: str, seconds: float) -> dict[str, i
 
 
 def main() -> None:
-    os.nice(19)
-    name, url, model, seconds = sys.argv[1:]
-    print(json.dumps(asyncio.run(attack(name, url, model, float(seconds)))))
+    url, model, niceness = sys.argv[1:]
+    os.nice(int(niceness))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, seconds = json.loads(line)
+        print(json.dumps(uvloop.run(attack(name, url, model, seconds))), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,20 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
 
 def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     names = ("equal prompts, retried", "rejected requests")
-    load = ("--seconds", "0.3", "--streams", "2", "--only", *names, "--out", tmp_path)
-    run_module("benchmarks.attacks", *load)
+    load = ("--rounds", "2", "--seconds", "0.3", "--streams", "2", "--only", *names)
+    (tmp_path / "README.md").write_text("# Attacks\n\n| a |\n| b |\n\n| another |\n")
+    run_module("benchmarks.attacks", *load, "--out", tmp_path)
     found = json.loads((tmp_path / "attacks.json").read_text())["attacks"]
     assert set(found) == set(names)
     for result in found.values():
-        assert result["undisturbed"]["chunks"] > 0
+        assert len(result["attacked"]) == len(result["undisturbed"]) == 2
+        assert result["undisturbed"][0]["chunks"] > 0
         assert result["failures"] == []
     assert found["rejected requests"]["outcomes"].keys() == {"400"}
+    page = (tmp_path / "README.md").read_text()
+    assert [name in page for name in names] == [True, True]
+    assert "| b |" not in page
+    assert "| another |" in page
 
 
 def test_memory_is_measured_under_rejected_requests(tmp_path: Path) -> None:

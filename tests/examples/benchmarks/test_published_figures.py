@@ -17,6 +17,7 @@ import torch
 
 from engine.worker.model.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
+from examples.benchmarks import prefill_slowdown
 from examples.benchmarks.attacks import report
 from examples.benchmarks.real_engine import accuracy_page
 from examples.benchmarks.virtual_time import fleet_page
@@ -313,9 +314,14 @@ def test_the_kv_cache_shrinks_as_readme_says() -> None:
 
 
 def attacks() -> list[str]:
-    results = read("attacks/attacks.json")["attacks"], read("attacks/before.json")
+    results = [read(f"attacks/{name}.json")["attacks"] for name in ("attacks", "before")]
     rows = [report.row(name, figures) for each in results for name, figures in each.items()]
     return [plain(each) for each in rows]
+
+
+def prompts_beside_streams() -> list[str]:
+    found = read("attacks/prefill_slowdown.json")["factors"]
+    return [plain(row) for row in prefill_slowdown.rows(found)]
 
 
 def memory_under_attack() -> list[str]:
@@ -373,6 +379,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (ROOT / "engine" / "README.md", linear_formats),
     (ROOT / "adapters" / "models" / "README.md", quality_of_gguf_files),
     (RESULTS / "attacks" / "README.md", attacks),
+    (RESULTS / "attacks" / "README.md", prompts_beside_streams),
     (RESULTS / "attacks" / "README.md", memory_under_attack),
     (RESULTS / "attacks" / "README.md", fuzzed),
     (RESULTS / "survival" / "README.md", kills),
