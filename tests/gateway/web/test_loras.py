@@ -147,8 +147,8 @@ def test_a_load_that_cannot_be_done_is_rejected_and_changes_nothing() -> None:
             wrong = await rejected(lora_name=name, lora_path="/a")
             assert wrong == "'lora_name' must have 1 to 256 printable characters and no comma."
         assert "'lora_path' is empty" in await rejected(lora_name="x", lora_path="")
-        nobody = await rejected(lora_name="x", lora_path="~no-such-user/x")
-        assert nobody.startswith("Invalid 'lora_path': ")
+        unknown = await rejected(lora_name="x", lora_path="~no-such-user/x")
+        assert unknown.startswith("Invalid 'lora_path': ")
         assert "name of the base model" in await rejected(lora_name=MODEL, lora_path="/a")
         assert "worker was lost" in await rejected(503, lora_name="x", lora_path="/lost")
         assert len((await get(rig, "/v1/models")).json["data"]) == 1

@@ -210,7 +210,7 @@ def test_logits_of_the_base_are_those_of_a_worker_without_adapters(tmp_path: Pat
         assert torch.equal(found[0], expected[i])
 
 
-def test_a_worker_that_can_have_no_adapters_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_can_have_no_adapters_reports_why(tmp_path: Path) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base"))
     model = worker._stage.model
     assert isinstance(model, LoraModel)
