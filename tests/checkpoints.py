@@ -103,6 +103,14 @@ QWEN3_5: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "mlp_only_layers": [],
+}
+
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -126,6 +134,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5}),
     "mixtral_window": ("MixtralConfig", {"num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen2_moe": ("Qwen2MoeConfig", SHARED_EXPERTS),
     "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE),
     "qwen3_moe_renormalized": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True}),
     "opt": (
@@ -190,6 +199,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_plain": (  # no embeddings per layer, and each layer has KV of its own
         "Gemma4TextConfig",
         GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 24, "linear_value_head_dim": 16},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),

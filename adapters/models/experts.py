@@ -16,7 +16,7 @@ from adapters.models.fields import Fields
 from adapters.models.projections import Projections
 from adapters.models.rotary import RotaryFamily
 from engine.errors import StartupError
-from engine.worker.model.experts import SparseMlp
+from engine.worker.model.experts import SharedExpert, SparseMlp
 from engine.worker.ports import (
     ExpertShape,
     ExpertWeights,
@@ -42,6 +42,7 @@ class ExpertFamily(RotaryFamily):
     """A `RotaryFamily` with a mixture of experts in every layer."""
 
     names = ExpertNames()
+    _shared_size = 0
 
     @abstractmethod
     def routing(self, fields: Fields) -> Routing: ...
@@ -53,6 +54,7 @@ class ExpertFamily(RotaryFamily):
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
         """With the experts in place of an MLP of width `inner_size`."""
+        shape = super().sized(fields, shape)
         count, self._routing = self.num_experts(fields), self.routing(fields)
         if self._routing.top_k > count:
             raise StartupError(
@@ -61,9 +63,11 @@ class ExpertFamily(RotaryFamily):
             )
         hidden = shape.hidden_size
         own = 3 * hidden * shape.inner_size
+        self._shared_size = self.shared_size(fields)
+        shared = 3 * hidden * self._shared_size + (hidden if self._shared_size else 0)
         return replace(
             shape,
-            layer_parameters=shape.layer_parameters + (count - 1) * own + count * hidden,
+            layer_parameters=shape.layer_parameters + (count - 1) * own + count * hidden + shared,
             experts=ExpertShape(count, self._routing.top_k, own),
         )
 
@@ -82,6 +86,33 @@ class ExpertFamily(RotaryFamily):
             router=operators.linear([router], bias),
             experts=operators.experts(experts, self._routing, self.activation(operators)),
             all_reduce=projections.shard.all_reduce,
+            shared=self._shared(projections, at) if self._shared_size else None,
+        )
+
+    def shared_size(self, fields: Fields) -> int:
+        """The width of the expert that all tokens use; 0 if there is none."""
+        return 0
+
+    def _shared(self, projections: Projections, at: str) -> SharedExpert:
+        weights, operators = projections.weights, projections.operators
+        hidden, part = (
+            projections.shard.shape.hidden_size,
+            projections.shard.even(self._shared_size),
+        )
+        at, gate = f"{at}.shared_expert", f"{at}.shared_expert_gate.weight"
+        up = [
+            weights.weight(TensorSlice(f"{at}.{name}.weight", (part.size, hidden), rows=part.run))
+            for name in (self.names.gate, self.names.up)
+        ]
+        down = weights.weight(
+            TensorSlice(f"{at}.{self.names.down}.weight", (hidden, part.size), columns=part.run)
+        )
+        return SharedExpert(
+            up=operators.linear(up, None),
+            down=operators.linear([down], None),
+            activation=self.activation(operators),
+            gate=operators.linear([weights.tensor(TensorSlice(gate, (1, hidden)))], None),
+            gate_rows_=operators.gate_rows_,
         )
 
     def activation(self, operators: Operators) -> Callable[[Tensor], Tensor]:

@@ -6,8 +6,8 @@ from adapters.models.qwen3 import Qwen3
 from engine.worker.ports import Routing
 
 
-class Qwen3Moe(ExpertFamily, Qwen3):
-    """Layers with a dense MLP between the sparse ones are not supported."""
+class SparseQwen(ExpertFamily):
+    """The fields that all of Qwen's mixtures have."""
 
     def inner_size(self, fields: Fields) -> int:
         return fields.integer("moe_intermediate_size")
@@ -19,3 +19,14 @@ class Qwen3Moe(ExpertFamily, Qwen3):
             fields.integer("num_experts_per_tok", 8),
             renormalizes=fields.flag("norm_topk_prob", False),
         )
+
+
+class SharingQwen(SparseQwen):
+    """With an expert that all tokens use."""
+
+    def shared_size(self, fields: Fields) -> int:
+        return fields.integer("shared_expert_intermediate_size")
+
+
+class Qwen3Moe(SparseQwen, Qwen3):
+    """Layers with a dense MLP between the sparse ones are not supported."""

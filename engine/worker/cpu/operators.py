@@ -133,6 +133,7 @@ class NativeOperators:
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._delta = KernelCall(pool, delta_rule.delta_steps, delta_rule.DeltaOperands())
+        self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
         self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
         self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
 
@@ -234,6 +235,12 @@ class NativeOperators:
             return NativeActivation(self._pool, ACTIVATIONS[name], is_gated=True)
         self.is_native = False
         return self._torch.gate(name)
+
+    def gate_rows_(self, x: Tensor, scores: Tensor) -> None:
+        operands = self._gate_rows.operands
+        operands.x, operands.x_stride, operands.width = x.data_ptr(), x.stride(0), x.shape[1]
+        operands.scores, operands.scores_stride = scores.data_ptr(), scores.stride(0)
+        self._gate_rows.over_rows(len(x))
 
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape

@@ -38,17 +38,36 @@ class TorchExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that all tokens use beside their experts, times the sigmoid of a score per token."""
+
+    up: Linear  # gate and up
+    down: Linear
+    activation: Callable[[Tensor], Tensor]
+    gate: Linear  # to one score
+    gate_rows_: Callable[[Tensor, Tensor], None]
+
+    def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
+        inner = self.activation(self.up(x))
+        self.gate_rows_(inner, self.gate(x))
+        return self.down(inner, add_to)
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMlp:
     """A mixture of experts; with `all_reduce` each rank has some columns of every expert."""
 
     router: Linear
     experts: Experts
     all_reduce: AllReduce | None = None
+    shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         logits = self.router(x)
+        y = self.experts(x, logits, add_to if self.all_reduce is None else None)
+        if self.shared is not None:
+            y = self.shared(x, y)
         if self.all_reduce is None:
-            return self.experts(x, logits, add_to)
-        y = self.experts(x, logits)
+            return y
         self.all_reduce(y)
         return y if add_to is None else add_to.add_(y)

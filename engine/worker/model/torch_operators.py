@@ -153,6 +153,9 @@ class TorchOperators:
     def scale(self, factor: float) -> Callable[[Tensor], Tensor]:
         return lambda x: x.mul_(factor)
 
+    def gate_rows_(self, x: Tensor, scores: Tensor) -> None:
+        x.mul_(scores.sigmoid())
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]

@@ -132,6 +132,10 @@ class Operators(Protocol):
         """`x * factor` in place on `[tokens, hidden]`; returns x."""
         ...
 
+    def gate_rows_(self, x: Tensor, scores: Tensor) -> None:
+        """Multiply each row of `x` `[tokens, width]` by the sigmoid of its score `[tokens, 1]`."""
+        ...
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE in place on `[tokens, heads, dim]`; pairs are made of the two halves of dim.
 

@@ -79,7 +79,10 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
         files = SafetensorsFiles(checkpoint)
         if BareFiles.MARK in files.names:
             return BareFiles(checkpoint)
-        return ExpertFiles(checkpoint) if has_fused_experts(files.names) else files
+        if not has_fused_experts(files.names):
+            return files
+        is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
+        return ExpertFiles(checkpoint, is_interleaved=is_gpt_oss)
     return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
 
 

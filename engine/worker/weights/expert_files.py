@@ -1,8 +1,10 @@
-"""Checkpoints that store a linear of all experts of a layer in one tensor (gpt-oss).
+"""Checkpoints that store a linear of all experts of a layer in one tensor.
 
-The model sees one tensor for each expert and linear, such as `…experts.3.gate_proj.weight`; gate
-and up are the even and odd outputs of `gate_up_proj`. Matrices are floats `[experts, in, out]`, or
-MXFP4: `…_blocks` `[experts, out, in / 32, 16]` and `…_scales` `[experts, out, in / 32]`.
+The model sees one tensor for each expert and linear, such as `…experts.3.gate_proj.weight`. There
+are two forms. In gpt-oss', gate and up are the even and odd outputs of `gate_up_proj`; matrices are
+floats `[experts, in, out]`, or MXFP4: `…_blocks` `[experts, out, in / 32, 16]` and `…_scales`
+`[experts, out, in / 32]`. In the other (Qwen 3.5 MoE), gate and up are the halves of `gate_up_proj`
+and matrices are floats `[experts, out, in]`.
 """
 
 from collections.abc import Sequence, Set
@@ -18,32 +20,31 @@ from engine.worker.weights.formats.mxfp4 import GROUP, MXFP4, mxfp4_weight
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 EXPERTS = ".experts."
-# Fused linears with, for each one that the model sees, its first output and the step to the next.
-PARTS = {
-    "gate_up_proj": {"gate_proj": (0, 2), "up_proj": (1, 2)},
-    "down_proj": {"down_proj": (0, 1)},
-}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class ExpertPart(NamedTuple):
-    """One tensor of one expert: some outputs of a fused linear, `first`, `first + step`, …"""
+    """One tensor of one expert: `size` outputs of a fused linear, `first`, `first + step`, …"""
 
     stem: str  # of the fused tensors
     expert: int
     first: int
     step: int
+    size: int
     is_bias: bool
 
     def outputs(self, run: slice) -> slice:
-        """The outputs of the fused linear from which these outputs of the part are taken."""
-        return slice(run.start * self.step, run.stop * self.step)
+        """The outputs of the fused linear of which every `step`-th is one of these."""
+        return slice(self.first + run.start * self.step, self.first + run.stop * self.step)
 
 
 class ExpertFiles(SafetensorsFiles):
     """A directory of safetensors, with fused experts as separate tensors."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_interleaved: bool) -> None:
+        """`is_interleaved`: in gpt-oss' form."""
         super().__init__(directory)
+        self._is_interleaved = is_interleaved
         stems = {stem for name in self._shards if (stem := _stem(name))}
         self._is_mxfp4 = any(stem + BLOCKS in self._shards for stem in stems)
         self._parts = {name: part for stem in stems for name, part in self._parts_of(stem)}
@@ -66,12 +67,10 @@ class ExpertFiles(SafetensorsFiles):
         if part is None:
             return super().shape(name)
         if part.is_bias:
-            return (super().shape(part.stem + BIAS)[1] // part.step,)
+            return (part.size,)
         if part.stem in self._shards:
-            _, inputs, outputs = super().shape(part.stem)
-            return outputs // part.step, inputs
-        _, outputs, groups, _ = self._blocks_shape(part.stem)
-        return outputs // part.step, groups * GROUP
+            return part.size, super().shape(part.stem)[1 if self._is_interleaved else 2]
+        return part.size, self._blocks_shape(part.stem)[2] * GROUP
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         part = self._parts.get(name)
@@ -79,17 +78,18 @@ class ExpertFiles(SafetensorsFiles):
             return super().read(name, index)
         own, outputs = slice(part.expert, part.expert + 1), part.outputs(index[0])
         if part.is_bias:
-            return self.header(part.stem + BIAS)[own, outputs][0, part.first :: part.step]
+            return self.header(part.stem + BIAS)[own, outputs][0, :: part.step]
+        if part.stem in self._shards and not self._is_interleaved:
+            return self.header(part.stem)[own, outputs, index[1]][0]
         if part.stem in self._shards:
-            found = self.header(part.stem)[own, index[1], outputs]
-            return found[0, :, part.first :: part.step].t()
+            return self.header(part.stem)[own, index[1], outputs][0, :, :: part.step].t()
         return self._read_mxfp4(part, own, outputs, index[1])
 
     def _read_mxfp4(self, part: ExpertPart, own: slice, outputs: slice, columns: slice) -> Weight:
         """Columns that begin or end within a group make the weight a float one."""
         groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
-        blocks = self.header(part.stem + BLOCKS)[own, outputs, groups][0, part.first :: part.step]
-        scales = self.header(part.stem + SCALES)[own, outputs, groups][0, part.first :: part.step]
+        blocks = self.header(part.stem + BLOCKS)[own, outputs, groups][0, :: part.step]
+        scales = self.header(part.stem + SCALES)[own, outputs, groups][0, :: part.step]
         weight = mxfp4_weight(blocks.flatten(1).contiguous(), scales.contiguous())
         if columns.start % GROUP == 0 and columns.stop % GROUP == 0:
             return weight
@@ -117,10 +117,17 @@ class ExpertFiles(SafetensorsFiles):
                 raise StartupError(f"tensor {name} is missing from the checkpoint")
         root, _, linear = stem.rpartition(".")
         kinds = {"weight": False} | ({"bias": True} if stem + BIAS in self._shards else {})
+        shape, count = self.header(stored).get_shape(), len(PARTS[linear])
+        is_last = self._is_interleaved and stored == stem
+        size = shape[2 if is_last else 1] // count
+        step, distance = (count, 1) if self._is_interleaved else (1, size)
         return [
-            (f"{root}.{expert}.{name}.{kind}", ExpertPart(stem, expert, first, step, is_bias))
-            for expert in range(self.header(stored).get_shape()[0])
-            for name, (first, step) in PARTS[linear].items()
+            (
+                f"{root}.{expert}.{name}.{kind}",
+                ExpertPart(stem, expert, number * distance, step, size, is_bias),
+            )
+            for expert in range(shape[0])
+            for number, name in enumerate(PARTS[linear])
             for kind, is_bias in kinds.items()
         ]
 

@@ -93,6 +93,8 @@ class WeightSizes:
         window = config.get("sliding_window")
         has_window = isinstance(window, int) and config.get("use_sliding_window", True)
         num_experts, top_k, expert = _experts(config, hidden)
+        shared_inner = config.get("shared_expert_intermediate_size")
+        shared = hidden * (3 * shared_inner + 1) if isinstance(shared_inner, int) else 0
         is_gated = "ffn_dim" not in config  # OPT
         inner = _number(config, "intermediate_size" if is_gated else "ffn_dim")
         mlp = (2 + is_gated) * hidden * inner
@@ -100,7 +102,7 @@ class WeightSizes:
             num_layers=_number(config, "num_hidden_layers"),
             kv_elements=2 * hidden * kv_width,
             other_elements=2 * hidden * width
-            + (top_k * expert + num_experts * hidden if num_experts else mlp),
+            + (top_k * expert + num_experts * hidden + shared if num_experts else mlp),
             head_elements=hidden * _number(config, "vocab_size"),
             attention_width=width,
             kv_width=kv_width,

@@ -17,9 +17,9 @@ from tests.inline import RequestOutcome, play
 DRAFTING = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
-    *("mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
 )
-VARIANTS = (*DRAFTING, "qwen3_5")
+VARIANTS = (*DRAFTING, "qwen3_5", "qwen3_5_moe")
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16
 
 

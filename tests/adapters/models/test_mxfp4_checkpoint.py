@@ -131,4 +131,6 @@ def test_a_wrong_tensor_is_named(
         tensors[name] = change(changed).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match=re.escape(named)):
-        ExpertFiles(tmp_path).shape("model.layers.0.mlp.experts.0.gate_proj.weight")
+        ExpertFiles(tmp_path, is_interleaved=True).shape(
+            "model.layers.0.mlp.experts.0.gate_proj.weight"
+        )

@@ -290,4 +290,32 @@ def scale(operands, chunk, thread):
             x[k] *= factor
 
 
-KERNELS = (scale, clamped_swiglu, layer_norm, rms_norm, apply_rope, activation)
+@operands
+class GateRowsOperands(ctypes.Structure):
+    """`x *= sigmoid(score)` for each row."""
+
+    x: int
+    x_stride: int
+    scores: int
+    scores_stride: int
+    width: int
+    rows: int
+    rows_per_chunk: int
+
+
+_gate_rows_operands = make_reader(GateRowsOperands)
+
+
+def gate_rows(operands, chunk, thread):
+    """`GateRowsOperands` for a run of rows."""
+    a = _gate_rows_operands(operands)
+    one = np.float32(1)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x = float32s(a.x + row * a.x_stride * BYTES, a.width)
+        score = float32s(a.scores + row * a.scores_stride * BYTES, 1)[0]
+        share = one / (one + exp_float(-score))
+        for k in range(a.width):
+            x[k] *= share
+
+
+KERNELS = (scale, clamped_swiglu, gate_rows, layer_norm, rms_norm, apply_rope, activation)

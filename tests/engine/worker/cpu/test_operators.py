@@ -94,6 +94,25 @@ def test_activation(native: NativeOperators, name: str, is_gated: bool) -> None:
     )
 
 
+def test_clamped_swiglu(native: NativeOperators) -> None:
+    x = torch.cat([noise(30, 74) * 10, torch.linspace(-200, 200, 74)[None]])
+    expected = PLAIN.clamped_swiglu(1.702, 7.0)(x.double()).float()
+    found = native.clamped_swiglu(1.702, 7.0)(x)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=2e-6)
+    gate, up = x[:, :37].clamp(max=7.0), x[:, 37:].clamp(-7.0, 7.0)
+    by_hand = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(found, by_hand, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_multiplied_by_the_sigmoid_of_their_scores(native: NativeOperators) -> None:
+    x, scores = noise(20, 37), 5 * noise(20, 1, seed=1)
+    expected = x * scores.sigmoid()
+    for operators in (native, PLAIN):
+        found = x.clone()
+        operators.gate_rows_(found, scores)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 33])
 def test_rope(native: NativeOperators, rows: int) -> None:
     fused, cos, sin = noise(rows, 5, 24), noise(rows, 12, seed=1), noise(rows, 12, seed=2)

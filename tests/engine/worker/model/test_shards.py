@@ -45,6 +45,7 @@ VARIANTS = {
     "qwen2_tied": "cpu",
     "qwen3_biases": "reference",
     "mixtral": "reference",
+    "qwen2_moe": "cpu",
     "qwen3_moe": "cpu",
     "opt": "cpu",
     "smollm3": "cpu",
@@ -58,6 +59,7 @@ VARIANTS = {
     "olmoe": "cpu",
     "gpt_oss": "cpu",
     "qwen3_5": "cpu",
+    "qwen3_5_moe": "cpu",
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }
