@@ -47,6 +47,15 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     assert "| another |" in page
 
 
+def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
+    load = ("--rounds", "1", "--streams", "2", "--tokens", "400", "--factors", "0", "2")
+    shown = run_module("benchmarks.prefill_slowdown", *load, "--out", tmp_path)
+    assert "| 0 | " in shown
+    assert "(1.00 x)" in shown
+    found = json.loads((tmp_path / "prefill_slowdown.json").read_text())["factors"]
+    assert [len(rounds) for rounds in found.values()] == [1, 1]
+
+
 def test_memory_is_measured_under_rejected_requests(tmp_path: Path) -> None:
     run_module("benchmarks.attacks.memory", "--requests", "100", "--out", tmp_path)
     found = json.loads((tmp_path / "memory.json").read_text())
