@@ -1,8 +1,10 @@
 """LoRA adapters under a real server: mixed with the base model, reloaded, and after a crash."""
 
 import asyncio
+import json
 import os
 import signal
+from importlib.resources import files
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +16,7 @@ from tests.conftest import Server, read_url, start_server
 from tests.serving.client import Json, streamed_text
 
 NAMES = ("builtin", "one", "two")
+BUILTIN = str(files("adapters").joinpath("builtin"))
 PROMPT = "Once upon a time there was a small dog who lived near the sea, and every morning it"
 
 
@@ -22,8 +25,8 @@ def body(model: str, prompt: str = PROMPT) -> Json:
     return {"model": model, "prompt": prompt, **fields}
 
 
-async def post(session: aiohttp.ClientSession, url: str, json: Json) -> tuple[int, str]:
-    async with session.post(url, json=json) as response:
+async def post(session: aiohttp.ClientSession, url: str, fields: Json) -> tuple[int, str]:
+    async with session.post(url, json=fields) as response:
         return response.status, await response.text()
 
 
@@ -44,10 +47,12 @@ async def kill_worker(session: aiohttp.ClientSession, url: str, server: Server) 
                 status = response.status
 
 
-@pytest.mark.parametrize("speculation", [(), ("--speculative-config", '{"method": "ngram"}')])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
 async def test_texts_are_the_same_alone_and_mixed_with_other_adapters(
-    tmp_path: Path, speculation: tuple[str, ...]
+    tmp_path: Path, method: str
 ) -> None:
+    config = {"method": method} | ({"model": BUILTIN} if method == "draft_model" else {})
+    speculation = ("--speculative-config", json.dumps(config)) if method != "none" else ()
     one, two = (builtin_lora(tmp_path / name, i) for i, name in enumerate(NAMES[1:]))
     with start_server(tmp_path, "--lora", f"one={one}", *speculation) as server:
         url = read_url(server)
