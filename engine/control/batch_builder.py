@@ -80,10 +80,9 @@ class BatchBuilder:
         entry = StepEntry(
             request.request_id, start, tokens, blocks, sample, targets, pooling=pooling
         )
-        if not blocks:
-            entry = entry._replace(tables=kv.tables(request))
-        if kv.states is not None:
-            entry = entry._replace(state=kv.plan_state(request, start, stop))
+        if not kv.keeps_all:
+            state = kv.plan_state(request, start, stop)
+            entry = kv.with_blocks(request, entry)._replace(state=state)
         if request.spec.lora is not None:
             entry = entry._replace(lora_id=request.spec.lora.lora_id)
             self._has_loras = True
@@ -103,13 +102,8 @@ class BatchBuilder:
     def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVManager") -> None:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
         request, entry = self.decodes[index]
-        entry = entry._replace(
-            tokens=entry.tokens + drafts,
-            blocks=kv.table(request),
-            num_drafts=len(drafts),
-            tables=kv.tables(request),
-        )
-        self.decodes[index] = (request, entry)
+        entry = entry._replace(tokens=entry.tokens + drafts, num_drafts=len(drafts))
+        self.decodes[index] = (request, kv.with_blocks(request, entry))
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
 
@@ -117,8 +111,7 @@ class BatchBuilder:
         """Let the draft model propose tokens behind decode number `index`, whose slots are
         reserved."""
         request, entry = self.decodes[index]
-        entry = entry._replace(blocks=kv.table(request), proposal=spec)
-        self.decodes[index] = (request, entry)
+        self.decodes[index] = (request, kv.with_blocks(request, entry)._replace(proposal=spec))
         self.tokens_left -= len(spec.tokens)
 
     @property

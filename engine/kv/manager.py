@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.kv.state_ledger import StateLedger
     from engine.kv.tables import BlockPairs
     from engine.pool import RequestPool
-    from engine.step import BlockTable, StateSlots
+    from engine.step import StateSlots, StepEntry
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 
@@ -45,7 +45,7 @@ class KVManager:
         self._pool = pool
         self._observer = observer
         self._reuses_prefixes = reuses_prefixes and bool(ledger.groups)
-        self._keeps_all = ledger.keeps_all
+        self.keeps_all = ledger.keeps_all
         self._has_one_table = ledger.groups.keeps_all
         self.states = ledger.states  # None without recurrent layers
         self.num_groups = len(ledger.groups)
@@ -84,7 +84,7 @@ class KVManager:
             listener = self.ledger.prefixes.listener
             if depths and listener is not None:
                 listener.stored(request, depths)
-        if not self._keeps_all:
+        if not self.keeps_all:
             self.ledger.give_back(request.request_id, request.num_computed)
             if self.states is not None:
                 self._publish_snapshots(request, self.states)
@@ -105,7 +105,7 @@ class KVManager:
     def prefix(self, request: Request) -> "Sequence[bytes]":
         """Hashes of the request's leading blocks that are on the device, held or cached, and that
         it can start behind."""
-        if request.state is SWAPPED and not self._keeps_all:
+        if request.state is SWAPPED and not self.keeps_all:
             return ()  # all that it needs is in its copy
         self.search.find(request)
         return self.search.reusable(request, self._most_reusable(request) // self.block_size)
@@ -200,12 +200,15 @@ class KVManager:
             self._moves.append(_move(Direction.OUT, tier, blocks, slots, hashes, is_awaited=False))
 
     def table(self, request: Request) -> bytes:
-        """The request's block table as int32, oldest block first (see `StepEntry.blocks`)."""
-        return self.ledger.table(request.request_id) if self._has_one_table else b""
+        """The request's block table as int32, oldest block first (see `StepEntry.blocks`); of the
+        first layer group, if there are several."""
+        return self.ledger.table(request.request_id)
 
-    def tables(self, request: Request) -> "tuple[BlockTable, ...]":
-        """Its tables in all layer groups; none if all layers keep all KV (`StepEntry.tables`)."""
-        return self.ledger.tables(request.request_id)
+    def with_blocks(self, request: Request, entry: "StepEntry") -> "StepEntry":
+        """The entry with the request's blocks as they are now, in all layer groups."""
+        if self._has_one_table:
+            return entry._replace(blocks=self.ledger.table(request.request_id))
+        return entry._replace(blocks=b"", tables=self.ledger.tables(request.request_id))
 
     def plan_state(self, request: Request, start: int, stop: int) -> "StateSlots | None":
         """Where a step that computes the tokens `[start, stop)` reads and writes the request's
