@@ -76,7 +76,7 @@ class BatchBuilder:
         targets = (
             _targets(request, start, stop) if request.spec.prompt_logprobs is not None else None
         )
-        blocks = kv.table(request)
+        blocks = kv.ledger.table(request.request_id)
         entry = StepEntry(
             request.request_id, start, tokens, blocks, sample, targets, pooling=pooling
         )

@@ -125,7 +125,7 @@ class KVLedger:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all device blocks; each is the KV memory of one token in one layer group."""
+        """Slots of all device blocks, each of one token in one layer group."""
         return self.num_blocks * self.block_size
 
     @property
@@ -252,13 +252,11 @@ class KVLedger:
         return sum([holders(block) == 1 and block not in exclude for block in blocks])
 
     def table(self, request_id: "RequestId") -> bytes:
-        """The request's block table as int32, oldest block first (see `StepEntry.blocks`); of the
-        first layer group, if there are several."""
+        """The request's block table as int32, oldest block first, in the first layer group."""
         return self._held[request_id].tables[0].blocks.tobytes()
 
     def tables(self, request_id: "RequestId") -> tuple[BlockTable, ...]:
-        """The request's block table in each layer group (see `StepEntry.tables`); none if all
-        layers keep all their KV."""
+        """The request's table in each layer group; none if all layers keep all their KV."""
         if self.groups.keeps_all:
             return ()
         tables = self._held[request_id].tables

@@ -199,11 +199,6 @@ class KVManager:
             hashes = [save.block_hash for save in mine]
             self._moves.append(_move(Direction.OUT, tier, blocks, slots, hashes, is_awaited=False))
 
-    def table(self, request: Request) -> bytes:
-        """The request's block table as int32, oldest block first (see `StepEntry.blocks`); of the
-        first layer group, if there are several."""
-        return self.ledger.table(request.request_id)
-
     def with_blocks(self, request: Request, entry: "StepEntry") -> "StepEntry":
         """The entry with the request's blocks as they are now, in all layer groups."""
         if self._has_one_table:

@@ -44,7 +44,9 @@ SAMPLINGS = (
 
 def held_tables(kv: KVManager, request: Request) -> tuple[BlockTable, ...]:
     """The blocks that the request holds now, by layer group."""
-    return kv.ledger.tables(request.request_id) or (BlockTable(0, kv.table(request)),)
+    return kv.ledger.tables(request.request_id) or (
+        BlockTable(0, kv.ledger.table(request.request_id)),
+    )
 
 
 class Ends(NullObserver):
