@@ -146,8 +146,9 @@ def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFig
     arrivals = prepared(fleet.setup, arrivals)
     if not may_leap(fleet.setup, arrivals):
         raise InvalidRequest(
-            "A fleet is simulated with one stage, without lookahead, and with requests that have "
-            "no deadline, grammar, ITL goal or background priority and that no client ends."
+            "A fleet is simulated with one stage, without lookahead, KV windows and recurrent "
+            "states, and with requests that have no deadline, grammar, ITL goal or background "
+            "priority and that no client ends."
         )
     shard = Shard(fleet.setup, arrivals, forecasts=fleet.router in FORECASTING)
     with ExitStack() as stack:

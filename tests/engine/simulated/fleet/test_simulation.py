@@ -116,5 +116,7 @@ def test_what_a_fleet_cannot_simulate_is_rejected() -> None:
     impatient = [Arrival(0.0, 100, 5, patience=1.0)]
     with pytest.raises(InvalidRequest, match="that no client ends"):
         simulate_fleet(FleetSetup(setup(), 2), impatient)
+    with pytest.raises(InvalidRequest, match="without lookahead, KV windows and recurrent states"):
+        simulate_fleet(FleetSetup(replace(setup(), num_states=4), 2), [Arrival(0.0, 100, 5)])
     with pytest.raises(InvalidRequest, match="one stage"):
         simulate_fleet(FleetSetup(replace(setup(), stages=2), 2), [Arrival(0.0, 100, 5)])
