@@ -33,6 +33,8 @@ MAX_SLOWDOWN = 0.25  # of an iteration with several decodes, by pieces of prompt
 EXPECTED_TOKENS = 256  # at most, that a request is expected to go on for
 MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
 PROBE_DRAFTS = 3
+FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
+MOST_PROBED = 512  # missing tokens of a request that is probed without credit
 PROBE_SHARE = 0.005  # of the workers' time
 MAX_CREDIT = 1.0  # seconds
 LEARNING_WEIGHT = 0.2
@@ -75,6 +77,7 @@ class DraftModelProposer:
         self._proposed: dict[RequestId, _Proposed] = {}
         self._in_flight: set[RequestId] = set()
         self._credit = 0.0  # seconds, to probe requests with
+        self._num_free_probes = FIRST_PROBES
         self._first = 0  # the candidate at which the next probe begins to look
 
     # The port of proposers
@@ -233,9 +236,13 @@ class DraftModelProposer:
         self._first = (self._first + 1) % len(candidates)
         one = candidates[self._first]
         seconds = self._pass_seconds(one.num_missing + 2, [1] * (PROBE_DRAFTS - 1))
-        if seconds > self._credit or one.num_missing > most:
+        is_free = self._num_free_probes > 0 and one.num_missing <= MOST_PROBED
+        if one.num_missing > most or not (is_free or seconds <= self._credit):
             return {}
-        self._credit -= seconds
+        if is_free:
+            self._num_free_probes -= 1
+        else:
+            self._credit -= seconds
         return {one.place: one.spec(PROBE_DRAFTS)}
 
     def _pass_seconds(self, first: int, later: "Sequence[int]") -> float:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
 MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
-ASK_SECONDS = 2.5e-5  # of the event loop, to make a guess and compare it with the tokens
+ASK_SECONDS = 1e-4  # of the event loop, to make a guess and compare it with the tokens
 DRAFT_SECONDS = 5e-5  # of the event loop and of the worker's Python, besides the cost model's
-ASK_SHARE = 0.005  # of the workers' time, that may be used to ask requests without drafts
+ASK_SHARE = 0.01  # of the workers' time, that may be used to ask requests without drafts
 MAX_CREDIT = 64.0  # asks
 FIRST_CREDIT = 8.0
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
@@ -97,6 +97,7 @@ class Drafter(NullObserver):
         self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
         self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
         self._draftings: dict[RequestId, _Drafting] = {}
+        self._asked: set[RequestId] = set()  # requests that are asked again without credit
         self._credit = FIRST_CREDIT  # how many requests without drafts may be asked now
         self._first = 0  # the decode at which the next iteration begins to ask
 
@@ -121,6 +122,8 @@ class Drafter(NullObserver):
         Where not every decode has a guess, drafts do not delay the others' tokens much. Background
         requests have drafts only if there are no others.
         """
+        if self._credit < 1.0 and not self._asked and self._draft_model is None:
+            return {}
         found = []
         only_background = all(request.spec.is_background for request, _ in decodes)
         self._first = first = (self._first + 1) % max(1, len(decodes))
@@ -140,6 +143,7 @@ class Drafter(NullObserver):
             count = counts.get(candidate.place, 0)
             if count:
                 candidate.drafting.source = candidate.source
+                self._asked.add(decodes[candidate.place][0].request_id)
                 chosen[candidate.place] = candidate.tokens[:count]
         return chosen
 
@@ -152,6 +156,7 @@ class Drafter(NullObserver):
         if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
             return False
         candidate.drafting.source = candidate.source
+        self._asked.add(request.request_id)
         return True
 
     def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
@@ -236,6 +241,7 @@ class Drafter(NullObserver):
     def ended(self, request: "Request", now: float) -> None:
         """Forget the request."""
         self._draftings.pop(request.request_id, None)
+        self._asked.discard(request.request_id)
         for proposer in self._proposers:
             proposer.forget(request)
 
@@ -248,6 +254,7 @@ class Drafter(NullObserver):
                 return None
             self._credit -= 1.0
         drafting.source = ""
+        self._asked.discard(request.request_id)
         since = request.output[drafting.proposed_at :]
         for name, proposal in drafting.proposals.items():
             drafting.rates[name].compare(proposal, since)
@@ -303,6 +310,7 @@ class Drafter(NullObserver):
         )
         num_decodes = len(decodes)
         seconds = self._fixed_seconds(decodes)
+        asking = ASK_SECONDS * len(found)
         expected = float(num_decodes)
         without = max(seconds + model.tokens(num_decodes), 1e-9)
         if len(found) < num_decodes:
@@ -312,7 +320,7 @@ class Drafter(NullObserver):
         for count, (negative, _, index) in enumerate(ranked[:most], 1):
             expected -= negative
             seconds += model.attention(1, decodes[index][1].start) + model.per_draw + DRAFT_SECONDS
-            total = max(seconds + model.tokens(num_decodes + count), 1e-9)
+            total = max(seconds + asking + model.tokens(num_decodes + count), 1e-9)
             if total > max_seconds:
                 break
             rate = expected / total

@@ -90,6 +90,8 @@ def _vote(index: TokenIndex, match: Match, count: int, min_share: float) -> tupl
     if len(match.ends) == 1:
         return tuple(index.follow(match.ends[0], count))
     sources = [index.follow(end, count) for end in match.ends]
+    if all(source == sources[0] for source in sources):  # as in text that repeats itself
+        return tuple(sources[0])
     drafts: list[int] = []
     for place in range(count):
         votes = Counter([source[place] for source in sources if len(source) > place])

@@ -15,6 +15,9 @@ run must produce the same tokens as the run without speculation. The texts:
               itself
     stories   the built-in model, temperature 1: ordinary text
     hostile   random weights, temperature 1: every token is a surprise
+    layers    98 M random weights at temperature 1, with the model's first layer as the draft model
+              (`examples.benchmarks.draft_checkpoints`)
+    unlike    the same, with a draft model of other weights, which is never right
 
 Figures are medians over the rounds, of output tokens/s without the prompts' iterations. With
 `--clock cpu` and one thread, seconds are CPU seconds of this process, which has the engine and the
@@ -31,6 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import adapters
@@ -52,6 +56,7 @@ from engine.speculation.settings import SpeculationSettings
 from engine.step import SamplingParams, Step, StepResult, WorkerReport, WorkerSettings
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
+from examples.benchmarks.draft_checkpoints import VOCAB, write_checkpoints
 
 BUILTIN = str(Path(adapters.__file__).parent / "builtin")
 TEXTS = {
@@ -60,7 +65,10 @@ TEXTS = {
     "loops": ("ngram", "suffix"),
     "stories": ("ngram", "suffix"),
     "hostile": ("ngram", "prediction"),
+    "layers": ("draft_model",),
+    "unlike": ("draft_model",),
 }
+WITH_DRAFT_MODEL = ("layers", "unlike")
 OF_BUILTIN = ("loops", "stories")
 NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Lucy")
 PROMPT_LEN, OUTPUT_LEN = 16, 64
@@ -103,7 +111,7 @@ class Run:
     num_accepted: int = 0
 
 
-def load(model: str, weights: str, threads: int, clock: Clock) -> Machine:
+def load(model: str, draft_model: str, weights: str, threads: int, clock: Clock) -> Machine:
     """Load a model and measure its steps, as the server does at its start."""
     settings = WorkerSettings(
         model,
@@ -112,6 +120,7 @@ def load(model: str, weights: str, threads: int, clock: Clock) -> Machine:
         max_batch_tokens=512,
         max_batch_size=MAX_CLIENTS,
         threads=threads,
+        draft_model=draft_model,
     )
     loaded = Worker.load(settings, lambda *_: None)
     worker, report = TimedWorker(loaded, clock), loaded.report
@@ -136,7 +145,8 @@ def specs_of(text: str, count: int) -> list[RequestSpec]:
         prompts = [_builtin_prompt(table, text, number) for number in range(count)]
     else:
         random = Random(count)
-        prompts = [tuple(random.choices(range(30_000), k=PROMPT_LEN)) for _ in range(count)]
+        vocab_size = VOCAB if text in WITH_DRAFT_MODEL else 30_000
+        prompts = [tuple(random.choices(range(vocab_size), k=PROMPT_LEN)) for _ in range(count)]
     temperature = 0.0 if text == "loops" else 1.0
     return [
         RequestSpec(prompt, OUTPUT_LEN, SamplingParams(temperature=temperature, seed=number))
@@ -185,7 +195,9 @@ async def serve(
     )
     drafter = None
     if method is not None:
-        drafter = Drafter.build(SpeculationSettings.parse({"method": method}), cost)
+        config = {"method": method} | ({"model": "loaded"} if method == "draft_model" else {})
+        size_ratio = report.num_draft_parameters / report.num_parameters
+        drafter = Drafter.build(SpeculationSettings.parse(config), cost, size_ratio)
     ledger = KVLedger(report.num_blocks, report.block_size)
     scheduler = IterationScheduler(
         settings, ledger, FirstComeFirstServed(), cost=cost, drafter=drafter
@@ -307,11 +319,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; rows of earlier runs are kept")
     arguments = parser.parse_args()
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
-    machines: dict[str, Machine] = {}
+    machines: dict[tuple[str, str], Machine] = {}
+    folder = TemporaryDirectory()
+    checkpoints: tuple[Path, ...] = ()
+    if not set(WITH_DRAFT_MODEL).isdisjoint(arguments.texts):
+        checkpoints = write_checkpoints(Path(folder.name))
     for text in arguments.texts:
-        model = BUILTIN if text in OF_BUILTIN else str(random_checkpoint(arguments.shape))
+        model = (BUILTIN if text in OF_BUILTIN else str(random_checkpoint(arguments.shape)), "")
+        if text in WITH_DRAFT_MODEL:
+            model = (str(checkpoints[0]), str(checkpoints[1 + (text == "unlike")]))
         if model not in machines:
-            machines[model] = load(model, arguments.weights, arguments.threads, clock)
+            machines[model] = load(*model, arguments.weights, arguments.threads, clock)
         for clients in arguments.clients:
             found = compare(machines[model], text, clients, arguments.rounds)
             print(table(found), f"load {os.getloadavg()[0]:.1f}", sep="\n", flush=True)
@@ -325,6 +343,7 @@ def main() -> None:
                 }
             if arguments.out is not None:
                 save(found, arguments.out)
+    folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.request import Request, RequestSpec, State
-from engine.speculation.draft_model import Candidate, DraftModelProposer
+from engine.speculation.draft_model import FIRST_PROBES, Candidate, DraftModelProposer
 from engine.speculation.drafter import Drafter
 from engine.step import (
     ProposalSpec,
@@ -83,8 +83,22 @@ def test_an_output_that_leaves_the_proposal_has_no_drafts() -> None:
 
 
 def test_nothing_is_proposed_where_rows_or_the_draft_model_are_dear() -> None:
-    assert a_drafter(DEAR_ROWS).proposals([a_decode(a_request())], 100) == {}
-    assert a_drafter(CHEAP_ROWS, size_ratio=1.0).proposals([a_decode(a_request())], 100) == {}
+    for drafter in (a_drafter(DEAR_ROWS), a_drafter(CHEAP_ROWS, size_ratio=1.0)):
+        asked = [drafter.proposals([a_decode(a_request())], 100) for _ in range(FIRST_PROBES + 5)]
+        assert [bool(found) for found in asked] == [True] * FIRST_PROBES + [False] * 5
+
+
+def test_first_probes_find_a_draft_model_that_pays_though_its_prior_rate_does_not() -> None:
+    drafter, requests = a_drafter(CHEAP_ROWS, 0.5), [a_request(number=at) for at in range(2)]
+    for _ in range(2 * FIRST_PROBES):
+        found = drafter.proposals([a_decode(one) for one in requests], 1000)
+        for place, spec in found.items():
+            returns(drafter, requests[place], spec, (7, 7, 7, 7))
+        for request in requests:
+            request.output += [7] * 4
+            request.num_computed = request.num_tokens - 1
+        drafter.choose([a_decode(one) for one in requests], 1000)
+    assert len(found) == 2
 
 
 def test_the_time_of_passes_is_learned() -> None:

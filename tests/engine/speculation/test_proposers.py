@@ -166,7 +166,7 @@ def test_requests_without_drafts_are_asked_in_rotation_within_the_credit() -> No
     for _ in range(2):
         assert drafter.choose(many, 500) == {}
     assert len(proposer.asked) == FIRST_CREDIT
-    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.025, 0.0)
+    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.05, 0.0)
     drafter.choose(many, 500)
     assert len(proposer.asked) == FIRST_CREDIT + 5
     assert len(set(proposer.asked)) > 1
