@@ -55,7 +55,7 @@ from engine.worker.process.results import (
     line_of,
     one_line,
 )
-from engine.worker.process.torch_import import skip_meta_registrations
+from engine.worker.process.torch_import import skip_meta_registrations, skip_scipy
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
@@ -138,6 +138,7 @@ def main() -> int:
     arguments = parser.parse_args()
     configure_process(arguments.parent)
     skip_meta_registrations()
+    skip_scipy()
     with socket.socket(fileno=arguments.socket) as connection:
         connection.set_inheritable(False)
         try:

@@ -37,3 +37,20 @@ def test_meta_registrations_are_imported_only_beside_a_gpu(
 def test_torch_still_has_the_module_that_is_left_out() -> None:
     """A version of torch without it would import something else."""
     assert find_spec(torch_import.META_REGISTRATIONS) is not None
+
+
+WITHOUT_SCIPY = """
+import sys
+from pathlib import Path
+from engine.worker.process import torch_import
+torch_import.NVIDIA = Path({nvidia!r})
+torch_import.skip_scipy()
+import numba, numba.np.arraymath
+print(sys.modules.get("scipy"))
+"""
+
+
+def test_numba_is_imported_without_scipy(tmp_path: Path) -> None:
+    program = WITHOUT_SCIPY.format(nvidia=str(tmp_path / "none"))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "None\n", ran.stderr
