@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.control.batch_builder import BatchBuilder
+    from engine.control.settings import SchedulerSettings
     from engine.kv.manager import KVManager
+    from engine.pool import RequestPool
     from engine.request import Request
     from engine.speculation.drafter import Drafter
 
@@ -13,12 +15,12 @@ def add_drafts(
     batch: "BatchBuilder",
     drafter: "Drafter",
     kv: "KVManager",
-    num_started: int,
-    max_seconds: float,
+    pool: "RequestPool",
+    settings: "SchedulerSettings",
 ) -> None:
     """Give decodes drafts, and let the draft model propose tokens behind them. One free block is
-    left for each of the `num_started` requests to grow into."""
-    spare = _SpareBlocks(kv, num_started)
+    left for each started request to grow into."""
+    spare, max_seconds = _SpareBlocks(kv, len(pool.started)), settings.max_step_seconds
     for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, max_seconds).items():
         if spare.take(batch.decodes[index][0], len(drafts)):
             batch.add_drafts(index, drafts, kv)

@@ -198,8 +198,7 @@ class IterationScheduler:
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
             if self.drafter is not None and not batch.has_prefills:
-                bound = settings.max_step_seconds
-                add_drafts(batch, self.drafter, self.kv, len(self.pool.started), bound)
+                add_drafts(batch, self.drafter, self.kv, self.pool, settings)
             self.kv.save(SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
