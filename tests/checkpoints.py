@@ -202,7 +202,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
-        QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 24, "linear_value_head_dim": 16},
+        QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
