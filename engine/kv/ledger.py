@@ -253,7 +253,8 @@ class KVLedger:
 
     def table(self, request_id: "RequestId") -> bytes:
         """The request's block table as int32, oldest block first, in the first layer group."""
-        return self._held[request_id].tables[0].blocks.tobytes()
+        tables = self._held[request_id].tables
+        return tables[0].blocks.tobytes() if tables else b""
 
     def tables(self, request_id: "RequestId") -> tuple[BlockTable, ...]:
         """The request's table in each layer group; none if all layers keep all their KV."""
