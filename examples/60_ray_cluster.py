@@ -48,13 +48,7 @@ async def run(settings: MultiprocessSettings, launcher: Launcher | None) -> list
     try:
         report = await executor.start(lambda what, done, total: None)
         limits = SchedulerSettings(max_model_len=report.max_model_len)
-        ledger = KVLedger(
-            report.num_blocks,
-            report.block_size,
-            windows=report.windows,
-            chunk=limits.max_batch_tokens,
-            num_states=report.num_states,
-        )
+        ledger = KVLedger(report.num_blocks, report.block_size)  # this model keeps all its KV
         scheduler = IterationScheduler(limits, ledger, FirstComeFirstServed())
         engine = Engine(scheduler, executor, time.perf_counter)
         print(f"{len(executor.pids)} worker(s)")

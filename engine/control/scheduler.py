@@ -2,8 +2,7 @@
 
 Orca's algorithm 1 with three changes. Prompts are computed in chunks beside the decodes. A request
 that does not fit is stepped over, but only `max_step_overs` times; after that no request behind it
-is admitted before it. And KV may grow block by block, with preemption when blocks run short (see
-`engine.control.admission`).
+is admitted before it. KV may grow block by block; requests are preempted if blocks run short.
 """
 
 from typing import TYPE_CHECKING

@@ -57,12 +57,10 @@ class KVLedger:
         num_host_states: int = 0,
     ) -> None:
         """`windows` has the window of each layer group, None for one that keeps all KV; a model
-        without groups keeps no KV, and its requests hold no blocks. At most
-        `chunk` tokens of a request are planned beyond those that are computed.
-
-        A model with recurrent layers has `num_states` slots for their states. With `saves_on_host`
-        the host tier also keeps copies of cached blocks; only blocks of a model that keeps all KV,
-        and no state, are saved in lower tiers.
+        without groups keeps no KV, and its requests hold no blocks. At most `chunk` tokens of a
+        request are planned beyond those that are computed. A model with recurrent layers has
+        `num_states` slots for states. With `saves_on_host` the host tier also keeps copies of
+        cached blocks. A model with windows or states saves none in lower tiers.
         """
         assert num_blocks > 0, "a ledger has at least one block"
         assert block_size > 0, "a block has at least one slot"
