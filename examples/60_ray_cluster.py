@@ -20,9 +20,10 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import SamplingParams, WorkerSettings
+from engine.step import SamplingParams
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.worker_settings import WorkerSettings
 
 WORKER = WorkerSettings(str(Path(adapters.__file__).parent / "builtin"), kv_slots=4096)
 SPEC = RequestSpec(tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0))

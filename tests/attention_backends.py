@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
-from engine.worker.model.kv_tensors import allocate
+from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.ports import (
     AttentionSpec,
     KVTensors,

@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from engine.errors import StartupError
-from engine.step import Placement
 from engine.transport.handshake import HandshakeFailed, accept_worker
 from engine.transport.launcher import WorkerExit, placements
 from engine.worker.process import remote
+from engine.worker_settings import Placement
 
 logger = logging.getLogger(__name__)
 

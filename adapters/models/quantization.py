@@ -8,7 +8,7 @@ an error that names the field.
 
 from collections.abc import Mapping
 
-from adapters.models.fields import Fields
+from adapters.models.base.fields import Fields
 from engine.errors import StartupError
 
 INT8, INT4 = "int-quantized", "pack-quantized"  # formats of compressed-tensors

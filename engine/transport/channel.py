@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
 from engine.lora import LoraReport, LoraSpec, common_report
-from engine.step import Placement, Step, StepId, StepResult
+from engine.step import Step, StepId, StepResult
 from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
 from engine.transport.wire import (
@@ -31,6 +31,7 @@ from engine.transport.wire import (
     WireError,
     frame,
 )
+from engine.worker_settings import Placement
 
 ResultFuture = asyncio.Future[StepResult]
 LoraFuture = asyncio.Future[LoraReport]

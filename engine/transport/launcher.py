@@ -4,7 +4,7 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.step import Placement
+from engine.worker_settings import Placement
 
 
 class WorkerExit(NamedTuple):

@@ -23,22 +23,14 @@ from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolSpec
 from engine.ports import Clock
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerReport,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
 from engine.transport.process import LocalLauncher
 from engine.transport.restart_backoff import RestartBackoff
 from engine.transport.trace import TraceFile
 from engine.transport.worker_startup import OnProgress, WorkerKilled, load_all
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger(__name__)
 

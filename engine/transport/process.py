@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from engine.errors import StartupError
-from engine.step import Placement
 from engine.transport.launcher import WorkerExit, placements
+from engine.worker_settings import Placement
 
 STDERR = 2
 KILL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}

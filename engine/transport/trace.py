@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Self
 
 from engine.errors import StartupError
-from engine.step import Placement, Step, StepId
+from engine.step import Step, StepId
 from engine.transport.wire import TraceEvents
+from engine.worker_settings import Placement
 
 LOOP = 0  # process of the trace; workers follow by their index
 CONTROL, DATA, COMPUTE = 1, 2, 3  # threads of a worker

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
+from engine.step import Step, StepId, StepResult, StepTimes
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
 HEADER = struct.Struct(">I")  # big-endian, so that ASCII text reads as a length above the limit

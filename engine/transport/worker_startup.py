@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from engine.errors import StartupError
 from engine.lora import common_report
-from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
     FrameReader,
@@ -22,6 +21,7 @@ from engine.transport.wire import (
     frame,
     read_from_worker,
 )
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 RECEIVE_BYTES = 1 << 16
 EXIT_SECONDS = 2.0  # for a process that closed its connection, before it is terminated

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import Step, WorkerSettings
+from engine.step import Step
 from engine.worker.launched import StepInFlight
-from engine.worker.model.data_plane import TensorTransport
+from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
@@ -38,6 +38,7 @@ from engine.worker.ports import (
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.packed_cache import PackedCache
+from engine.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention.backend import CpuAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate, bytes_per_block
+from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate, bytes_per_block
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, ModelShape
 

@@ -25,7 +25,7 @@ from engine.kv.ledger import KVLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams, StepResult
-from engine.worker.model.kv_groups import KVGroups
+from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.ports import ModelFamily, ModelShape
 from engine.worker.weights.checkpoint import load_by_name
 from examples.benchmarks.disk_tier import Server

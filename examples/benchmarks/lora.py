@@ -23,16 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.lora import LoraSpec
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 
 NUM_LORAS = 4
 RANK = 16

@@ -18,16 +18,9 @@ from random import Random
 
 import torch
 
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 
 BLOCK = 16
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))

@@ -53,9 +53,10 @@ from engine.ports import Clock
 from engine.request import RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
-from engine.step import SamplingParams, Step, StepResult, WorkerReport, WorkerSettings
+from engine.step import SamplingParams, Step, StepResult
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.draft_checkpoints import VOCAB, write_checkpoints
 
 BUILTIN = str(Path(adapters.__file__).parent / "builtin")

@@ -22,7 +22,7 @@ from gateway.version import podway_version
 
 if TYPE_CHECKING:
     from engine.ports import StepExecutor
-    from engine.step import WorkerReport
+    from engine.worker_settings import WorkerReport
 
 logger = logging.getLogger(__name__)
 

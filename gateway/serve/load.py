@@ -20,11 +20,11 @@ from platformdirs import user_cache_path
 from engine.cost.profiler import ProbeLimits
 from engine.errors import StartupError
 from engine.lora import LoraSpec
-from engine.step import WorkerReport, WorkerSettings
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
+from engine.worker_settings import WorkerReport, WorkerSettings
 from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts

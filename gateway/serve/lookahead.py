@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.cost.model import CostModel
-    from engine.step import WorkerReport
+    from engine.worker_settings import WorkerReport
     from gateway.settings.settings import Settings
 
 SHORT_STEP = 0.02  # seconds of a decode step of one request; the wait saved is a twentieth of it

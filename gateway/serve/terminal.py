@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from engine.pooling import PoolingReport
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
 

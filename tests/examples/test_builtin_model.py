@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from adapters.dialects import load_chat_template
-from engine.step import WorkerSettings
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.examples.running import run_module
 
 

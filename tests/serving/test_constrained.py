@@ -17,8 +17,9 @@ from adapters.tokenizers import load_token_table
 from engine.errors import NoAllowedToken
 from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
-from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
+from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.inline import RequestOutcome, play
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"

@@ -14,8 +14,9 @@ import adapters
 from adapters.tokenizers import load_token_table
 from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
-from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
+from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from examples.benchmarks.grammar.random_schemas import random_schemas
 from tests.checkpoints import make_checkpoint
 from tests.inline import RequestOutcome, play

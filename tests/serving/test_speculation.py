@@ -16,8 +16,9 @@ import adapters
 from adapters.tokenizers import load_token_table
 from engine.grammar import TokenTable
 from engine.request import RequestSpec
-from engine.step import Grammar, GrammarKind, SamplingParams, WorkerSettings
+from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.drafts import a_drafter, a_model_drafter, first_layers
 from tests.inline import RequestOutcome, play
 

@@ -20,9 +20,10 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
 from engine.request import RequestSpec
-from engine.step import SamplingParams, WorkerSettings
+from engine.step import SamplingParams
 from engine.stream import TokenStream
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.worker_settings import WorkerSettings
 from tests.survival.workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, Poison
 
 WORKER = MultiprocessSettings(

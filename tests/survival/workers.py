@@ -16,10 +16,11 @@ from typing import Self
 import numpy as np
 
 from engine.errors import StartupError, WorkerLost
-from engine.step import Step, StepEntry, StepResult, WorkerReport, WorkerSettings
+from engine.step import Step, StepEntry, StepResult
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.sampling.outputs import OutputMemory
+from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.transport.workers import UnconnectedWorker
 
 VOCAB = 1000

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import WorkerSettings
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
@@ -21,9 +20,14 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
-from engine.worker.model.data_plane import HostTransport
-from engine.worker.model.host_pool import HostPool
-from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate, available_bytes, bytes_per_block
+from engine.worker.model.kv.data_plane import HostTransport
+from engine.worker.model.kv.host_pool import HostPool
+from engine.worker.model.kv.kv_tensors import (
+    CPU_KV_DTYPES,
+    allocate,
+    available_bytes,
+    bytes_per_block,
+)
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
@@ -43,6 +47,7 @@ from engine.worker.sampling.sampler import HostSampler
 from engine.worker.weights.formats import FORMATS
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import check_memory
+from engine.worker_settings import WorkerSettings
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_ATTENTION = "cpu"

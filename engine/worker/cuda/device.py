@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import Placement, WorkerSettings
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
@@ -32,8 +31,8 @@ from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.step.build import make_launcher
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
-from engine.worker.model.data_plane import TensorTransport
-from engine.worker.model.kv_tensors import available_bytes, bytes_per_block
+from engine.worker.model.kv.data_plane import TensorTransport
+from engine.worker.model.kv.kv_tensors import available_bytes, bytes_per_block
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
@@ -49,6 +48,7 @@ from engine.worker.ports import (
     name_of,
 )
 from engine.worker.weights.packed_cache import PackedCache
+from engine.worker_settings import Placement, WorkerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.worker.cuda.nccl import NcclTransport
 from engine.worker.cuda.streams import CudaStreams
-from engine.worker.model.data_plane import TensorTransport
+from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.streams import Streams
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
-from engine.worker.model.kv_tensors import size_text
+from engine.worker.model.kv.kv_tensors import size_text
 
 GRAPHS_BYTES = 512 << 20  # reserved for CUDA graphs, which are captured after the cache exists
 MIB = 1 << 20

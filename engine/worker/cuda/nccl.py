@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from engine.errors import StartupError
-from engine.worker.model.data_plane import HIDDEN_TAG, Group
+from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, Work

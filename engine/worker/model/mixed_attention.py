@@ -2,7 +2,7 @@
 
 Layers with equal specs and block tables have a backend of their own, over the KV tensors of these
 layers. A stage with equal layers gets its backend directly, without this module's dispatch, unless
-its KV is kept in layer groups (`engine.worker.model.kv_groups`).
+its KV is kept in layer groups (`engine.worker.model.kv.kv_groups`).
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.model.recurrent_states import RecurrentStates, step_states
+from engine.worker.model.kv.recurrent_states import RecurrentStates, step_states
 from engine.worker.ports import (
     AttentionBackend,
     Int64s,

@@ -13,9 +13,9 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import Placement
 from engine.worker.ports.recurrent import RecurrentShape
 from engine.worker.ports.shapes import ModelShape
+from engine.worker_settings import Placement
 
 AllReduce = Callable[[Tensor], None]  # in place, over the ranks of a stage
 

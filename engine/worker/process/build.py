@@ -8,16 +8,15 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import Placement, WorkerReport, WorkerSettings
 from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, open_device
 from engine.worker.lora.loading import Loras
-from engine.worker.model.data_plane import DataPlane
-from engine.worker.model.disk_pool import DiskFiles, TieredPool, folder_of
-from engine.worker.model.kv_groups import KVGroups
-from engine.worker.model.kv_tensors import size_text
+from engine.worker.model.kv.data_plane import DataPlane
+from engine.worker.model.kv.disk_pool import DiskFiles, TieredPool, folder_of
+from engine.worker.model.kv.kv_groups import KVGroups
+from engine.worker.model.kv.kv_tensors import size_text
+from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.pooler import Pooler, report_of
-from engine.worker.model.recurrent_states import RecurrentStates
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     BlockMover,
@@ -35,6 +34,7 @@ from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import Placement, WorkerReport, WorkerSettings
 
 
 def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShape:

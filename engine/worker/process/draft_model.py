@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import StartupError
-from engine.step import SampleSpec, SamplingParams, Step, StepEntry, WorkerSettings
+from engine.step import SampleSpec, SamplingParams, Step, StepEntry
 from engine.worker.device import Device, Progress, open_device
-from engine.worker.model.kv_groups import KVGroups
+from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.ports import Shard, StepLimits
@@ -37,6 +37,7 @@ from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.logits_output import LogitsOutput
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import WorkerSettings
 
 METHOD = 'the method "draft_model" of --speculative-config'
 

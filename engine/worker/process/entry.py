@@ -29,7 +29,7 @@ from typing import Protocol, Self, TypeAlias
 
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepTimes, WorkerReport, WorkerSettings
+from engine.step import Step, StepTimes
 from engine.transport.wire import (
     FrameReader,
     Goodbye,
@@ -56,6 +56,7 @@ from engine.worker.process.results import (
     one_line,
 )
 from engine.worker.process.torch_import import skip_meta_registrations, skip_scipy
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 

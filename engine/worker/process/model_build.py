@@ -6,7 +6,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.lora import LoraReport
-from engine.step import WorkerSettings
 from engine.worker.device import Device, Progress
 from engine.worker.lora.loading import Loras
 from engine.worker.lora.model import LoraModel, linear_sizes, with_loras
@@ -16,6 +15,7 @@ from engine.worker.weights.checkpoint import Checkpoint, NoOperators
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
+from engine.worker_settings import WorkerSettings
 
 
 class BuiltModel(NamedTuple):

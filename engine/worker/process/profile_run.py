@@ -6,22 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.device import Device
+from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.layout import build_layout
-from engine.worker.model.recurrent_states import RecurrentStates
 from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, Shard
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.sampler import Sampler
+from engine.worker_settings import WorkerSettings
 
 ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 

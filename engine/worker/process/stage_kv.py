@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.errors import StartupError
-from engine.step import WorkerSettings
 from engine.worker.device import Device
-from engine.worker.model.data_plane import DataPlane
-from engine.worker.model.host_pool import choose_num_host_blocks
-from engine.worker.model.kv_groups import KVGroups
-from engine.worker.model.kv_tensors import choose_num_blocks, size_text
+from engine.worker.model.kv.data_plane import DataPlane
+from engine.worker.model.kv.host_pool import choose_num_host_blocks
+from engine.worker.model.kv.kv_groups import KVGroups
+from engine.worker.model.kv.kv_tensors import choose_num_blocks, size_text
+from engine.worker.model.kv.recurrent_states import RecurrentStates, StateMover, bytes_per_state
 from engine.worker.model.layout import LayoutLimits
-from engine.worker.model.recurrent_states import RecurrentStates, StateMover, bytes_per_state
 from engine.worker.ports import BlockMover, KVCapacity, KVTensors, ModelShape, Shard
+from engine.worker_settings import WorkerSettings
 
 STATES_PER_REQUEST = 3  # its own, and the snapshots of its prompt and of its output
 LEAST_STATES = 2  # the snapshot that a request starts behind, and its own

@@ -9,9 +9,10 @@ those that are so old that they must have been sent, so neither side waits unnec
 from collections import deque
 from collections.abc import Sequence
 
-from engine.step import LAST_TOKEN, Placement, RequestId, Step, StepId
-from engine.worker.model.data_plane import DataPlane
+from engine.step import LAST_TOKEN, RequestId, Step, StepId
+from engine.worker.model.kv.data_plane import DataPlane
 from engine.worker.model.last_tokens import LastTokens
+from engine.worker_settings import Placement
 
 
 class TokenReturn:

@@ -21,12 +21,11 @@ from engine.step import (
     StepId,
     StepResult,
     StepTimes,
-    WorkerSettings,
 )
 from engine.worker.device import Device, Progress
 from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
 from engine.worker.lora.model import LoraLinear
-from engine.worker.model.data_plane import ReceivedHidden
+from engine.worker.model.kv.data_plane import ReceivedHidden
 from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import RaggedLayout
@@ -37,6 +36,7 @@ from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
 from engine.worker.sampling.logits_output import LogitsOutput, OutputReader
 from engine.worker.sampling.outputs import OutputMemory
+from engine.worker_settings import WorkerSettings
 
 
 class Prepared(NamedTuple):

@@ -114,7 +114,7 @@ class Checkpoint:
         )
         read_pooling = cast(
             Callable[[Path, Mapping[str, object], str, str], PoolingConfig | None],
-            load_by_name("adapters.models.pooling:read_pooling"),
+            load_by_name("adapters.models.base.pooling:read_pooling"),
         )
         directory = resolve(model)
         config = read_config(directory)

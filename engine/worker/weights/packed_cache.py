@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.worker.model.kv_tensors import size_text
+from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.weights.packed_file import (
     MappedFile,
     NewFile,

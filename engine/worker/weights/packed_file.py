@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.worker.model.kv_tensors import available_bytes
+from engine.worker.model.kv.kv_tensors import available_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.model.kv_tensors import available_bytes, size_text
+from engine.worker.model.kv.kv_tensors import available_bytes, size_text
 from engine.worker.ports import TensorSlice
 from engine.worker.weights.source import Outline
 

@@ -18,9 +18,9 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import WorkerSettings
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 

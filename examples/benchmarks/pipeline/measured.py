@@ -19,9 +19,10 @@ from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.step import SamplingParams, WorkerSettings
+from engine.step import SamplingParams
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
+from engine.worker_settings import WorkerSettings
 
 Json = dict[str, object]
 CONFIG: Json = {

@@ -20,9 +20,9 @@ from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.policy import PolicySettings
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.real_engine.counted import CountedExecutor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"

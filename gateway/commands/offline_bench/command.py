@@ -21,8 +21,8 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from engine.errors import EngineError, StartupError
-from engine.step import WorkerReport, WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.worker_settings import WorkerReport, WorkerSettings
 from gateway.commands.offline_bench.machine import best_of, measure_limits, read_limits
 from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
 from gateway.commands.offline_bench.roofline import (

@@ -9,7 +9,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import Limit, LowerBound, Work, weights_of
 
 

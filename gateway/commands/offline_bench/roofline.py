@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import StartupError
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 
 # Of a matrix element; int4 has a 2-byte scale for each 32.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625, "fp8": 1}

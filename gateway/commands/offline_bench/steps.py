@@ -28,9 +28,9 @@ from engine.step import (
     StepEntry,
     StepId,
     StepResult,
-    WorkerReport,
 )
 from engine.transport.multiprocess import MultiprocessExecutor
+from engine.worker_settings import WorkerReport
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 MIN_STEPS, MAX_STEPS = 3, 2000  # timed steps

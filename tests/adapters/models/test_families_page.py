@@ -8,7 +8,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapters.models import FAMILIES
-from adapters.models.pooling import GENERATORS
+from adapters.models.base.pooling import GENERATORS
 from tests.adapters.gguf.test_logits import VARIANTS as GGUF_VARIANTS
 from tests.adapters.models.test_in_the_engine import DRAFTING
 from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS

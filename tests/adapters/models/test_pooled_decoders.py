@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from engine.pooling import PoolSpec
 from engine.request import RequestSpec
-from engine.step import SamplingParams, WorkerSettings
+from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint, make_model
 from tests.inline import play
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import StartupError
 from engine.worker.cpu.device import CpuDevice
-from engine.worker.model.kv_groups import KVGroups
+from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.ports import Shard
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.process.worker import Worker

@@ -12,9 +12,9 @@ from adapters.models.named_shapes import SHAPES
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import StartupError
-from engine.step import Placement
 from engine.worker.ports import Shard
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import Placement
 
 PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,

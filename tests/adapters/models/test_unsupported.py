@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from engine.errors import StartupError
-from engine.step import WorkerSettings
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 

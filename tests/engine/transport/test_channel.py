@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import StepFailed, WorkerLost
-from engine.step import Placement, RequestId, Step, StepEntry, StepId, StepResult
+from engine.step import RequestId, Step, StepEntry, StepId, StepResult
 from engine.transport.channel import StepChannel
 from engine.transport.wire import (
     HEADER,
@@ -23,6 +23,7 @@ from engine.transport.wire import (
     frame,
     read_to_worker,
 )
+from engine.worker_settings import Placement
 from tests.engine.transport.workers import REPORT
 from tests.fakes import a_step
 

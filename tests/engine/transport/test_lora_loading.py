@@ -11,8 +11,8 @@ import pytest
 
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.step import WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor
+from engine.worker_settings import WorkerSettings
 from tests.engine.transport.test_multiprocess import ECHO, no_progress
 from tests.engine.transport.workers import Command
 from tests.fakes import a_step

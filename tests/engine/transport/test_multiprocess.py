@@ -16,9 +16,9 @@ import pytest
 import uvloop
 
 from engine.errors import StartupError, StepFailed, Unavailable, WorkerLost
-from engine.step import WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.process import LocalLauncher
+from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import REPORT, Command
 from tests.fakes import a_step
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartupError, StepFailed
-from engine.step import Placement, StepId, StepTimes, WorkerSettings
+from engine.step import StepId, StepTimes
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
 from engine.transport.wire import TraceEvents
+from engine.worker_settings import Placement, WorkerSettings
 from tests.engine.transport.workers import Command
 from tests.fakes import a_step
 

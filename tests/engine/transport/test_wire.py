@@ -25,7 +25,6 @@ from engine.step import (
     StepResult,
     Tier,
     TokenLogprobs,
-    WorkerSettings,
 )
 from engine.transport import wire
 from engine.transport.wire import (
@@ -46,6 +45,7 @@ from engine.transport.wire import (
     read_from_worker,
     read_to_worker,
 )
+from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import REPORT
 from tests.fakes import a_step
 

@@ -10,8 +10,9 @@ from typing import Protocol, Self
 
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepId, StepResult, StepTimes, WorkerReport, WorkerSettings
+from engine.step import Step, StepId, StepResult, StepTimes
 from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 GARBAGE = b"Traceback (most recent call last):"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.worker.model.kv_tensors import bytes_per_block
+from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks import prefill_slowdown
 from examples.benchmarks.attacks import report

@@ -5,7 +5,7 @@ import json
 import shlex
 from dataclasses import replace
 
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 from gateway.serve.terminal import LoadingBars, banner, curl_line, url_of
 from gateway.settings.settings import load
 

@@ -14,7 +14,8 @@ from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import Step, StepResult, WorkerReport
+from engine.step import Step, StepResult
+from engine.worker_settings import WorkerReport
 from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
 
 TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.cost.model import CostModel
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 from gateway.serve import lookahead
 from gateway.serve.lookahead import SHORT_STEP, choose_lookahead, max_lookahead
 from gateway.settings.settings import load

@@ -1,6 +1,5 @@
 """Building a `StepLauncher`: input arena, CUDA graphs, sampler, transfers."""
 
-from engine.step import WorkerSettings
 from engine.worker.cuda.sampling.logits_output import DeviceOutputReader
 from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.step.arena import StepArena
@@ -12,6 +11,7 @@ from engine.worker.cuda.transfers import HostTransfer
 from engine.worker.device import Progress, WholeModel
 from engine.worker.ports import CapturableAttention
 from engine.worker.streams import Streams
+from engine.worker_settings import WorkerSettings
 
 
 def make_launcher(

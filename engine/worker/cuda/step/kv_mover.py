@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.step import BlockMove, Direction
 from engine.worker.cuda.transfers import put
-from engine.worker.model.host_pool import read_blocks
+from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.ports import KVTensors, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention.backend import CpuAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import CPU_KV_DTYPES, allocate
+from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, KVTensors, ModelShape
 

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.step import WorkerSettings
 from engine.worker.cpu import device as cpu
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.cpu.linears.floats import BFLOAT16
@@ -15,6 +14,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import PreferredFormat
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
 

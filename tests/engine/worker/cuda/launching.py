@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StepFailed, Unavailable, WorkerLost
-from engine.step import Step, StepResult, WorkerSettings
+from engine.step import Step, StepResult
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
 from engine.worker.launched import StepInFlight
 from engine.worker.ports import (
@@ -23,6 +23,7 @@ from engine.worker.ports import (
     RopeAngles,
 )
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import settings_for
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
-from engine.worker.model.data_plane import HIDDEN_TAG, Group
+from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
 from tests.engine.worker.cuda.standin import StandInStreams
 
 CPU = torch.device("cpu")

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StartupError
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.cuda.device import CudaDevice, warm_up
 from engine.worker.cuda.memory import GRAPHS_BYTES, measure
 from engine.worker.cuda.model.weight_staging import OnDevice, Staging
@@ -28,6 +20,7 @@ from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, Shard, 
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import PackedCache
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for

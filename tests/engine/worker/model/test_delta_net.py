@@ -5,7 +5,7 @@ import torch
 
 from engine.step import NO_STATE, Snapshot, StateSlots
 from engine.worker.model.delta_net import DeltaInputs, delta_run
-from engine.worker.model.recurrent_states import RecurrentStates, bytes_per_state, runs_of
+from engine.worker.model.kv.recurrent_states import RecurrentStates, bytes_per_state, runs_of
 from engine.worker.ports import RecurrentShape, StateRun
 
 HEADS, KEYS, VALUES = 3, 16, 24

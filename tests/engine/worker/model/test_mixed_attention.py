@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import allocate
+from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.mixed_attention import MixedAttention, attention_over
 from engine.worker.ports import (

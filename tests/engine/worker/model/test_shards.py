@@ -14,7 +14,6 @@ import torch
 from engine.errors import StartupError, StepFailed, WorkerLost
 from engine.step import (
     LAST_TOKEN,
-    Placement,
     PromptTargets,
     RequestId,
     SampleSpec,
@@ -28,6 +27,7 @@ from engine.worker.ports import ModelShape, Shard
 from engine.worker.ports.shard import layer_spans
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import Placement
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, fleet

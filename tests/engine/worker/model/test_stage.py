@@ -14,7 +14,7 @@ from adapters.models import FAMILIES
 from adapters.models.checkpoint import read_config
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.kv_tensors import allocate
+from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators

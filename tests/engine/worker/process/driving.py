@@ -19,10 +19,9 @@ from engine.step import (
     StepEntry,
     StepId,
     StepResult,
-    WorkerReport,
-    WorkerSettings,
 )
 from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerReport, WorkerSettings
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from engine.errors import Unavailable
-from engine.step import Placement, Step, StepResult, WorkerReport
+from engine.step import Step, StepResult
 from engine.worker.process.worker import Worker
+from engine.worker_settings import Placement, WorkerReport
 from tests.engine.worker.process.driving import settings_for
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine.errors import StartupError
-from engine.step import Placement, WorkerSettings
 from engine.worker.cpu import device as cpu
 from engine.worker.cuda import requirements as lacking
 from engine.worker.cuda.device import gpu_index
 from engine.worker.device import open_device
+from engine.worker_settings import Placement, WorkerSettings
 
 SETTINGS = WorkerSettings(model="")
 

@@ -8,20 +8,11 @@ import pytest
 
 import adapters
 from engine.errors import StartupError
-from engine.step import (
-    Placement,
-    ProposalSpec,
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import ProposalSpec, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.draft_model import load_draft
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import Placement, WorkerSettings
 from tests.checkpoints import make_checkpoint
 from tests.drafts import first_layers
 

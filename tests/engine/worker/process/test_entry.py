@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import WorkerLost
-from engine.step import StepId, StepResult, WorkerSettings
+from engine.step import StepId, StepResult
 from engine.transport.wire import (
     FrameReader,
     FromWorker,
@@ -31,6 +31,7 @@ from engine.transport.wire import (
 )
 from engine.worker.process import entry
 from engine.worker.process.results import MAX_LINE_LEN, one_line
+from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import REPORT, Command
 from tests.fakes import a_step
 

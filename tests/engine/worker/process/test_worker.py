@@ -11,18 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import StartupError
-from engine.step import (
-    RequestId,
-    SampleSpec,
-    SamplingParams,
-    Step,
-    StepEntry,
-    StepId,
-    WorkerSettings,
-)
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import WorkerSettings
 from engine.worker.ports import TensorSlice
 from engine.worker.process.worker import Worker
 from engine.worker.weights import random as random_weights
 from engine.worker.weights.random import SPREAD, RandomWeights
+from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 

@@ -6,7 +6,7 @@ import pytest
 
 from adapters.models.named_shapes import SHAPES
 from engine.errors import StartupError
-from engine.step import WorkerReport
+from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import (
     Limit,
     LowerBound,

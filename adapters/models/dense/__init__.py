@@ -1,0 +1,1 @@
+"""Dense decoders, one file for each family."""

@@ -1,0 +1,212 @@
+"""Gemma 4, text (E2B, E4B and other dense models): Gemma 3 with embeddings per layer, two head
+sizes, and last layers that read the KV of earlier ones. Of multimodal checkpoints the text model is
+served."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from adapters.models.base.fields import Fields
+from adapters.models.base.projections import Projections
+from adapters.models.base.rope_fields import LayerRopes, ropes_by_type
+from adapters.models.base.rotary import RotaryFamily
+from adapters.models.base.traits import (
+    FOUR_NORMS,
+    FULL,
+    SLIDING,
+    FamilyTraits,
+    every_nth_full,
+    layer_types,
+)
+from engine.errors import StartupError
+from engine.worker.model.layer_inputs import LayerInput, LayerInputs
+from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mixer
+from engine.worker.ports import (
+    AttentionOptions,
+    ModelShape,
+    Operators,
+    Shard,
+    TensorSlice,
+    WeightSource,
+)
+
+logger = logging.getLogger(__name__)
+
+PERIOD = 6
+
+
+class Gemma4(RotaryFamily):
+    """The text model. Mixtures of experts, and layers whose keys are their values, are not
+    supported."""
+
+    activation_field = "hidden_activation"
+    defaults: Mapping[str, object] = {
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "max_position_embeddings": 131072,
+    }
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__(config)
+        fields = Fields({**self.defaults, **self.text_config(config)})
+        fields.reject_unless("enable_moe_block", False)
+        fields.reject_unless("attention_k_eq_v", False)
+        fields.reject_unless("use_bidirectional_attention", False, "vision")
+        self._input_width = fields.count("hidden_size_per_layer_input", 256)
+        self._input_vocab = fields.integer("vocab_size_per_layer_input", self.shape.vocab_size)
+        self._is_double_wide = fields.flag("use_double_wide_mlp", False)
+        shared = [
+            layer
+            for layer, options in enumerate(self.shape.attention)
+            if options.kv_layer is not None
+        ]
+        needs_ids = self._input_width > 0
+        largest = max(options.head_dim or 0 for options in self.shape.attention)
+        self.shape = replace(self.shape, head_dim=largest, in_one_stage=needs_ids or bool(shared))
+        self.ignored_weights = (
+            *type(self).ignored_weights,
+            *(f"*.layers.{layer}.self_attn.[kv]_*" for layer in shared),
+        )
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        has_bias = fields.flag("attention_bias", False)
+        return FamilyTraits(
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            qk_norm="head",
+            norms=FOUR_NORMS,
+            embedding_scale=self.shape.hidden_size**0.5,
+            logit_cap=fields.optional_number("final_logit_softcapping"),
+        )
+
+    def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
+        types, dims = self._types(fields, num_layers), self._head_dims(fields, num_layers)
+        window = fields.integer("sliding_window")
+        num_own = num_layers - fields.count("num_kv_shared_layers", 0)
+        last = {kind: layer for layer, kind in enumerate(types[:num_own])}
+        if not set(types) <= last.keys():
+            raise StartupError(
+                f"{fields.where}: num_kv_shared_layers leaves no layer of some type with KV"
+            )
+        return tuple(
+            AttentionOptions(
+                window=window if kind == SLIDING else None,
+                scale=1.0,
+                head_dim=dims[kind],
+                kv_layer=None if layer < num_own else last[kind],
+            )
+            for layer, kind in enumerate(types)
+        )
+
+    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
+        types = self._types(fields, shape.num_layers)
+        thetas = {FULL: 1000000.0, SLIDING: 10000.0}
+        dims = self._head_dims(fields, shape.num_layers)
+        return ropes_by_type(fields, shape, types, thetas, dims)
+
+    def _types(self, fields: Fields, num_layers: int) -> tuple[str, ...]:
+        return layer_types(fields, num_layers, every_nth_full(num_layers, PERIOD))
+
+    def _head_dims(self, fields: Fields, num_layers: int) -> dict[str, int]:
+        """The head size of each layer type: `global_head_dim`, or newer configs' options of each
+        layer."""
+        types, own = self._types(fields, num_layers), fields.integer("head_dim")
+        per_layer = fields.child("per_layer_config")
+        if per_layer is None:
+            return {SLIDING: own, FULL: fields.integer("global_head_dim")}
+        dims: dict[str, set[int]] = {SLIDING: set(), FULL: set()}
+        for layer, kind in enumerate(types):
+            options = per_layer.child(str(layer)) or Fields({}, per_layer.where)
+            options.reject_unless("num_key_value_heads", fields.get("num_key_value_heads"))
+            dims[kind].add(options.integer("head_dim", own))
+        if any(len(found) > 1 for found in dims.values()):
+            raise StartupError(f"{per_layer.where}: layers of a type have different head sizes")
+        return {kind: next(iter(found), own) for kind, found in dims.items()}
+
+    def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
+        decoder = super().build(weights, shard, operators)
+        if not self._input_width:
+            return decoder
+        return replace(decoder, layer_inputs=self._layer_inputs(weights, operators))
+
+    def _layer_inputs(self, weights: WeightSource, operators: Operators) -> LayerInputs:
+        root, width, hidden = self.root_of(weights), self._input_width, self.shape.hidden_size
+        size = self.shape.num_layers * width
+        projection = TensorSlice(f"{root}.per_layer_model_projection.weight", (size, hidden))
+        norm = weights.tensor(TensorSlice(f"{root}.per_layer_projection_norm.weight", (width,)))
+        return LayerInputs(
+            rows=weights.tensor(
+                TensorSlice(f"{root}.embed_tokens_per_layer.weight", (self._input_vocab, size))
+            ),
+            scale=width**0.5,
+            projection=operators.linear([weights.weight(projection)], None),
+            # the projection is divided by sqrt(hidden), which its norm ignores but for epsilon
+            norm=operators.rms_norm(norm, self._settings.eps * hidden),
+            width=width,
+            result_scale=2**-0.5,
+        )
+
+    def _block(self, projections: Projections, layer: int) -> DecoderLayer:
+        block, at = super()._block(projections, layer), f"{projections.root}.layers.{layer}"
+        scalar = projections.weights.tensor(TensorSlice(f"{at}.layer_scalar", (1,)))
+        scale = projections.operators.scale(float(scalar[0]))
+        if not self._input_width:
+            return replace(block, scale=scale)
+        operators, size = projections.operators, (self._input_width, self.shape.hidden_size)
+        gate, projection = (
+            projections.weights.weight(TensorSlice(f"{at}.{name}.weight", shape))
+            for name, shape in (
+                ("per_layer_input_gate", size),
+                ("per_layer_projection", size[::-1]),
+            )
+        )
+        own = LayerInput(
+            layer=layer,
+            gate=operators.linear([gate], None),
+            activation=operators.gate(self._settings.activation),
+            projection=operators.linear([projection], None),
+            norm=self._norm(projections, f"{at}.post_per_layer_input_norm"),
+        )
+        return replace(block, input=own, scale=scale)
+
+    def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
+        options = self.shape.attention[layer]
+        shape = replace(projections.shard.shape, head_dim=options.head_dim or 0)
+        own = replace(projections, shard=replace(projections.shard, shape=shape))
+        block = super()._attention(own, at, layer)
+        if options.kv_layer is not None or not isinstance(block, AttentionBlock):
+            return block
+        part = TensorSlice(f"{at}.self_attn.q_norm.weight", (shape.head_dim,))
+        ones = torch.ones_like(projections.weights.tensor(part))  # v's norm has no weight
+        return replace(block, v_norm=projections.operators.rms_norm(ones, self._settings.eps))
+
+    def _mlp(self, projections: Projections, at: str) -> FeedForward:
+        layer = int(at.rpartition(".layers.")[2].partition(".")[0])
+        if not self._is_double_wide or self.shape.attention[layer].kv_layer is None:
+            return super()._mlp(projections, at)
+        shape = replace(projections.shard.shape, inner_size=2 * self.shape.inner_size)
+        wide = replace(projections, shard=replace(projections.shard, shape=shape))
+        return super()._mlp(wide, at)
+
+
+class Gemma4Multimodal(Gemma4):
+    """The text model of `Gemma4ForConditionalGeneration`; its other towers are skipped."""
+
+    ignored_weights = (
+        *Gemma4.ignored_weights,
+        *("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
+    )
+    roots = ("model.language_model", "language_model.model")
+
+    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise StartupError(f"config.json: text_config is {text!r}, expected an object")
+        logger.warning("only the text model of this checkpoint is loaded; other towers are not")
+        return text

@@ -1,0 +1,1 @@
+"""Encoders, whose attention is bidirectional."""

@@ -1,0 +1,171 @@
+"""Qwen 3.5 and 3.6, dense: three Gated DeltaNet layers to each layer of attention, whose output is
+gated and whose RoPE turns a quarter of each head. Of multimodal checkpoints the text model is
+served."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from adapters.models.base.fields import Fields
+from adapters.models.base.projections import Projections
+from adapters.models.base.rope_fields import LayerRopes, read_rope
+from adapters.models.base.traits import FULL, FamilyTraits
+from adapters.models.dense.qwen3 import Qwen3
+from engine.errors import StartupError
+from engine.worker.model.delta_net import GatedDeltaNet
+from engine.worker.model.layers import AttentionBlock, GatedAttentionBlock, Mixer
+from engine.worker.ports import (
+    AttentionOptions,
+    LinearWeight,
+    ModelShape,
+    RankPart,
+    RecurrentShape,
+    TensorSlice,
+)
+
+logger = logging.getLogger(__name__)
+
+LINEAR = "linear_attention"
+PERIOD = 4  # every fourth layer has attention
+
+
+class Qwen35(Qwen3):
+    """The text model (`Qwen3_5ForCausalLM`). Its layers for multi-token prediction are skipped."""
+
+    ignored_weights = (*Qwen3.ignored_weights, "mtp.*")
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        return replace(super().traits(fields), norm_offset=1.0)
+
+    def head_dim(self, fields: Fields, default: int) -> int:
+        return fields.integer("head_dim", 256)
+
+    def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
+        return ()
+
+    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
+        source = read_rope(fields, shape.head_dim, shape.max_positions, share=0.25)
+        return LayerRopes.same(source, shape.num_layers)
+
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        recurrent = RecurrentShape(
+            num_key_heads=fields.integer("linear_num_key_heads", 16),
+            num_value_heads=fields.integer("linear_num_value_heads", 32),
+            key_dim=fields.integer("linear_key_head_dim", 128),
+            value_dim=fields.integer("linear_value_head_dim", 128),
+            kernel=fields.integer("linear_conv_kernel_dim", 4),
+        )
+        if recurrent.num_value_heads % recurrent.num_key_heads:
+            raise StartupError(
+                f"config.json: linear_num_key_heads={recurrent.num_key_heads} does not divide "
+                f"linear_num_value_heads={recurrent.num_value_heads}"
+            )
+        types = _layer_types(fields, shape.num_layers)
+        layers = tuple(recurrent if each == LINEAR else None for each in types)
+        return replace(shape, recurrent=layers)
+
+    def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
+        shape = projections.shard.shape
+        recurrent, span = shape.recurrent[layer], projections.shard.span
+        number = sum(
+            (each is None) == (recurrent is None) for each in shape.recurrent[span.start : layer]
+        )
+        if recurrent is None:
+            return self._gated_attention(projections, f"{at}.self_attn", layer, number)
+        return self._delta_net(projections, f"{at}.linear_attn", recurrent, number)
+
+    def _gated_attention(
+        self, projections: Projections, at: str, layer: int, number: int
+    ) -> GatedAttentionBlock:
+        shard, traits = projections.shard, self._traits
+        width, kv_width = (
+            part.times(shard.shape.head_dim) for part in (shard.heads, shard.kv_heads)
+        )
+        parts = {f"{at}.q_proj": width.times(2), f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
+        inputs = projections.from_hidden(parts, has_bias=traits.qkv_bias)
+        norms = self._head_norms(projections, at)
+        block = AttentionBlock(
+            number,
+            len(shard.heads.run),
+            len(shard.kv_heads.run),
+            shard.shape.head_dim,
+            inputs,
+            projections.to_hidden(f"{at}.o_proj", width, has_bias=traits.out_bias),
+            q_norm=norms.q,
+            k_norm=norms.k,
+            rope=self._ropes.of_layer[layer],
+        )
+        return GatedAttentionBlock(block, inputs)
+
+    def _delta_net(
+        self, projections: Projections, at: str, whole: RecurrentShape, number: int
+    ) -> GatedDeltaNet:
+        shard, weights = projections.shard, projections.weights
+        keys = shard.even(whole.num_key_heads).times(whole.key_dim)
+        heads = shard.even(whole.num_value_heads)
+        values = heads.times(whole.value_dim)
+        runs = _stacked(keys, keys, values)
+
+        def rows(name: str, size: int, run: range) -> LinearWeight:
+            hidden = shard.shape.hidden_size
+            return weights.weight(TensorSlice(f"{at}.{name}.weight", (size, hidden), rows=run))
+
+        def vector(name: str, part: RankPart) -> torch.Tensor:
+            return weights.tensor(TensorSlice(f"{at}.{name}", (part.size,), rows=part.run)).float()
+
+        size = (whole.channels, 1, whole.kernel)
+        convs = [weights.tensor(TensorSlice(f"{at}.conv1d.weight", size, run)) for run in runs]
+        linears = [rows("in_proj_qkv", whole.channels, run) for run in runs]
+        linears.append(rows("in_proj_z", values.size, values.run))
+        linears += [rows(f"in_proj_{name}", heads.size, heads.run) for name in "ba"]
+        return GatedDeltaNet(
+            layer=number,
+            shape=shard.recurrent_part(whole),
+            inputs=projections.operators.linear(linears, None),
+            conv=torch.cat(convs)[:, 0].float().contiguous(),
+            decay_rate=-vector("A_log", heads).exp(),
+            decay_bias=vector("dt_bias", heads),
+            norm=vector("norm.weight", RankPart.whole(whole.value_dim)),
+            eps=self._settings.eps,
+            out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
+            delta_steps=projections.operators.delta_steps,
+        )
+
+
+class Qwen35Multimodal(Qwen35):
+    """The text model of `Qwen3_5ForConditionalGeneration`; its vision tower is skipped."""
+
+    ignored_weights = (*Qwen35.ignored_weights, "model.visual.*")
+    roots = ("model.language_model", "model")
+
+    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise StartupError(f"config.json: text_config is {text!r}, expected an object")
+        logger.warning("the vision tower of this checkpoint is not loaded; only text is served")
+        return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+
+
+def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """`layer_types` of config.json; by default every `full_attention_interval`th is full."""
+    found = fields.get("layer_types")
+    period = fields.integer("full_attention_interval", PERIOD)
+    if found is None:
+        return tuple(LINEAR if (n + 1) % period else FULL for n in range(num_layers))
+    if not isinstance(found, list) or len(found) != num_layers or not {*found} <= {LINEAR, FULL}:
+        raise StartupError(
+            f"{fields.where}: layer_types is {found!r}, expected {num_layers} of {LINEAR!r} and "
+            f"{FULL!r}"
+        )
+    return tuple(found)
+
+
+def _stacked(*parts: RankPart) -> list[range]:
+    """This rank's rows of each part, counted in the whole tensor."""
+    runs, start = [], 0
+    for part in parts:
+        runs.append(range(start + part.run.start, start + part.run.stop))
+        start += part.size
+    return runs

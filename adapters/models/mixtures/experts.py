@@ -1,0 +1,140 @@
+"""The base of Llama-like decoders whose MLPs are mixtures of experts.
+
+Checkpoints have one tensor for each linear of each expert:
+`model.layers.N.<block>.experts.E.<linear>.weight`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adapters.models.base.fields import Fields
+from adapters.models.base.projections import Projections
+from adapters.models.base.rotary import RotaryFamily
+from engine.errors import StartupError
+from engine.worker.model.experts import SharedExpert, SparseMlp
+from engine.worker.ports import (
+    ExpertShape,
+    ExpertWeights,
+    ModelShape,
+    Operators,
+    Routing,
+    TensorSlice,
+)
+
+
+class ExpertNames(NamedTuple):
+    """How a family names the tensors of a mixture, within a layer."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    has_biases: bool = False  # of the router and of all linears
+
+
+class ExpertFamily(RotaryFamily):
+    """A `RotaryFamily` with a mixture of experts in every layer."""
+
+    names = ExpertNames()
+    _shared_size = 0
+
+    @abstractmethod
+    def routing(self, fields: Fields) -> Routing: ...
+
+    def num_experts(self, fields: Fields) -> int:
+        """From either of the two names that releases of transformers write."""
+        is_new = fields.get("num_experts") is None and fields.get("num_local_experts") is not None
+        return fields.integer("num_local_experts" if is_new else "num_experts")
+
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        """With the experts in place of an MLP of width `inner_size`."""
+        shape = super().sized(fields, shape)
+        count, self._routing = self.num_experts(fields), self.routing(fields)
+        if self._routing.top_k > count:
+            raise StartupError(
+                f"{fields.where}: num_experts_per_tok={self._routing.top_k} is more than the "
+                f"{count} experts"
+            )
+        hidden = shape.hidden_size
+        own = 3 * hidden * shape.inner_size
+        self._shared_size = self.shared_size(fields)
+        shared = 3 * hidden * self._shared_size + (hidden if self._shared_size else 0)
+        return replace(
+            shape,
+            layer_parameters=shape.layer_parameters + (count - 1) * own + count * hidden + shared,
+            experts=ExpertShape(count, self._routing.top_k, own),
+        )
+
+    def _mlp(self, projections: Projections, at: str) -> SparseMlp:
+        shape, operators, names = projections.shard.shape, projections.operators, self.names
+        assert shape.experts is not None, "`sized` has filled it in"
+        at = f"{at.rpartition('.')[0]}.{names.block}"
+        count, hidden = shape.experts.num_experts, shape.hidden_size
+        weights = projections.weights
+        router = weights.tensor(TensorSlice(f"{at}.{names.router}.weight", (count, hidden)))
+        bias = None
+        if names.has_biases:
+            bias = weights.tensor(TensorSlice(f"{at}.{names.router}.bias", (count,)))
+        experts = [self._expert(projections, f"{at}.experts.{each}") for each in range(count)]
+        return SparseMlp(
+            router=operators.linear([router], bias),
+            experts=operators.experts(experts, self._routing, self.activation(operators)),
+            all_reduce=projections.shard.all_reduce,
+            shared=self._shared(projections, at) if self._shared_size else None,
+        )
+
+    def shared_size(self, fields: Fields) -> int:
+        """The width of the expert that all tokens use; 0 if there is none."""
+        return 0
+
+    def _shared(self, projections: Projections, at: str) -> SharedExpert:
+        weights, operators = projections.weights, projections.operators
+        hidden, part = (
+            projections.shard.shape.hidden_size,
+            projections.shard.even(self._shared_size),
+        )
+        at, gate = f"{at}.shared_expert", f"{at}.shared_expert_gate.weight"
+        up = [
+            weights.weight(TensorSlice(f"{at}.{name}.weight", (part.size, hidden), rows=part.run))
+            for name in (self.names.gate, self.names.up)
+        ]
+        down = weights.weight(
+            TensorSlice(f"{at}.{self.names.down}.weight", (hidden, part.size), columns=part.run)
+        )
+        return SharedExpert(
+            up=operators.linear(up, None),
+            down=operators.linear([down], None),
+            activation=self.activation(operators),
+            gate=operators.linear([weights.tensor(TensorSlice(gate, (1, hidden)))], None),
+            gate_rows_=operators.gate_rows_,
+        )
+
+    def activation(self, operators: Operators) -> Callable[[Tensor], Tensor]:
+        """The gate of an expert's MLP."""
+        return operators.activation(self._settings.activation, is_gated=True)
+
+    def _expert(self, projections: Projections, at: str) -> ExpertWeights:
+        weights, inner, names = projections.weights, projections.shard.inner, self.names
+        hidden = projections.shard.shape.hidden_size
+        gate, up = (
+            weights.weight(TensorSlice(f"{at}.{name}.weight", (inner.size, hidden), rows=inner.run))
+            for name in (names.gate, names.up)
+        )
+        down = weights.weight(
+            TensorSlice(f"{at}.{names.down}.weight", (hidden, inner.size), columns=inner.run)
+        )
+        if not names.has_biases:
+            return ExpertWeights(gate, up, down)
+        up_biases = [
+            weights.tensor(TensorSlice(f"{at}.{name}.bias", (inner.size,), rows=inner.run))
+            for name in (names.gate, names.up)
+        ]
+        down_bias = weights.tensor(TensorSlice(f"{at}.{names.down}.bias", (hidden,)))
+        is_first = projections.shard.rank == 0  # the ranks' results are summed
+        return ExpertWeights(gate, up, down, torch.cat(up_biases), down_bias if is_first else None)

@@ -1,0 +1,212 @@
+"""The disk tier: copies of cached KV blocks in a file, which outlive the process.
+
+A folder belongs to one model in one numeric format, since its name is a digest of both. `blocks`
+has a slot of fixed size for each copy, `headers` says of each slot which content it has and the
+checksum of its bytes. A header is cleared before its slot is written and written after it, and a
+copy is used only if header and checksum agree: one that a crash tore is ignored, never read as KV.
+
+Writes are made by a thread. A read of a slot whose write is still queued takes the queued bytes.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from engine.errors import StartupError
+from engine.step import HASH_BYTES, BlockMove, Direction, Tier
+from engine.worker.model.kv.host_pool import read_blocks
+from engine.worker.ports import BlockMover, KVTensors
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the files
+FOLDER_DIGITS = 24
+HEADER = np.dtype([("hash", f"V{HASH_BYTES}"), ("checksum", "<u4"), ("is_used", "<u4")])
+READERS = 4  # threads
+MOST_QUEUED_BYTES = 256 << 20  # waiting for the disk; copies beyond that are not written
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def folder_of(directory: Path, facts: str) -> Path:
+    """Where the copies of one model and format lie; `facts` is all that their bytes depend on."""
+    return directory / sha256(f"{VERSION} {facts}".encode()).hexdigest()[:FOLDER_DIGITS]
+
+
+class DiskFiles:
+    """The slots of the disk tier, `block_bytes` each."""
+
+    def __init__(self, folder: Path, num_slots: int, block_bytes: int) -> None:
+        """Open or create the files. Raises `StartupError`."""
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self._queue: SimpleQueue[tuple[int, bytes, Bytes] | None] = SimpleQueue()
+        self._queued: dict[int, tuple[bytes, Bytes]] = {}
+        self._lock = threading.Lock()
+        self._is_empty = threading.Condition(self._lock)
+        self._has_failed = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._blocks = _open(folder / "blocks", num_slots * block_bytes)
+            self._headers = _open(folder / "headers", num_slots * HEADER.itemsize)
+            fcntl.flock(self._headers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(f"--disk-kv {folder} is in use by another server") from None
+        except OSError as error:
+            raise StartupError(f"--disk-kv {folder}: {error.strerror}") from error
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="disk-kv-read")
+        self._thread = threading.Thread(target=self._run, name="disk-kv-write", daemon=True)
+        self._thread.start()
+
+    def hashes(self) -> bytes:
+        """The content hashes of all slots, in their order; zeros for unused slots."""
+        raw = os.pread(self._headers, self.num_slots * HEADER.itemsize, 0)
+        headers = np.frombuffer(raw.ljust(self.num_slots * HEADER.itemsize, b"\0"), HEADER).copy()
+        headers["hash"][headers["is_used"] != 1] = bytes(HASH_BYTES)
+        return headers["hash"].tobytes()
+
+    def write(self, slot: int, block_hash: bytes, content: Bytes) -> None:
+        """Queue a copy; if the disk does not keep up or has failed, the copy is not written."""
+        with self._lock:
+            if self._has_failed or len(self._queued) * self.block_bytes > MOST_QUEUED_BYTES:
+                return
+            self._queued[slot] = block_hash, content
+        self._queue.put((slot, block_hash, content))
+
+    def read(self, slots: Sequence[int], hashes: Sequence[bytes]) -> list[Bytes | None]:
+        """The bytes of these slots; None for one that does not hold this content."""
+        return list(self._readers.map(self._read, slots, hashes))
+
+    def wait(self) -> None:
+        """Wait until all queued copies are written."""
+        with self._lock:
+            self._is_empty.wait_for(lambda: not self._queued)
+
+    def close(self) -> None:
+        """Write what is queued and close the files."""
+        self._queue.put(None)
+        self._thread.join()
+        self._readers.shutdown()
+        os.close(self._blocks)
+        os.close(self._headers)
+
+    def _read(self, slot: int, block_hash: bytes) -> Bytes | None:
+        with self._lock:
+            queued = self._queued.get(slot)
+        if queued is not None:
+            return queued[1] if queued[0] == block_hash else None
+        try:
+            raw = os.pread(self._headers, HEADER.itemsize, slot * HEADER.itemsize)
+            content = os.pread(self._blocks, self.block_bytes, slot * self.block_bytes)
+        except OSError as error:
+            logger.warning("a KV block could not be read from the disk: %s", error.strerror)
+            return None
+        if len(raw) < HEADER.itemsize or raw != _header(block_hash, content):
+            return None
+        return np.frombuffer(content, np.uint8)
+
+    def _run(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            slot, block_hash, content = queued
+            try:
+                self._write(slot, block_hash, content.tobytes())
+            except OSError as error:
+                self._has_failed = True
+                logger.error(
+                    "--disk-kv: KV blocks are no longer written to the disk: %s", error.strerror
+                )
+            with self._lock:
+                if self._queued.get(slot, (b"",))[0] == block_hash:
+                    del self._queued[slot]
+                self._is_empty.notify_all()
+
+    def _write(self, slot: int, block_hash: bytes, content: bytes) -> None:
+        at = slot * HEADER.itemsize
+        os.pwrite(self._headers, bytes(HEADER.itemsize), at)
+        os.pwrite(self._blocks, content, slot * self.block_bytes)
+        os.pwrite(self._headers, _header(block_hash, content), at)
+
+
+def _header(block_hash: bytes, content: bytes) -> bytes:
+    return np.array((block_hash, zlib.crc32(content), 1), HEADER).tobytes()
+
+
+def _open(path: Path, num_bytes: int) -> int:
+    """A sparse file of at least this size; it is not truncated, so that a smaller setting keeps
+    the first slots."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if os.fstat(descriptor).st_size < num_bytes:
+        os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+class TieredPool:
+    """A `BlockMover` over a host pool and the disk tier, for KV in host memory."""
+
+    def __init__(self, device: KVTensors, host: BlockMover, files: DiskFiles) -> None:
+        self._device = device
+        self._host = host
+        self._files = files
+
+    @contextmanager
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
+        """Make the copies, in the order given; yields the device blocks that were not read."""
+        unread: list[int] = []
+        for move in moves:
+            if move.tier is Tier.HOST:
+                with self._host.moving([move]):
+                    continue
+            elif move.direction is Direction.OUT:
+                self._write(move)
+            else:
+                unread += self._read(move)
+        yield tuple(unread)
+
+    def _write(self, move: BlockMove) -> None:
+        device, slots, hashes = self._sides(move)
+        columns = [
+            tensor.index_select(0, device).flatten(1).contiguous().view(torch.uint8)
+            for tensor in self._device.in_memory_order()
+        ]
+        content = torch.cat(columns, dim=1).numpy()
+        for slot, block_hash, row in zip(slots, hashes, content, strict=True):
+            self._files.write(slot, block_hash, row)
+
+    def _read(self, move: BlockMove) -> list[int]:
+        """Fill the device blocks; returns those that could not be filled."""
+        device, slots, hashes = self._sides(move)
+        found = self._files.read(slots, hashes)
+        readable = [number for number, content in enumerate(found) if content is not None]
+        if readable:
+            contents = [content for content in found if content is not None]
+            self._fill(device[readable], torch.from_numpy(np.stack(contents)))
+        return [int(device[n]) for n, one in enumerate(found) if one is None]
+
+    def _fill(self, device: torch.Tensor, content: torch.Tensor) -> None:
+        start = 0
+        for tensor in self._device.in_memory_order():
+            width = tensor[0].numel() * tensor.itemsize
+            column = content[:, start : start + width].contiguous().view(tensor.dtype)
+            tensor.index_copy_(0, device, column.view(len(device), *tensor.shape[1:]))
+            start += width
+
+    def _sides(self, move: BlockMove) -> tuple[torch.Tensor, list[int], list[bytes]]:
+        """Device blocks, disk slots and hashes of a move; raises `ValueError` if out of range."""
+        device = read_blocks(move.device, self._device.num_blocks, "device")
+        slots = read_blocks(move.host, self._files.num_slots, "disk").tolist()
+        cut = range(0, len(move.hashes), HASH_BYTES)
+        hashes = [move.hashes[at : at + HASH_BYTES] for at in cut]
+        if not len(device) == len(slots) == len(hashes):
+            raise ValueError(f"a move of {len(device)} blocks, {len(slots)} slots")
+        return device, slots, hashes

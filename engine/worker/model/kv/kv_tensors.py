@@ -1,0 +1,138 @@
+"""The size and allocation of the paged KV cache of one stage.
+
+A slot holds the KV of one token in all layers of the stage; a block is `block_size` slots.
+Only the scheduler's ledger knows which request owns which block.
+"""
+
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import StartupError
+from engine.worker.ports import KVCapacity, KVTensors, ModelShape
+from engine.worker_settings import WorkerSettings
+
+CPU_KV_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+
+
+def available_bytes() -> int:
+    """Bytes of memory that this process can still use: free in the system and within its cgroup."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(most) - int(used.read_text())))
+    return free
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for a message: `1.5 GiB`, or MiB or bytes if there are few."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size // 10:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Whether KV in this dtype has a scale for each token and head."""
+    return dtype == torch.int8
+
+
+def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys, values and their scales in all layers of the stage."""
+    scale_bytes = torch.float32.itemsize if is_scaled(dtype) else 0
+    head_bytes = shape.head_dim * dtype.itemsize + scale_bytes
+    return 2 * num_layers * block_size * shape.num_kv_heads * head_bytes
+
+
+def choose_num_blocks(
+    settings: WorkerSettings,
+    block_bytes: int,
+    max_model_len: int,
+    capacity: KVCapacity,
+    windows: Sequence[int | None] = (None,),
+) -> int:
+    """The number of KV blocks, a multiple of the number of layer groups, of which `windows` has the
+    windows. Raises `StartupError` if none fit or the settings ask for too many.
+
+    Without a setting it is `capacity.usual`, but never more than `max_batch_size` requests of full
+    length can use.
+    """
+    size, num_groups = settings.block_size, len(windows)
+    if size < 1:
+        raise StartupError(f"--block-size must be at least 1, not {size}")
+    if settings.kv_slots:
+        blocks, setting = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
+    elif settings.kv_bytes:
+        blocks, setting = (
+            settings.kv_bytes // block_bytes // num_groups,
+            f"--kv-memory {size_text(settings.kv_bytes)}",
+        )
+    else:
+        enough = settings.max_batch_size * _blocks_of_request(settings, max_model_len, windows)
+        blocks = min(capacity.usual // block_bytes, enough) // num_groups
+        setting = f"the memory left for the KV cache ({size_text(capacity.usual)})"
+    if blocks < 1:
+        block = f"{size} slots ({size_text(block_bytes * num_groups)})"
+        raise StartupError(f"{setting} is less than one block of {block}")
+    needed = blocks * num_groups * block_bytes
+    if needed > capacity.most:
+        raise StartupError(
+            f"{setting} needs {size_text(needed)} for the KV cache, but "
+            f"{size_text(capacity.most)} of memory are available; lower it"
+        )
+    return blocks * num_groups
+
+
+def _blocks_of_request(
+    settings: WorkerSettings, max_model_len: int, windows: Sequence[int | None]
+) -> int:
+    """The most blocks of a request of full length, in all layer groups."""
+    size = settings.block_size
+    whole, chunk = -(-max_model_len // size), 2 * settings.max_batch_tokens
+    in_window = [-(-(window + chunk) // size) + 1 for window in windows if window is not None]
+    num_full = len(windows) - len(in_window)
+    return num_full * whole + sum(min(whole, blocks) for blocks in in_window)
+
+
+def allocate(
+    shape: ModelShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVTensors:
+    """A zeroed cache; the system backs its pages with memory only when they are written.
+
+    The slots of one head in a block are contiguous, as CPU attention reads them: values slot by
+    slot, keys dimension by dimension.
+    """
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    keys = _zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
+    values = _zeros((num_layers, num_blocks, heads, block_size, dim), dtype)
+    sizes = (2, num_layers if is_scaled(dtype) else 0, num_blocks, heads, block_size)
+    scales = _zeros(sizes, torch.float32)
+    return KVTensors(
+        keys=tuple(keys.permute(0, 1, 4, 2, 3)),
+        values=tuple(values.permute(0, 1, 3, 2, 4)),
+        key_scales=tuple(scales[0].transpose(2, 3)),
+        value_scales=tuple(scales[1].transpose(2, 3)),
+    )
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_bytes = prod(sizes) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(sizes, dtype=dtype)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(sizes)

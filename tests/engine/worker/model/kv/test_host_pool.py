@@ -1,0 +1,188 @@
+"""Blocks copied between the tiers: exactly these, both ways, and nothing out of range."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.control.admission import SwapMode
+from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
+from engine.errors import StartupError
+from engine.kv.ledger import KVLedger
+from engine.policy import build
+from engine.request import Request, RequestSpec
+from engine.step import BlockMove, Direction, SamplingParams
+from engine.worker.model.kv.host_pool import HostPool, choose_num_host_blocks
+from engine.worker.model.kv.kv_tensors import allocate
+from engine.worker.ports import ModelShape
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import GREEDY, settings_for
+from tests.engine.worker.process.fleet import Fleet, fleet
+
+SHAPE = ModelShape(
+    num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,
+    max_positions=100, inner_size=1, layer_parameters=1,
+)  # fmt: skip
+
+
+def table(*blocks: int) -> bytes:
+    return struct.pack(f"<{len(blocks)}i", *blocks)
+
+
+def pool(num_blocks: int, num_host_blocks: int) -> tuple[HostPool, torch.Tensor]:
+    """A pool, and the keys of the last layer on the device; every block is full of its number."""
+    device = allocate(SHAPE, 2, num_blocks, 4, torch.float32)
+    for tensor in (*device.keys, *device.values):
+        tensor.copy_(torch.arange(num_blocks).view(-1, 1, 1, 1).expand_as(tensor))
+    host = allocate(SHAPE, 2, num_host_blocks, 4, torch.float32)
+    return HostPool(device, host), device.keys[1]
+
+
+def make(pool: HostPool, moves: list[BlockMove]) -> None:
+    with pool.moving(moves):
+        pass
+
+
+def first_slots(keys: torch.Tensor) -> list[int]:
+    return [int(number) for number in keys[:, 0, 0, 0]]
+
+
+def test_a_swapped_block_can_come_back_to_any_block() -> None:
+    moves, keys = pool(6, 3)
+    make(moves, [BlockMove(Direction.OUT, table(4, 1, 2), table(2, 0, 1), is_awaited=False)])
+    keys.fill_(9)
+    make(moves, [BlockMove(Direction.IN, table(5, 0, 3), table(2, 0, 1), is_awaited=True)])
+    assert first_slots(keys) == [1, 9, 9, 2, 9, 4]
+
+
+def test_moves_are_made_in_order() -> None:
+    moves, keys = pool(3, 2)
+    make(moves, [BlockMove(Direction.OUT, table(0), table(0), is_awaited=True)])
+    make(
+        moves,
+        [
+            BlockMove(Direction.OUT, table(1), table(1), is_awaited=True),
+            BlockMove(Direction.IN, table(1), table(0), is_awaited=True),
+        ],
+    )
+    assert first_slots(keys) == [0, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_blocks", [1, 5])
+def test_a_swapped_block_comes_back_with_keys_values_and_scales(
+    dtype: torch.dtype, num_blocks: int
+) -> None:
+    device = allocate(SHAPE, 2, num_blocks, 4, dtype)
+    filled = [torch.randint(-9, 9, one.shape).to(one.dtype) for one in device.in_memory_order()]
+    assert len(filled) == (8 if dtype == torch.int8 else 4)
+    for tensor, numbers in zip(device.in_memory_order(), filled, strict=True):
+        assert tensor.is_contiguous()
+        tensor.copy_(numbers)
+    moves = HostPool(device, allocate(SHAPE, 2, 1, 4, dtype))
+    last = num_blocks - 1
+    make(moves, [BlockMove(Direction.OUT, table(last), table(0), is_awaited=True)])
+    for tensor in device.in_memory_order():
+        tensor.zero_()
+    make(moves, [BlockMove(Direction.IN, table(0), table(0), is_awaited=True)])
+    for tensor, numbers in zip(device.in_memory_order(), filled, strict=True):
+        assert torch.equal(tensor[0], numbers[last])
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "named"),
+    [
+        (table(6), table(0), "device block ids out of range"),
+        (table(-1), table(0), "device block ids out of range"),
+        (table(0), table(3), "host block ids out of range"),
+        (table(0, 1), table(0), "2 device and 1 host blocks"),
+    ],
+)
+def test_a_move_out_of_range_is_rejected(device: bytes, host: bytes, named: str) -> None:
+    moves, keys = pool(6, 3)
+    with pytest.raises(ValueError, match=named):
+        make(moves, [BlockMove(Direction.IN, device, host, is_awaited=True)])
+    assert first_slots(keys) == list(range(6))
+
+
+def test_more_host_kv_than_memory_is_rejected() -> None:
+    def chosen(host_kv_bytes: int) -> int:
+        return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
+
+    assert (chosen(0), chosen(100), chosen(999)) == (0, 1, 9)
+    with pytest.raises(StartupError, match=r"--host-kv-memory 99 bytes is less than one block"):
+        chosen(99)
+    with pytest.raises(
+        StartupError, match=r"--host-kv-memory 1001 bytes is more than the 1000 bytes"
+    ):
+        chosen(1001)
+
+
+BLOCK_BYTES = 2 * 3 * 4 * 2 * 8 * 4  # of the checkpoint below, over all workers
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1, "auto"), (1, 1, "int8"), (2, 2, "auto")],
+    ids=["1x1", "int8", "2x2"],
+)
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker | Fleet]:
+    """One worker, or stages and ranks that each hold their share of every block."""
+    model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+    stages, ranks, kv_dtype = request.param
+    host_kv_bytes = 64 * BLOCK_BYTES
+    if (stages, ranks) == (1, 1):
+        host_kv_bytes = host_kv_bytes * (8 + 4) // (4 * 8) if kv_dtype == "int8" else host_kv_bytes
+        settings = settings_for(model, "cpu", kv_dtype=kv_dtype)
+        settings = replace(settings, host_kv_bytes=host_kv_bytes)
+        yield Worker.load(settings, lambda *_: None)
+    else:
+        with fleet(model, stages, ranks, attention="cpu", host_kv_bytes=host_kv_bytes) as workers:
+            yield workers
+
+
+def serve(
+    runner: Worker | Fleet, swap: SwapMode, num_blocks: int, asks: list[RequestSpec]
+) -> list[Request]:
+    """All asks at once, on so many blocks of a real device, to their last tokens."""
+    report = runner.report
+    assert report.num_host_blocks == 64
+    bounds = SchedulerSettings(
+        max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
+    )
+    ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
+    scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
+    requests = [scheduler.add(ask, 0.0) for ask in asks]
+    now = 0.0
+    while scheduler.pool:
+        iteration = scheduler.plan(now)
+        assert iteration is not None
+        now += 0.01
+        scheduler.commit(iteration, runner.run(iteration.step), now)
+        ledger.check()
+    return requests
+
+
+@pytest.mark.parametrize("swap", [SwapMode.REACTIVE, SwapMode.PROACTIVE])
+def test_swapped_requests_produce_the_same_text(runner: Worker | Fleet, swap: SwapMode) -> None:
+    asks = [
+        RequestSpec(
+            prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),
+            max_tokens=16 + number,
+            sampling=SamplingParams(temperature=0.9, seed=number) if number % 2 else GREEDY,
+        )
+        for number in range(6)
+    ]
+    calm = serve(runner, SwapMode.OFF, runner.report.num_blocks, asks)
+    short = serve(runner, swap, 12, asks)
+    assert sum(request.num_swaps for request in short) > 0
+    assert [request.num_preemptions for request in short] == [0] * len(asks)
+    assert [request.output for request in short] == [request.output for request in calm]

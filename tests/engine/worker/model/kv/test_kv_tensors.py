@@ -1,0 +1,86 @@
+"""How much room for KV a worker makes, and that asking for too much is refused."""
+
+import pytest
+import torch
+
+from engine.errors import StartupError
+from engine.worker.model.kv.kv_tensors import (
+    CPU_KV_DTYPES,
+    allocate,
+    available_bytes,
+    bytes_per_block,
+    choose_num_blocks,
+)
+from engine.worker.ports import KVCapacity, ModelShape
+from engine.worker_settings import WorkerSettings
+
+SHAPE = ModelShape(
+    num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=1, inner_size=1,
+    layer_parameters=1, vocab_size=1, max_positions=100,
+)  # fmt: skip
+BLOCK = 2 * 3 * 16 * 2 * 16 * 4  # keys and values, layers, slots, heads, dim, float32
+GIB = 1 << 30
+
+
+def blocks(
+    available: int = 100 * GIB,
+    usual: int = 4 * GIB,
+    max_model_len: int = 1 << 20,
+    **settings: int,
+) -> int:
+    asked = WorkerSettings(model="", **settings)  # type: ignore[arg-type]
+    return choose_num_blocks(
+        asked, BLOCK, max_model_len, KVCapacity(available, usual, 0, is_shared=True)
+    )
+
+
+def test_a_block_is_keys_and_values_of_all_layers() -> None:
+    assert bytes_per_block(SHAPE, 3, 16, torch.float32) == BLOCK
+    assert bytes_per_block(SHAPE, 3, 16, torch.bfloat16) == BLOCK // 2
+    assert bytes_per_block(SHAPE, 3, 16, torch.int8) == BLOCK * (16 + 4) // (4 * 16)
+
+
+def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
+    assert blocks(kv_slots=100, kv_bytes=GIB) == 6
+    assert blocks(kv_bytes=10 * BLOCK + 1) == 10
+    assert blocks() == 4 * GIB // BLOCK
+
+
+def test_without_a_setting_kv_takes_no_more_than_requests_can_use() -> None:
+    assert blocks(max_model_len=100, max_batch_size=5) == 5 * 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kv_slots": 15}, "--kv-slots 15 is less than one block"),
+        ({"kv_bytes": BLOCK - 1}, f"--kv-memory {BLOCK - 1} bytes is less than one block"),
+        ({"usual": BLOCK - 1}, "less than one block"),
+        ({"kv_slots": 1600, "available": 99 * BLOCK}, "are available"),
+        ({"block_size": -1}, "--block-size must be at least 1"),
+    ],
+)
+def test_kv_memory_that_is_not_available_is_rejected(settings: dict[str, int], named: str) -> None:
+    with pytest.raises(StartupError, match=named):
+        blocks(**settings)
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_blocks_take_the_bytes_that_are_counted_for_them(dtype: torch.dtype) -> None:
+    cache = allocate(SHAPE, 3, 5, 16, dtype)
+    num_bytes = sum(tensor.nbytes for tensor in cache.in_memory_order())
+    assert num_bytes == 5 * bytes_per_block(SHAPE, 3, 16, dtype)
+
+
+def test_keys_and_values_of_layers_do_not_overlap() -> None:
+    cache = allocate(SHAPE, 3, 5, 16, torch.float32)
+    assert (cache.num_blocks, cache.block_size) == (5, 16)
+    tensors = (*cache.keys, *cache.values)
+    for number, tensor in enumerate(tensors):
+        assert tensor.shape == (5, 16, 2, 16)
+        tensor.fill_(number)
+    assert [int(t.float().mean()) for t in tensors] == list(range(6))
+
+
+def test_the_machine_has_some_memory() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 50
