@@ -27,7 +27,7 @@ ECHO = MultiprocessSettings(
 )
 PARENT = """
 import asyncio, signal
-from engine.step import WorkerSettings
+from engine.worker_settings import WorkerSettings
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from tests.fakes import a_step
 from tests.engine.transport.workers import Command

@@ -140,8 +140,9 @@ async def test_answers_are_those_of_each_request_alone(
 
 @pytest.mark.parametrize(("stages", "ranks", "lookahead"), [(2, 1, 0), (2, 1, 1), (2, 2, 1)])
 async def test_drafts_change_no_answer(
-    tmp_path: Path, stages: int, ranks: int, lookahead: int
+    tmp_path: Path, stages: int, ranks: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.speculation.drafter.ASK_SECONDS", 1e-9)  # steps are short here
     alone = Driver(load_worker(make_checkpoint(tmp_path)))
     expected = [
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
