@@ -48,7 +48,7 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
 
 
 def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
-    load = ("--rounds", "1", "--streams", "2", "--tokens", "400", "--factors", "0", "2")
+    load = ("--rounds", "1", "--streams", "2", "--tokens", "3000", "--factors", "0", "2")
     shown = run_module("benchmarks.prefill_slowdown", *load, "--out", tmp_path)
     assert "| 0 | " in shown
     assert "(1.00 x)" in shown
