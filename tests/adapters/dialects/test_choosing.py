@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest, StartupError
 from engine.grammar import GrammarError
 from engine.step import Grammar
 from gateway.ports import ToolCallGrammar
-from tests.gateway.rig import byte_grammars
+from tests.gateway.scripted_model import byte_grammars
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
 COMPILER = byte_grammars()

@@ -13,7 +13,7 @@ from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.transport.multiprocess import MultiprocessExecutor
 from engine.worker_settings import WorkerSettings
-from tests.engine.transport.test_multiprocess import ECHO, no_progress
+from tests.engine.transport.echo_workers import ECHO, no_progress
 from tests.engine.transport.workers import Command
 from tests.fakes import a_step
 

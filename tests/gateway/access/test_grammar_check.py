@@ -8,7 +8,7 @@ import pytest
 from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.grammar_check import GrammarCheck, GrammarLimits
-from tests.gateway.rig import CheckedOnLoop
+from tests.gateway.scripted_model import CheckedOnLoop
 
 REGEX = GrammarKind.REGEX
 SCHEMA = GrammarKind.JSON_SCHEMA

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.rig import CHAT, END, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.scripted_model import END
 from tests.gateway.serve.assembling import assembled
 
 

@@ -8,18 +8,8 @@ from hypothesis import strategies as st
 
 from engine.grammar import GrammarError, Matcher
 from gateway.schema.openai.chat import chat_of
-from tests.gateway.rig import (
-    CHAT,
-    CONTEXT,
-    END,
-    TEXT,
-    USER,
-    Rig,
-    byte_grammars,
-    chat,
-    play,
-    text,
-)
+from tests.gateway.rig import CHAT, CONTEXT, TEXT, USER, Rig, chat, play, text
+from tests.gateway.scripted_model import END, byte_grammars
 
 GRAMMARS = byte_grammars()
 WORDS = st.lists(

@@ -10,7 +10,8 @@ from engine.errors import InvalidRequest
 from gateway.schema.responses.tool_format import MAX_PATTERN, input_pattern
 from tests.gateway.generation.test_output_limits import accepts
 from tests.gateway.responses.test_response_tools import HERMES, call, posted
-from tests.gateway.rig import Rig, Setting, byte_grammars, play
+from tests.gateway.rig import Rig, Setting, play
+from tests.gateway.scripted_model import byte_grammars
 
 # The format of Codex CLI's tool `apply_patch`.
 APPLY_PATCH = """

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.rig import CHAT, CONTEXT, END, MODEL, USER, Rig, chat, play
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, play
+from tests.gateway.scripted_model import END
 
 RENDER = f"{CHAT}/render"
 
