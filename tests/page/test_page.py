@@ -11,6 +11,11 @@ from playwright.sync_api import Browser, Page, expect
 from tests.page.conftest import AXE
 
 RECORDING = Path(__file__).parents[1] / "replays" / "fcfs_grow.jsonl"
+START_A_STORY = """void fetch("/v1/completions", {
+    method: "POST",
+    headers: {"content-type": "application/json"},
+    body: JSON.stringify({model: "builtin", prompt: "x", max_tokens: 9000, ignore_eos: true}),
+})"""
 VIEWS = ("chat", "engine", "request", "replay")
 
 
@@ -124,14 +129,19 @@ def test_an_answer_links_to_its_timeline(page: Page, page_url: str) -> None:
     expect(page.locator("tbody")).to_contain_text("decode")
 
 
-def test_a_recording_is_shown_and_simulated_under_another_policy(page: Page, page_url: str) -> None:
-    page.goto(f"{page_url}/#replay")
+def replay(page: Page) -> None:
+    """Open the recording, and simulate it under another policy."""
     page.get_by_label("Recording").set_input_files(RECORDING)
     expect(page.get_by_role("heading", name="Recorded")).to_be_visible()
     page.get_by_label("Position").fill("0.5")
     page.get_by_label("Other policy").select_option("mlfq")
     page.get_by_role("button", name="Simulate").click()
     expect(page.get_by_role("heading", name="Under mlfq")).to_be_visible()
+
+
+def test_a_recording_is_shown_and_simulated_under_another_policy(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/#replay")
+    replay(page)
     expect(page.locator("table")).to_contain_text("mean JCT s")
 
 
@@ -161,6 +171,11 @@ def test_a_phone_needs_no_sideways_scrolling(browser: Browser, page_url: str, vi
     page = browser.new_page(viewport={"width": 360, "height": 740})
     page.goto(f"{page_url}/#{view}")
     expect(page.locator("main")).not_to_be_empty()
-    width = page.evaluate("document.documentElement.scrollWidth")
-    assert width <= 360
+    if view == "replay":
+        replay(page)
+    if view == "engine":
+        page.evaluate(START_A_STORY)
+        expect(page.locator(".scroll tbody tr").first).to_be_visible()
+    for element in ("html", "main"):
+        assert page.locator(element).evaluate("(element) => element.scrollWidth") <= 360
     page.close()
