@@ -6,6 +6,7 @@ the text was split into calls of `feed`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ class StreamParser(Protocol):
 
 
 class ToolChoice(NamedTuple):
-    """The names of tools whose calls are parsed, and the most calls; None is no limit."""
+    """The tools whose calls are parsed, each with the JSON schema of its parameters (None: not
+    known), and the most calls; None is no limit."""
 
-    names: Collection[str] = ()
+    tools: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({})
     max_calls: int | None = None
 
 

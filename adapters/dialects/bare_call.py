@@ -1,15 +1,15 @@
 """Parses tool calls that are not JSON: `call:NAME{key:value,…}` with strings between quote marks.
 
-FunctionGemma (Gemma 3) writes them. A call is emitted when it is complete, its arguments as JSON.
+FunctionGemma (Gemma 3) and Gemma 4 write them. A call is emitted when it is complete, its arguments
+as JSON.
 """
 
 import json
 import re
-from collections.abc import Container
 from typing import Any, NamedTuple
 
 from adapters.dialects.reader import Parsing, TextReader
-from adapters.dialects.tool_calls import ParseOutput, content, emit_skipped
+from adapters.dialects.tool_calls import OfferedTools, ParseOutput, content, emit_skipped
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]{1,64})\s*(?=\{)")
 _BARE = re.compile(r"[^,{}\[\]]*")
@@ -33,7 +33,7 @@ class NotACall(ValueError):
 def make_bare_reader(marks: BareCallMarks) -> ParseOutput:
     """The parser of outputs with such calls."""
 
-    def read(reader: TextReader, names: Container[str]) -> Parsing[None]:
+    def read(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
         while (yield from reader.emit_until(content, marks.open)):
             while marks.close not in reader.text and not reader.is_ended:
                 yield
@@ -48,6 +48,12 @@ def make_bare_reader(marks: BareCallMarks) -> ParseOutput:
             reader.begin_call(name, json.dumps(arguments, ensure_ascii=False))
 
     return read
+
+
+def bare_call_pattern(marks: BareCallMarks, names: str) -> str:
+    """A regular expression for a call of a tool that matches `names`, with any arguments."""
+    inner = rf"(?:[^<]|{re.escape(marks.quote)})*"
+    return rf"{re.escape(marks.open)}call:(?:{names})\{{{inner}\}}{re.escape(marks.close)}"
 
 
 def parse_bare_call(text: str, quote: str) -> tuple[str, dict[str, Any]]:

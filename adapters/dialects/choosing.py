@@ -1,13 +1,16 @@
 """Chooses a checkpoint's dialect, by name or from its chat template."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
-from adapters.dialects.bare_call import BareCallMarks, make_bare_reader
+from adapters.dialects import python_call
+from adapters.dialects.bare_call import BareCallMarks, bare_call_pattern, make_bare_reader
 from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
 from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
 from adapters.dialects.message_tools import reads_tools_of_messages
 from adapters.dialects.parser import ReasoningMarkers
+from adapters.dialects.python_call import python_call_pattern, read_python_calls
 from adapters.dialects.tool_calls import (
     GRANITE_CALLS,
     HERMES_CLOSE,
@@ -23,12 +26,25 @@ from adapters.dialects.tool_calls import (
     read_marked_array,
     read_mistral,
 )
+from adapters.dialects.xml_call import read_xml_calls, xml_call_pattern
 from engine.errors import StartupError
 
 T = TypeVar("T")
 AUTO, NONE = "auto", "none"
 _MISTRAL = (MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID)
 GEMMA = BareCallMarks("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA_4 = BareCallMarks("<|tool_call>", "<tool_call|>", '<|"|>')
+
+
+def _bare_style(marks: BareCallMarks) -> ToolStyle:
+    return ToolStyle(
+        make_bare_reader(marks),
+        mark=marks.open,
+        special_tokens=tuple(marks),
+        call_pattern=partial(bare_call_pattern, marks),
+    )
+
+
 TOOL_STYLES: Mapping[str, ToolStyle] = {
     "hermes": ToolStyle(
         read_hermes,
@@ -68,17 +84,26 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         tail="}]" + PHI_CLOSE,
         special_tokens=(PHI_OPEN, PHI_CLOSE),
     ),
-    "gemma": ToolStyle(  # FunctionGemma
-        make_bare_reader(GEMMA),
-        mark=GEMMA.open,
-        special_tokens=tuple(GEMMA),
-        bare_marks=GEMMA,
+    "gemma": _bare_style(GEMMA),  # FunctionGemma
+    "gemma4": _bare_style(GEMMA_4),
+    "qwen-xml": ToolStyle(  # Qwen3.5 and Qwen3-Coder
+        read_xml_calls,
+        mark=HERMES_OPEN,
+        special_tokens=(HERMES_OPEN, HERMES_CLOSE),
+        call_pattern=xml_call_pattern,
+    ),
+    "olmo3": ToolStyle(
+        read_python_calls,
+        mark=python_call.OPEN,
+        special_tokens=(python_call.OPEN, python_call.CLOSE),
+        call_pattern=python_call_pattern,
     ),
 }
 REASONING_MARKS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
     "harmony": REASONING,
+    "gemma4": ReasoningMarkers("<|channel>", "<channel|>", label="thought"),
 }
 
 
@@ -109,10 +134,14 @@ def _tools_of(template: str) -> str:
         return "phi4"
     if GEMMA.open in template:
         return "gemma"
+    if GEMMA_4.open in template:
+        return "gemma4"
+    if python_call.OPEN in template:
+        return "olmo3"
     if GRANITE_CALLS in template:
         return "granite"
     if HERMES_OPEN in template:
-        return NONE if "<function=" in template else "hermes"  # Qwen3-Coder's calls are XML
+        return "qwen-xml" if "<function=" in template else "hermes"
     return "llama3" if PYTHON_TAG in template or "<|eom_id|>" in template else NONE
 
 
@@ -121,6 +150,8 @@ def _reasoning_of(template: str) -> str:
         return "mistral"
     if CHANNEL in template:
         return "harmony"
+    if "<|channel>thought" in template:
+        return "gemma4"
     return "think" if "<think>" in template or "</think>" in template else NONE
 
 

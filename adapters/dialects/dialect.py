@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.dialects.bare_call import BareCallMarks
 from adapters.dialects.parser import MessageParser, ReasoningMarkers
 from adapters.dialects.reader import TextReader
 from adapters.dialects.tool_calls import ParseOutput
@@ -36,8 +35,9 @@ class ToolStyle:
 
     A call begins with `mark` and `head`, in which `%s` is the name, and ends with `tail`. Without
     a mark, a call is a JSON object with its arguments under `key`. `special_tokens` are the marks
-    which are control tokens in some vocabularies. With `bare_marks`, arguments are not JSON, so
-    only the names of calls can be constrained.
+    which are control tokens in some vocabularies. With `call_pattern`, arguments are not JSON, so
+    only the names of calls can be constrained: it makes a regular expression of one call from one
+    that matches the names.
     """
 
     read: ParseOutput
@@ -47,7 +47,7 @@ class ToolStyle:
     key: str = "arguments"
     special_tokens: tuple[str, ...] = ()
     new_id: Callable[[Bits], str] = long_id
-    bare_marks: BareCallMarks | None = None
+    call_pattern: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,15 @@ class ModelDialect:
     def special_tokens(self) -> Collection[str]:
         """Marks that are control tokens in some vocabularies; the decoder must not drop them."""
         calls = () if self.tools is None else self.tools.special_tokens
-        return (*calls, *(self.reasoning or ()))
+        marks = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
+        return (*calls, *marks)
 
     def parser(self, prompt: str, wanted: ToolChoice, bits: Bits) -> StreamParser | None:
         """The parser of the output after `prompt`; None if all output is content.
 
         `bits(n)` returns n random bits, for the ids of calls.
         """
-        style = self.tools if wanted.names else None
+        style = self.tools if wanted.tools else None
         if style is None and self.reasoning is None:
             return None
         new_id = long_id if style is None else style.new_id
@@ -80,7 +81,7 @@ class ModelDialect:
             TextReader(lambda: new_id(bits), wanted.max_calls),
             self.reasoning,
             None if style is None else style.read,
-            frozenset(wanted.names),
+            wanted.tools,
             is_reasoning=self._is_open(prompt),
         )
 
@@ -97,8 +98,8 @@ class ModelDialect:
         """
         style = self.tools
         assert style is not None, "the model can call tools"
-        if style.bare_marks is not None:
-            return _bare(style.bare_marks, calls)
+        if style.call_pattern is not None:
+            return _by_name(style.call_pattern, calls)
         if style.mark:
             return _tagged(style, calls)
         if not calls.must_call and calls.answer is None:
@@ -112,7 +113,9 @@ class ModelDialect:
         return _json(GrammarKind.JSON_SCHEMA, {"anyOf": choices})
 
     def _is_open(self, prompt: str) -> bool:
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open)
+        return self.reasoning is not None and prompt.rstrip().endswith(
+            self.reasoning.open + self.reasoning.label
+        )
 
 
 def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
@@ -136,7 +139,7 @@ def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
     return _json(GrammarKind.TAGS, tags)
 
 
-def _bare(marks: BareCallMarks, calls: ToolCallGrammar) -> Grammar | None:
+def _by_name(call_pattern: Callable[[str], str], calls: ToolCallGrammar) -> Grammar | None:
     """Calls of the offered tools with any arguments; None if free text is allowed.
 
     Raises `InvalidRequest` if JSON is requested besides, which is another kind of grammar.
@@ -150,8 +153,7 @@ def _bare(marks: BareCallMarks, calls: ToolCallGrammar) -> Grammar | None:
             )
         return None
     names = "|".join(map(re.escape, calls.tools))
-    inner = rf"(?:[^<]|{re.escape(marks.quote)})*"
-    call = rf"{re.escape(marks.open)}call:(?:{names})\{{{inner}\}}{re.escape(marks.close)}"
+    call = call_pattern(names)
     most = "" if calls.max_calls is None else str(calls.max_calls)
     return Grammar(GrammarKind.REGEX, rf"(?:{call}){{1,{most}}}")
 

@@ -11,14 +11,14 @@ response format" (2025).
 """
 
 import re
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from adapters.dialects.dialect import Bits, ModelDialect, ToolStyle, long_id
 from adapters.dialects.parser import ReasoningMarkers
 from adapters.dialects.reader import Parsing, TextReader
-from adapters.dialects.tool_calls import content
+from adapters.dialects.tool_calls import OfferedTools, content
 from engine.step import Grammar
 from gateway.ports import Piece, Reasoning, StreamParser, ToolCallGrammar, ToolChoice
 
@@ -41,7 +41,7 @@ _STOP = re.compile("|".join(map(re.escape, _STOPS)))
 _BETWEEN = "\n\n"  # the texts of two messages of one kind
 
 
-def _read_whole(reader: TextReader, names: Container[str]) -> Parsing[None]:
+def _read_whole(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     raise AssertionError("HarmonyParser parses calls")
 
 
@@ -180,7 +180,7 @@ class HarmonyDialect(ModelDialect):
         return HarmonyParser(
             TextReader(lambda: long_id(bits), wanted.max_calls),
             None if begun is None else Header.read(begun),
-            has_tools=self.has_tool_calls and bool(wanted.names),
+            has_tools=self.has_tool_calls and bool(wanted.tools),
         )
 
     def without_reasoning(self, prompt: str, *, has_tools: bool) -> str:

@@ -14,7 +14,12 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.utils import Namespace
 
 from adapters.dialects.bounds import BUDGET, BoundedEnvironment, RenderBudget
-from adapters.dialects.message_tools import reads_tools_of_messages, with_message_tools
+from adapters.dialects.message_tools import (
+    lacks_calls,
+    reads_tools_of_messages,
+    with_message_tools,
+    with_written_calls,
+)
 from adapters.dialects.template_process import TemplateJob, TemplateProcesses
 from engine.errors import InvalidRequest, StartupError
 
@@ -49,6 +54,7 @@ class JinjaTemplate:
         self._reads_message_tools = {
             name: reads_tools_of_messages(text) for name, text in sources.items()
         }
+        self._lacks_calls = {name: lacks_calls(text) for name, text in sources.items()}
         self._special_tokens = dict(special_tokens)
         self._processes = TemplateProcesses()
         self.source = "\n".join(sources.values())
@@ -82,6 +88,8 @@ class JinjaTemplate:
             shown = [_as_system(message) for message in shown]
         if self._reads_message_tools[name]:
             shown = with_message_tools(shown, kwargs.get("tools"))
+        elif self._lacks_calls[name]:
+            shown = with_written_calls(shown)
         if self._has_channels[name]:
             shown = [_as_harmony(message) for message in shown]
         variables = {

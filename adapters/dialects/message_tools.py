@@ -1,14 +1,14 @@
-"""For templates that read tools from a system message and know no calls (Phi-4-mini).
+"""For templates that render no tool calls: calls become text with the marks of the model.
 
-Tools become the field `tools` of the system message; calls and their results become messages with
-the marks that the model was trained on.
+Granite 3's template renders tools, but only the content of messages. Phi-4-mini's reads tools from
+the field `tools` of the system message too, and its results have a role of their own.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.dialects.tool_calls import PHI_CLOSE, PHI_OPEN
+from adapters.dialects.tool_calls import GRANITE_CALLS, PHI_CLOSE, PHI_OPEN
 
 Message = Mapping[str, Any]
 
@@ -26,7 +26,10 @@ def with_message_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Message]:
     """The messages with tools, calls and results in the form that such templates render."""
-    shown = [_shown(message) for message in messages]
+    written = with_written_calls(messages, PHI_OPEN, PHI_CLOSE)
+    shown = [
+        {**each, "role": _RESULT_ROLE} if each.get("role") == "tool" else each for each in written
+    ]
     if not tools:
         return shown
     text = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
@@ -36,9 +39,19 @@ def with_message_tools(
     return shown
 
 
-def _shown(message: Message) -> Message:
-    if message.get("role") == "tool":
-        return {**message, "role": _RESULT_ROLE}
+def lacks_calls(template: str) -> bool:
+    """Whether a chat template with Granite's mark of calls renders no calls of messages."""
+    return GRANITE_CALLS in template and "tool_calls" not in template
+
+
+def with_written_calls(
+    messages: Sequence[Message], opening: str = GRANITE_CALLS, closing: str = ""
+) -> list[Message]:
+    """The messages with their calls as a JSON array between the marks, behind the content."""
+    return [_with_calls(message, opening, closing) for message in messages]
+
+
+def _with_calls(message: Message, opening: str, closing: str) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -46,5 +59,5 @@ def _shown(message: Message) -> Message:
         {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         for call in calls
     ]
-    text = PHI_OPEN + json.dumps(written, ensure_ascii=False) + PHI_CLOSE
+    text = opening + json.dumps(written, ensure_ascii=False) + closing
     return {**message, "content": (message.get("content") or "") + text}

@@ -1,18 +1,20 @@
 """The `StreamParser` of a dialect: optional reasoning, then content and tool calls."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from adapters.dialects.reader import Parsing, TextReader
-from adapters.dialects.tool_calls import ParseOutput, emit_rest
+from adapters.dialects.tool_calls import OfferedTools, ParseOutput, emit_rest
 from gateway.ports import Piece, Reasoning
 
 
 class ReasoningMarkers(NamedTuple):
-    """The marks around a model's reasoning."""
+    """The marks around a model's reasoning; `label` follows the first one (Gemma 4)."""
 
     open: str
     close: str
+    label: str = ""
 
 
 class MessageParser:
@@ -27,14 +29,14 @@ class MessageParser:
         reader: TextReader,
         marks: ReasoningMarkers | None,
         parse_output: ParseOutput | None,
-        names: Container[str] = (),
+        tools: OfferedTools = MappingProxyType({}),
         *,
         is_reasoning: bool = False,
     ) -> None:
         self.is_reasoning = is_reasoning
         self._reader = reader
         self._marks = marks
-        self._parsing = self._read(parse_output, names)
+        self._parsing = self._read(parse_output, tools)
         self._is_plain = False
         self._advance()
 
@@ -61,12 +63,12 @@ class MessageParser:
     def _advance(self) -> None:
         next(self._parsing, None)
 
-    def _read(self, parse_output: ParseOutput | None, names: Container[str]) -> Parsing[None]:
+    def _read(self, parse_output: ParseOutput | None, tools: OfferedTools) -> Parsing[None]:
         reader = self._reader
         if self._marks is not None:
             yield from self._read_reasoning(self._marks)
         if parse_output is not None:
-            yield from parse_output(reader, names)
+            yield from parse_output(reader, tools)
         elif not reader.is_ended:
             reader.emit(lambda text: text, len(reader.text))
             self._is_plain = True
@@ -75,7 +77,7 @@ class MessageParser:
 
     def _read_reasoning(self, marks: ReasoningMarkers) -> Parsing[None]:
         reader = self._reader
-        if not self.is_reasoning and not (yield from reader.accept(marks.open)):
+        if not self.is_reasoning and not (yield from reader.accept(marks.open + marks.label)):
             return
         self.is_reasoning = True
         yield from reader.skip_blanks()

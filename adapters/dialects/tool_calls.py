@@ -4,14 +4,15 @@ Text that only resembles a call is passed through as content, its marks included
 """
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from adapters.dialects.json_call import AnyName, read_arguments, read_call
 from adapters.dialects.reader import Parsing, TextReader
 
-ParseOutput = Callable[
-    [TextReader, Container[str]], Parsing[None]
-]  # the reader, and the tools offered
+# The tools offered: by name, the JSON schema of the parameters if it is known.
+OfferedTools = Mapping[str, Mapping[str, Any] | None]
+ParseOutput = Callable[[TextReader, OfferedTools], Parsing[None]]
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -29,7 +30,7 @@ def content(text: str) -> str:
     return text
 
 
-def read_hermes(reader: TextReader, names: Container[str]) -> Parsing[None]:
+def read_hermes(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Hermes, Qwen and the built-in model:
     `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
     while (yield from reader.emit_until(content, HERMES_OPEN)):
@@ -39,20 +40,20 @@ def read_hermes(reader: TextReader, names: Container[str]) -> Parsing[None]:
             emit_skipped(reader)
 
 
-def read_llama(reader: TextReader, names: Container[str]) -> Parsing[None]:
+def read_llama(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Llama 3: the whole output is `{"name": …, "parameters": …}`, or several separated by `;`.
 
     `<|python_tag|>` may come first. JSON that does not call an offered tool is content.
     """
     yield from reader.accept(PYTHON_TAG)
     if (yield from reader.peek()) == "{":
-        while (yield from read_call(reader, names)):
+        while (yield from read_call(reader, tools)):
             yield from reader.accept(";")
     reader.unskip()
     yield from emit_rest(reader)
 
 
-def read_mistral(reader: TextReader, names: Container[str]) -> Parsing[None]:
+def read_mistral(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Mistral: `[TOOL_CALLS]`, then an array of calls or, since 2025, a name and its arguments."""
     while (yield from reader.emit_until(content, MISTRAL_CALLS)):
         is_array = yield from reader.accept("[")
@@ -60,7 +61,7 @@ def read_mistral(reader: TextReader, names: Container[str]) -> Parsing[None]:
             emit_skipped(reader)
 
 
-def read_marked_array(reader: TextReader, names: Container[str]) -> Parsing[None]:
+def read_marked_array(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Granite 3 and Phi-4-mini: `<|tool_call|>[{"name": …, "arguments": …}, …]`, which Phi closes
     with `<|/tool_call|>`."""
     while (yield from reader.emit_until(content, GRANITE_CALLS)):

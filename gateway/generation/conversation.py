@@ -67,7 +67,7 @@ async def tokenize_chat(
     rendered = await _rendered(model, request, tools, skips_reasoning=skips_reasoning)
     dialect, choice = model.dialect, ToolChoice()
     if tools.offered:
-        choice = ToolChoice(tools.names, tools.max_calls)
+        choice = ToolChoice(tools.parameters, tools.max_calls)
     if dialect is None or dialect.parser(rendered.text, choice, random_bits) is None:
         return TokenizedPrompts([rendered.ids])
     special_tokens = model.tokenizer.special_tokens

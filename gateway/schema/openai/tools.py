@@ -67,8 +67,9 @@ class ToolPlan(NamedTuple):
         return self.must_call or any(function.strict for function in self.offered)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(function.name for function in self.offered)
+    def parameters(self) -> dict[str, Mapping[str, Any] | None]:
+        """Each function's parameter schema, by its name."""
+        return {function.name: function.parameters for function in self.offered}
 
     def argument_schemas(self) -> dict[str, Mapping[str, Any] | None]:
         """Each function's parameter schema if its calls are constrained to it, else None."""

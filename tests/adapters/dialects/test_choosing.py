@@ -25,7 +25,9 @@ COMPILER = byte_grammars()
         ("{{ messages }}", None, None),
         ("{% if tools %}<tool_call>{% endif %}", "hermes", None),
         ("<tool_call>", None, None),
-        ("{% if tools %}<tool_call>\n<function=x>{% endif %}", None, None),
+        ("{% if tools %}<tool_call>\n<function=x>{% endif %}", "qwen-xml", None),
+        ("{{ tools }}<|tool_call>call:<|channel>thought", "gemma4", "<|channel>"),
+        ("{{ tools }}<function_calls>", "olmo3", None),
         ("{% if tools %}<tool_call>{% endif %}<think>", "hermes", "<think>"),
         ("{{ content.split('</think>') }}", None, "<think>"),
         ("{{ tools }}<|python_tag|>", "llama3", None),
@@ -165,14 +167,26 @@ def test_calls_without_a_mark_in_text_cannot_be_constrained_within_it(style: str
     assert choose_dialect("", style).call_grammar(ToolCallGrammar({"f": TREE})) is None
 
 
-def test_calls_that_are_not_json_are_constrained_by_name_only() -> None:
+@pytest.mark.parametrize(
+    ("style", "call"),
+    [
+        ("gemma", "<start_function_call>call:%s{a:<escape>x} {<escape>,n:[1]}<end_function_call>"),
+        ("gemma4", '<|tool_call>call:%s{a:<|"|>x} {<|"|>,n:[1]}<tool_call|>'),
+        (
+            "qwen-xml",
+            "<tool_call>\n<function=%s>\n<parameter=a>\n<b>x</b>\n</parameter>\n</function>\n"
+            "</tool_call>",
+        ),
+        ("olmo3", '<function_calls>%s(a="x", n=[1])</function_calls>'),
+    ],
+)
+def test_calls_that_are_not_json_are_constrained_by_name_only(style: str, call: str) -> None:
     calls = ToolCallGrammar({"f": TREE, "g": TREE}, must_call=True, max_calls=1)
-    grammar = grammar_of("gemma", calls)
-    call = "<start_function_call>call:%s{a:<escape>x} {<escape>,n:[1]}<end_function_call>"
+    grammar = grammar_of(style, calls)
     assert allows(grammar, call % "f")
     for text in ("", "Hello", call % "h", call % "f" * 2, "a" + call % "f"):
         assert not allows(grammar, text)
     free = ToolCallGrammar({"f": TREE}, must_call=False)
-    assert choose_dialect("", "gemma").call_grammar(free) is None
+    assert choose_dialect("", style).call_grammar(free) is None
     with pytest.raises(InvalidRequest, match="cannot be combined with a 'response_format'"):
-        choose_dialect("", "gemma").call_grammar(free._replace(answer={"type": "object"}))
+        choose_dialect("", style).call_grammar(free._replace(answer={"type": "object"}))

@@ -56,7 +56,7 @@ TEMPLATE = """\
 PROMPT = "<|start|>user<|message|>Well?<|end|><|start|>assistant"
 THINK = "<|channel|>analysis<|message|>Hm.\n\n2 < 3 |>.<|end|>"
 CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-TOOLS = ToolChoice(("f", "g"))
+TOOLS = ToolChoice({"f": None, "g": None})
 
 
 def parse(
@@ -140,7 +140,7 @@ def test_calls_are_content_if_no_tools_are_offered() -> None:
 
 def test_no_more_calls_than_the_maximum_are_returned() -> None:
     text = CALL + "{}<|call|>" + CALL + "{}<|call|>"
-    assert message(parse(text, ToolChoice(("f",), 1)))[2] == [("f", "{}")]
+    assert message(parse(text, ToolChoice({"f": None}, 1)))[2] == [("f", "{}")]
 
 
 def test_a_prompt_that_ends_within_a_message_is_continued() -> None:

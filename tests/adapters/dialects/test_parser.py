@@ -16,7 +16,7 @@ from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished_choice
 
 TOOLS = ("f", "weather")
 DIALECTS = {
-    name: choose_dialect("", name, name if name in ("mistral", "harmony") else "think")
+    name: choose_dialect("", name, name if name in ("mistral", "harmony", "gemma4") else "think")
     for name in TOOL_STYLES
 }
 
@@ -33,7 +33,9 @@ def read(
     name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS
 ) -> ParsedMessage:
     """Parse a text that arrives in parts."""
-    parser = DIALECTS[name].parser(prompt, ToolChoice(tools), random.Random(1).getrandbits)
+    parser = DIALECTS[name].parser(
+        prompt, ToolChoice(dict.fromkeys(tools)), random.Random(1).getrandbits
+    )
     assert parser is not None
     pieces: list[Piece] = []
     for part in parts:
@@ -172,7 +174,11 @@ FRAGMENTS = st.sampled_from(
             "[TOOL_CALLS]",
             "[ARGS]",
             "[THINK]",
+            "<|channel>thought\n",
+            "<function_calls>",
         ),
+        *("<channel|>", '<|tool_call>call:f{a:<|"|>x<|"|>}', "<tool_call|>", "</function_calls>"),
+        *("<function=f>\n", "<parameter=a>\n", "\n</parameter>\n", "</function>\n", "f(a=1)"),
         *("[/THINK]", "<|python_tag|>", '{"name": "f", ', '"arguments": {', '"parameters": {', "}"),
         *('"a": "', '"', "\\", "}}", "}]", ", ", ";", " ", "\n", "[", "]", "{", "x", "é", "<", "f"),
         *('{"name": "f", "arguments": {}}', '{"arguments": {}, "name": "f"}', '{"b": 1}'),
@@ -193,7 +199,7 @@ def test_any_split_gives_the_same_message(
     text = "".join(parts)
     marks = DIALECTS[name].reasoning
     assert marks is not None
-    prompt = marks.open + "\n" if is_open else ""
+    prompt = f"{marks.open}{marks.label}\n" if is_open else ""
     whole = read(name, [text], prompt)
     assert read(name, split(text, places), prompt) == whole
     assert read(name, [*text], prompt) == whole
@@ -207,13 +213,15 @@ def test_text_without_calls_or_reasoning_is_unchanged(name: str, parts: list[str
     if (
         message.reasoning is None
         and not message.calls
-        and not text.lstrip().startswith(("<think>", "[THINK]"))
+        and not text.lstrip().startswith(("<think>", "[THINK]", "<|channel>thought"))
     ):
         assert message.content == text
 
 
 def test_only_text_that_may_be_a_mark_is_withheld() -> None:
-    parser = DIALECTS["hermes"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
+    parser = DIALECTS["hermes"].parser(
+        "", ToolChoice(dict.fromkeys(TOOLS)), random.Random(1).getrandbits
+    )
     assert parser is not None
     parts = ["Hi", " you", " <b>", " <tool", "_call>", '{"name": "f", "arguments": {"a":', " 1"]
     pieces = [list(parser.feed(part)) for part in parts]
@@ -248,12 +256,14 @@ def test_reasoning_that_the_prompt_opens_is_recognised_and_can_be_closed() -> No
 
 def test_a_model_without_reasoning_and_calls_needs_no_parser() -> None:
     bits = random.Random(1).getrandbits
-    assert ModelDialect().parser("", ToolChoice(TOOLS), bits) is None
+    assert ModelDialect().parser("", ToolChoice(dict.fromkeys(TOOLS)), bits) is None
     assert ModelDialect(tools=TOOL_STYLES["hermes"]).parser("", ToolChoice(), bits) is None
 
 
 def test_mistral_call_ids_are_nine_letters_or_digits() -> None:
-    parser = DIALECTS["mistral"].parser("", ToolChoice(TOOLS), random.Random(1).getrandbits)
+    parser = DIALECTS["mistral"].parser(
+        "", ToolChoice(dict.fromkeys(TOOLS)), random.Random(1).getrandbits
+    )
     assert parser is not None
     (begin, _) = parser.feed("[TOOL_CALLS]f[ARGS]{")
     assert isinstance(begin, CallBegin)
@@ -265,7 +275,7 @@ def test_mistral_call_ids_are_nine_letters_or_digits() -> None:
 def test_a_call_beyond_the_maximum_completes_the_output(size: int) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"a{call}b{call}c"
-    wanted = ToolChoice(TOOLS, max_calls=1)
+    wanted = ToolChoice(dict.fromkeys(TOOLS), max_calls=1)
     parser = DIALECTS["hermes"].parser("", wanted, random.Random(1).getrandbits)
     assert parser is not None
     pieces: list[Piece] = []

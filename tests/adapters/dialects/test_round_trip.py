@@ -118,6 +118,76 @@ GEMMA = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif -%}{#- tools -#}
 """
+GEMMA_4 = """\
+{%- macro value(v) -%}
+{%- if v is string -%}{{- '<|"|>' ~ v ~ '<|"|>' -}}
+{%- elif v is boolean -%}{{- 'true' if v else 'false' -}}
+{%- elif v is mapping -%}
+{{- '{' -}}{%- for k, x in v | dictsort -%}{{- k ~ ':' -}}{{- value(x) -}}
+{%- if not loop.last %},{% endif -%}{%- endfor -%}{{- '}' -}}
+{%- elif v is sequence -%}
+{{- '[' -}}{%- for x in v -%}{{- value(x) -}}{%- if not loop.last %},{% endif -%}
+{%- endfor -%}{{- ']' -}}
+{%- else -%}{{- v -}}{%- endif -%}
+{%- endmacro -%}
+{%- for m in messages -%}
+{{- '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' -}}
+{%- if m.reasoning_content -%}
+{{- '<|channel>thought\n' ~ m.reasoning_content ~ '\n<channel|>' -}}
+{%- endif -%}
+{%- for c in m.tool_calls or [] -%}
+{{- '<|tool_call>call:' ~ c.function.name ~ value(c.function.arguments) ~ '<tool_call|>' -}}
+{%- endfor -%}
+{{- m.content ~ '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif -%}{#- tools -#}
+"""
+QWEN_XML = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' ~ m.role ~ '\n' -}}
+{%- if m.role == 'assistant' -%}
+{{- '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n\n' -}}
+{%- endif -%}
+{{- m.content -}}
+{%- for c in m.tool_calls or [] -%}
+{{- '\n\n<tool_call>\n<function=' ~ c.function.name ~ '>\n' -}}
+{%- for k, v in c.function.arguments | items -%}
+{{- '<parameter=' ~ k ~ '>\n' -}}
+{{- (v | tojson if v is mapping or (v is sequence and v is not string) else v | string) -}}
+{{- '\n</parameter>\n' -}}
+{%- endfor -%}
+{{- '</function>\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif -%}{#- tools -#}
+"""
+OLMO_3 = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content -}}
+{%- if m.tool_calls -%}
+{{- '<function_calls>' -}}
+{%- for c in m.tool_calls -%}
+{{- c.function.name ~ '(' -}}
+{%- for k, v in c.function.arguments | items -%}
+{{- k ~ '=' ~ (v | tojson) -}}{%- if not loop.last %}, {% endif -%}
+{%- endfor -%}
+{{- ')' -}}{%- if not loop.last -%}{{- '\n' -}}{%- endif -%}
+{%- endfor -%}
+{{- '</function_calls>' -}}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}{#- tools -#}
+"""
+GRANITE_3 = """\
+{%- if tools %}{{ '<|start_of_role|>available_tools<|end_of_role|>' ~ tools }}{% endif -%}
+{%- for m in messages -%}
+{{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + m['content'] + '<|end_of_text|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif -%}
+{#- respond only with <|tool_call|> followed by a JSON list of tools used -#}
+"""
 BUILTIN_TEMPLATE = load_chat_template(BUILTIN)
 assert BUILTIN_TEMPLATE is not None
 TEMPLATES = {
@@ -129,6 +199,10 @@ TEMPLATES = {
     "phi": (PHI, "<|end|>"),
     "smol": (SMOL, "<|im_end|>"),
     "gemma": (GEMMA, "<end_of_turn>"),
+    "gemma4": (GEMMA_4, "<turn|>"),
+    "qwen-xml": (QWEN_XML, "<|im_end|>"),
+    "olmo3": (OLMO_3, "<|im_end|>"),
+    "granite3": (GRANITE_3, "<|end_of_text|>"),
 }
 
 
@@ -140,6 +214,18 @@ def called(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 NESTED = called(("f", {"a": {"b c": [True, None, -1.5, ["x, y", {}]], "d": "}{<escap"}, "e": ""}))
+NESTED_JSON = called(("f", {"a": {"b c": [True, None, -1.5, [")", {}]]}, "e": "</f\n("}))
+TYPED = called(("f", {"s": "1", "n": 1, "b": False, "z": None, "o": {"x": [1]}, "u": "<a>\n</a>"}))
+SCHEMA = {
+    "properties": {
+        "a": {"type": "string"},
+        "n": {"type": ["array", "integer"]},
+        "s": {"type": "string"},
+        "b": {"type": "boolean"},
+        "z": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "o": {"type": "object"},
+    }
+}
 CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
 
 
@@ -164,6 +250,16 @@ CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
         ("gemma", {"content": "Hello."}),
         ("gemma", {"content": "", "tool_calls": CALLS}),
         ("gemma", {"content": "", "tool_calls": NESTED}),
+        ("gemma4", {"content": "Yes.", "reasoning_content": "Hm."}),
+        ("gemma4", {"content": "", "tool_calls": CALLS}),
+        ("gemma4", {"content": "", "reasoning_content": "Hm.", "tool_calls": CALLS}),
+        ("qwen-xml", {"content": "Yes.", "reasoning_content": "Hm."}),
+        ("qwen-xml", {"content": "", "tool_calls": CALLS}),
+        ("qwen-xml", {"content": "So.", "reasoning_content": "Hm.", "tool_calls": TYPED}),
+        ("olmo3", {"content": "Hello."}),
+        ("olmo3", {"content": "Well.", "tool_calls": CALLS}),
+        ("olmo3", {"content": "", "tool_calls": NESTED_JSON}),
+        ("granite3", {"content": "", "tool_calls": CALLS}),
     ],
 )
 def test_a_message_is_parsed_as_the_template_wrote_it(family: str, answer: dict[str, Any]) -> None:
@@ -176,7 +272,7 @@ def test_a_message_is_parsed_as_the_template_wrote_it(family: str, answer: dict[
     )
     assert whole.startswith(prompt)
     text = whole[len(prompt) :].rstrip("\n").removesuffix(end)
-    wanted = ToolChoice(("f", "g"))
+    wanted = ToolChoice({"f": SCHEMA, "g": None})
     parser = choose_dialect(source).parser(prompt, wanted, random.Random(1).getrandbits)
     assert parser is not None
     message = finished_choice([*parser.feed(text), *parser.finish()], ChoiceEnd("stop"))

@@ -45,7 +45,7 @@ STOPS = st.lists(
 def a_parser(style: str | None, max_calls: int | None = None) -> StreamParser | None:
     """A fresh parser whose calls are numbered alike each time."""
     dialect = choose_dialect("", style or "none", "think" if style else "none")
-    choice = ToolChoice(("f",), max_calls)
+    choice = ToolChoice({"f": None}, max_calls)
     return dialect.parser("", choice, random.Random(1).getrandbits)
 
 
