@@ -122,6 +122,8 @@ class RequestPool:
             self.swapped[request] = None
         if after is WAITING or after is SWAPPED or after in TERMINAL:
             self.started.pop(request, None)
+        elif before is WAITING or before is SWAPPED:
+            self.policy.start(request)
         if after in TERMINAL:
             self._remove(request)
 

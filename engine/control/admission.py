@@ -24,6 +24,7 @@ loses no work and is not bounded. Which started request runs next is up to the p
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
 
 READY, SWAPPING_IN = State.READY, State.SWAPPING_IN  # bound once (see engine.pool)
+CHUNK = 64  # started requests whose keys are compared at a time
 
 
 class Admission(Enum):
@@ -88,13 +90,15 @@ class AdmissionControl:
         self._pool = pool
         self._observer = observer
         # Of the plan being made:
-        self._ready: list[Request] | None = None  # the least urgent first; made when needed
+        self._least_urgent: list[Request] = []  # started requests, as far as they were needed
+        self._more: Iterator[Request] | None = None  # those behind them
         self._keys: dict[Request, SortKey] = {}  # in the policy's order
         self._reclaimable = inf  # most blocks that preemption can gain, as far as is known
 
     def begin_plan(self) -> None:
         """Discard what was computed for the last plan."""
-        self._ready = None
+        self._least_urgent.clear()
+        self._more = None
         self._keys.clear()
         self._reclaimable = inf
 
@@ -194,14 +198,23 @@ class AdmissionControl:
     def _slots_to_start(self, request: Request) -> int:
         return request.num_tokens if self._grows else request.max_slots
 
-    def _ready_requests(self, now: float) -> list[Request]:
-        """Requests that were ready when this was first called in the plan, least urgent first."""
-        if self._ready is None:
-            self._ready = ready = [r for r in self._pool.started if r.state is READY]
-            keys = self._pool.policy.sort_keys(ready, now)
-            self._keys.update(zip(ready, keys, strict=True))
-            ready.sort(key=self._keys.__getitem__, reverse=True)
-        return self._ready
+    def _ready_requests(self, now: float) -> "Iterator[Request]":
+        """Ready requests, the least urgent first, with their keys in `_keys`."""
+        policy = self._pool.policy
+        if self._more is None:
+            self._more = policy.started_order(self._pool.started, now, reverse=True)
+        at = 0
+        while True:
+            if at == len(self._least_urgent):
+                chunk = [*islice(self._more, CHUNK)]
+                self._keys.update(zip(chunk, policy.sort_keys(chunk, now), strict=True))
+                self._least_urgent += chunk
+                if not chunk:
+                    return
+            request = self._least_urgent[at]
+            at += 1
+            if request.state is READY:
+                yield request
 
     def _key(self, request: Request, now: float) -> "SortKey":
         """The request's position in the policy's order."""
@@ -211,12 +224,11 @@ class AdmissionControl:
 
     def _victims(self, request: Request, now: float) -> "Iterator[Request]":
         """Less urgent requests that may be preempted for `request`, the least urgent first."""
-        ready, key = self._ready_requests(now), self._key(request, now)
-        for other in ready:
+        key = self._key(request, now)
+        for other in self._ready_requests(now):
             if self._keys[other] <= key:
                 return
-            is_safe = self.is_protected(other) and not _is_background_for(other, request)
-            if other.state is READY and not is_safe:
+            if not self.is_protected(other) or _is_background_for(other, request):
                 yield other
 
     def _victims_of_protected(self, request: Request, now: float) -> "Iterator[Request]":
@@ -224,7 +236,7 @@ class AdmissionControl:
         the least urgent first, then protected requests, the last arrived first."""
         later: list[Request] = []
         for other in self._ready_requests(now):
-            if other is request or other.state is not READY or _is_background_for(request, other):
+            if other is request or _is_background_for(request, other):
                 continue
             if not self.is_protected(other) or _is_background_for(other, request):
                 yield other

@@ -1,5 +1,6 @@
 """BatchPlanner: which requests are in the next iteration, and with how many tokens."""
 
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from engine.control.step_time import LEAST_PIECE, StepTime
 from engine.request import Move, Request, State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.control.admission import AdmissionControl
     from engine.control.batch_builder import BatchBuilder
     from engine.control.settings import SchedulerSettings
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
 PLAN = Move.PLAN  # path (see engine.pool)
+CHUNK = 64  # started requests whose keys are compared at a time
 
 
 class BatchPlanner:
@@ -64,17 +68,22 @@ class BatchPlanner:
                 if other.state is READY or other in batch.ahead:
                     self._take(batch, other, now)
 
-    def _started_behind(self, request: Request | None, now: float) -> list[Request]:
-        """Started requests behind `request` in the policy's order (all if it is None), sorted.
+    def _started_behind(self, request: Request | None, now: float) -> "Iterator[Request]":
+        """Started requests behind `request` in the policy's order (all if it is None).
 
-        The order itself may have any number of waiting requests between them.
+        The order itself may have any number of waiting requests between them; those before
+        `request` have been walked in this plan, so that they are few.
         """
-        started = [*self._pool.started]
-        keys = dict(zip(started, self._pool.policy.sort_keys(started, now), strict=True))
-        if request is not None:
-            (key,) = self._pool.policy.sort_keys([request], now)
-            started = [other for other in started if keys[other] > key]
-        return sorted(started, key=keys.__getitem__)
+        policy = self._pool.policy
+        order = policy.started_order(self._pool.started, now)
+        if request is None:
+            yield from order
+            return
+        (key,) = policy.sort_keys([request], now)
+        while chunk := [*islice(order, CHUNK)]:
+            for other, own in zip(chunk, policy.sort_keys(chunk, now), strict=True):
+                if own > key:
+                    yield other
 
     def _take(self, batch: "BatchBuilder", request: Request, now: float) -> None:
         """Add a started request to the batch, unless tokens or KV blocks lack.

@@ -159,6 +159,8 @@ class IterationScheduler:
         """Continue under another policy, which is empty; no request is lost or restarted."""
         for request in self.pool:
             policy.arrive(request, now)
+        for request in self.pool.started:
+            policy.start(request)
         self.pool.policy = policy
         self._observer.switched(policy, now)
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from engine.policy.port import Policy, Preemption, SortKey
     from engine.policy.settings import PolicySettings
@@ -48,6 +48,10 @@ class BackgroundLast:
         if not request.spec.is_background:
             self.inner.ran(request, num_tokens, seconds, now)
 
+    def start(self, request: "Request") -> None:
+        if not request.spec.is_background:
+            self.inner.start(request)
+
     def leave(self, request: "Request", now: float) -> None:
         if request.spec.is_background:
             del self._background[request]
@@ -58,7 +62,20 @@ class BackgroundLast:
         order = self.inner.order(now)
         return chain(order, self._background) if self._background else order
 
+    def started_order(
+        self, started: "Collection[Request]", now: float, *, reverse: bool = False
+    ) -> "Iterator[Request]":
+        if not self._background:
+            return self.inner.started_order(started, now, reverse=reverse)
+        foreground = [request for request in started if not request.spec.is_background]
+        behind = [request for request in started if request.spec.is_background]
+        behind.sort(key=self._background.__getitem__, reverse=reverse)
+        order = self.inner.started_order(foreground, now, reverse=reverse)
+        return chain(behind, order) if reverse else chain(order, behind)
+
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        if not self._background:
+            return self.inner.sort_keys(requests, now)
         foreground = [request for request in requests if not request.spec.is_background]
         keys = iter(self.inner.sort_keys(foreground, now))
         behind = self._background

@@ -8,9 +8,9 @@ from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
+from engine.policy.base import PolicyBase
 from engine.policy.forecast import Forecast, spread
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _DeadlineKey(NamedTuple):
     request: "Request"
 
 
-class EarliestFeasibleFirst:
+class EarliestFeasibleFirst(PolicyBase):
     """A list sorted by due time. A request that is forecast to miss its deadline is rejected."""
 
     preemption = Preemption.ALWAYS
@@ -109,9 +109,6 @@ class EarliestFeasibleFirst:
         for request in requests:
             self._postpone_if_late(request, now)
         return [self._keys[request][:2] for request in requests]
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
         """The earliest time that the request has to meet; None if it has no deadline."""

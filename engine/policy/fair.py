@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
+from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.policy.port import SortKey
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class _Tenant:
     requests: "dict[Request, None]" = field(default_factory=dict)
 
 
-class VirtualTokenCounter:
+class VirtualTokenCounter(PolicyBase):
     """Tokens served per tenant, weighted by input and output and by the tenant's own weight.
 
     Prompt tokens found in the cache cost nothing; tokens computed again after a preemption do.
@@ -43,9 +43,6 @@ class VirtualTokenCounter:
         self._absent: dict[str, float] = {}  # counters that are ahead of the floor
         self._last_counter = 0.0  # of the last tenant to leave
         self._num_tenants = 0
-
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
 
     def arrive(self, request: "Request", now: float) -> None:
         assert request.spec.weight > 0.0, "a tenant's share is positive"
@@ -108,9 +105,6 @@ class VirtualTokenCounter:
                         break
                 counter += self._charge_of_remaining(request)
         return [keys[request] for request in requests]
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens counted for a tenant with live requests."""

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from engine.policy.port import SortKey
     from engine.policy.settings import PolicySettings
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(PolicyBase):
     """The order of arrival, which preemption does not change. Uses neither cost nor settings."""
 
     preemption = Preemption.NEVER
@@ -25,15 +25,9 @@ class FirstComeFirstServed:
         self._live: dict[Request, SortKey] = {}
         self._num_arrived = 0
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
-
     def arrive(self, request: "Request", now: float) -> None:
         self._live[request] = (self._num_arrived,)
         self._num_arrived += 1
-
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
-        return None
 
     def leave(self, request: "Request", now: float) -> None:
         del self._live[request]
@@ -43,6 +37,3 @@ class FirstComeFirstServed:
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         return [self._live[request] for request in requests]
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))

@@ -25,22 +25,24 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
 from math import floor, inf, log, log1p
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.policy.base import PolicyBase
+from engine.policy.estimates.course import Course, Outlook
 from engine.policy.estimates.fcfs_estimate import FcfsEstimate
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
 from engine.policy.estimates.work_variation import WorkVariation
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.request import Abort, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from engine.policy.port import SortKey
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
 
 LEVEL_RATIO = 1.5
 NUM_LEVELS = 26  # level 0 is for requests that go first until they end
@@ -51,14 +53,6 @@ MARGIN = 0.8  # of FCFS's tail; a request whose expected JCT is above it goes fi
 MOST_SAMPLED = 64  # started requests of a level whose work is predicted one by one
 MOST_AT_ONCE = 64  # requests of a kind that go first from one update on
 LEAST_WAIT = 0.3  # of FCFS's tail; no request goes first before
-LEAST_RANK = 1e-3
-
-
-class Outlook(NamedTuple):
-    """Rank of a request in units, and the decodes expected until it ends."""
-
-    rank: float
-    decodes: float
 
 
 class _Kind(NamedTuple):
@@ -85,21 +79,7 @@ class _Job:
     waits_since: float = 0.0
 
 
-def outlook(hazards: "Sequence[float]", age_bin: int, prefill: float, cap: int) -> Outlook:
-    """Rank and decodes left of a request that has produced the tokens before bin `age_bin`, with
-    `prefill` units of prefill to do; it ends before bin `cap` + 1 in any case."""
-    alive, decodes, rank = 1.0, 0.0, inf
-    for number in range(age_bin, max(cap, age_bin + 1)):
-        width = EDGES[number + 1] - EDGES[number]
-        ends = alive * hazards[number]
-        decodes += (alive - ends / 2) * width
-        alive -= ends
-        if alive < 1.0:
-            rank = min(rank, (prefill + decodes) / (1.0 - alive))
-    return Outlook(max(LEAST_RANK, min(rank, prefill + decodes)), decodes)
-
-
-class GittinsIndex:
+class GittinsIndex(PolicyBase):
     """Requests by level. Started ones are sorted by arrival in each level; waiting ones are in
     queues by kind, so that new ranks cost as much as there are kinds, not requests."""
 
@@ -118,15 +98,15 @@ class GittinsIndex:
         self._waiting: dict[_Kind, dict[Request, None]] = {}
         self._levels: dict[_Kind, int] = {}  # of waiting requests
         self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
+        self._new: dict[Request, None] = {}  # have KV, and were not in an iteration yet
         self._outlooks: dict[tuple[int, _Kind], Outlook] = {}  # of the present version
-        self._hazards: dict[int, list[float]] = {}  # by stratum, of the present version
+        self._general: list[float] = []  # hazards of all outputs, once they are needed,
+        self._hazards: dict[int, list[float]] = {}  # by stratum,
+        self._courses: dict[tuple[int, int], Course] = {}  # and by stratum and age bin: of the same
         self._version = 0
         self._late_level = NUM_LEVELS - 1  # by rank, of waiting requests that go first
         self._num_ends = 0  # of outputs since the last update
         self._update_at = 0.0
-
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
 
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
@@ -139,6 +119,10 @@ class GittinsIndex:
         job.next_edge = EDGES[job.age_bin + 1]
         job.is_started = bool(request.num_computed or request.output)
         self._insert(request, job)
+
+    def start(self, request: "Request") -> None:
+        if not self._jobs[request].is_started:
+            self._new[request] = None
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         job = self._jobs[request]
@@ -153,6 +137,7 @@ class GittinsIndex:
             self._age(job, bin_of(request.produced + 1))
             moves = True
         if moves:
+            self._new.pop(request, None)
             self._remove(request, job)
             job.is_started = True
             self._insert(request, job)
@@ -160,6 +145,7 @@ class GittinsIndex:
     def leave(self, request: "Request", now: float) -> None:
         job = self._jobs.pop(request)
         self._remove(request, job)
+        self._new.pop(request, None)
         if request.output:
             self._age(job, bin_of(request.produced))
         is_complete = request.finish is FinishReason.STOP or request.abort is Abort.STOP_STRING
@@ -176,6 +162,22 @@ class GittinsIndex:
             self._update(now)
         return self._walk()
 
+    def started_order(
+        self, started: "Collection[Request]", now: float, *, reverse: bool = False
+    ) -> "Iterator[Request]":
+        levels = [(level, [*found]) for level, found in enumerate(self._started) if found]
+        step = -1 if reverse else 1
+        ran = (
+            ((level, 0, number), request)
+            for level, found in levels[::step]
+            for number, request in found[::step]
+            if self._jobs[request].is_started
+        )
+        new = sorted(
+            zip(self.sort_keys([*self._new], now), self._new, strict=True), reverse=reverse
+        )
+        return (request for _, request in merge(ran, new, key=itemgetter(0), reverse=reverse))
+
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         jobs = [self._jobs[request] for request in requests]
         front = self._front
@@ -186,9 +188,6 @@ class GittinsIndex:
             else:
                 keys.append((self._level(job), 2 * _is_queued(job), job.number))
         return keys
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))
 
     @property
     def level_sizes(self) -> list[int]:
@@ -269,12 +268,21 @@ class GittinsIndex:
         kind = job.kind._replace(prefill=_prefill_class(job.prefill))
         known = self._outlooks.get((job.age_bin, kind))
         if known is None:
-            hazards = self._hazards.get(kind.stratum)
-            if hazards is None:
-                hazards = self._hazards[kind.stratum] = self.lengths.hazards(kind.stratum)
-            known = outlook(hazards, job.age_bin, _units_of(kind.prefill), kind.cap)
+            course = self._courses.get((kind.stratum, job.age_bin))
+            if course is None:
+                hazards = self._hazards_of(kind.stratum)
+                course = self._courses[kind.stratum, job.age_bin] = Course.of(hazards, job.age_bin)
+            known = course.outlook(_units_of(kind.prefill), kind.cap)
             self._outlooks[job.age_bin, kind] = known
         return known
+
+    def _hazards_of(self, stratum: int) -> list[float]:
+        found = self._hazards.get(stratum)
+        if found is None:
+            self._general = self._general or self.lengths.hazards()
+            found = self.lengths.stratum_hazards(stratum, self._general)
+            self._hazards[stratum] = found
+        return found
 
     def _level_of(self, rank: float) -> int:
         if not self._is_ranked:
@@ -297,6 +305,8 @@ class GittinsIndex:
         self._version += 1
         self._outlooks.clear()
         self._hazards.clear()
+        self._courses.clear()
+        self._general = self.lengths.hazards()
         is_learned = self.lengths.num_observed >= self._settings.min_outputs
         if self._is_ranked != (is_learned and self.variation.is_large):
             self._is_ranked = not self._is_ranked
@@ -314,7 +324,7 @@ class GittinsIndex:
             factor = len(started) / (len(sample) or 1)
             prefill += factor * sum(self._added(job.prefill) for job in idle)
             decodes += factor * sum(self._outlook(job).decodes for job in idle)
-        mean = outlook(self.lengths.hazards(), 0, 0.0, NUM_BINS - 1).decodes
+        mean = Course.of(self._general, 0).outlook(0.0, NUM_BINS - 1).decodes
         self._fcfs.update(prefill, decodes, mean)
         if self._is_ranked or limit is not None:
             self._find_late(now)
@@ -360,10 +370,11 @@ class GittinsIndex:
         limit = self._settings.starvation_seconds
         if limit is not None:
             return now - job.waits_since >= limit
+        age, tail = now - request.arrived_at, self._fcfs.tail
+        if not self._is_idle(job) or age <= LEAST_WAIT * tail:
+            return False
         left = self._added(job.prefill) + self._outlook(job).decodes * self._fcfs.pace
-        tail = self._fcfs.tail
-        allowed = max(MARGIN * tail - left, LEAST_WAIT * tail)
-        return self._is_idle(job) and now - request.arrived_at > allowed
+        return age > MARGIN * tail - left
 
 
 def _is_queued(job: _Job) -> bool:

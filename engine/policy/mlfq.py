@@ -11,20 +11,22 @@ the request. Chunks of a prompt are charged what they add to the prompt's time a
 request that skipped queues is not demoted before its first token.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from engine.policy.port import SortKey
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
 
 STARVATION_SECONDS = 3.0  # of the paper's released code
 FAR = 4096  # a position to measure the cost of attention by
@@ -37,9 +39,10 @@ class _Job:
     quantum: float  # seconds granted in this level
     number: int = 0  # counts up with each request that joins a queue
     used: float = 0.0
+    is_started: bool = False
 
 
-class SkipJoinMLFQ:
+class SkipJoinMLFQ(PolicyBase):
     """Queues from short to long quanta; inside a queue, first in, first out.
 
     There is no explicit preemption: every iteration is planned from the front of the order.
@@ -53,18 +56,22 @@ class SkipJoinMLFQ:
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
         self._jobs: dict[Request, _Job] = {}
         self._num_joined = 0
+        self._started: list[tuple[int, int, Request]] = []  # by level and number, sorted
         self._decode_at: float | None = None  # when these were predicted: a decode at position 0,
         self._decode_cost = self._decode_slope = 0.0  # and the seconds per position
         self._waiting = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
-
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
 
     def arrive(self, request: "Request", now: float) -> None:
         level = self._covering(self._next_iteration(request)) if self._settings.skips else 0
         self._jobs[request] = _Job(level, self._quantum(level), self._next_number())
         self._levels[level][request] = None
         self._waiting.restart(request, now)
+
+    def start(self, request: "Request") -> None:
+        job = self._jobs[request]
+        if not job.is_started:
+            job.is_started = True
+            insort(self._started, (job.level, job.number, request))
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         """Charge the tokens; demote the request if it has used up the quantum of its queue."""
@@ -78,7 +85,10 @@ class SkipJoinMLFQ:
             self._join(request, min(max(job.level + 1, covering), last))
 
     def leave(self, request: "Request", now: float) -> None:
-        del self._levels[self._jobs.pop(request).level][request]
+        job = self._jobs.pop(request)
+        del self._levels[job.level][request]
+        if job.is_started:
+            del self._started[bisect_left(self._started, (job.level, job.number))]
         self._waiting.remove(request)
 
     def order(self, now: float) -> "Iterator[Request]":
@@ -86,6 +96,12 @@ class SkipJoinMLFQ:
             job = self._join(request, 0)
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
+
+    def started_order(
+        self, started: "Collection[Request]", now: float, *, reverse: bool = False
+    ) -> "Iterator[Request]":
+        found = self._started[::-1] if reverse else self._started[:]
+        return (request for _, _, request in found)
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         jobs = [self._jobs[request] for request in requests]
@@ -123,9 +139,13 @@ class SkipJoinMLFQ:
         """Move the request to the end of a queue, with the queue's whole quantum."""
         job = self._jobs[request]
         del self._levels[job.level][request]
+        if job.is_started:
+            del self._started[bisect_left(self._started, (job.level, job.number))]
         job.level, job.quantum, job.used = level, self._quantum(level), 0.0
         job.number = self._next_number()
         self._levels[level][request] = None
+        if job.is_started:
+            insort(self._started, (job.level, job.number, request))
         return job
 
     def _next_number(self) -> int:

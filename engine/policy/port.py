@@ -4,7 +4,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from engine.policy.estimates.lengths import LearnedLengths
     from engine.request import Request, RequestSpec
@@ -26,7 +26,8 @@ class Policy(Protocol):
 
     The scheduler calls `validate` before a request is accepted; `arrive` once per request, in any
     state of it when policies are switched; `ran` after each iteration that the request was part
-    of, before the sampled token is counted; `leave` when it ends.
+    of, before the sampled token is counted; `start` whenever it gets KV on the device, and when
+    policies are switched while it has; `leave` when it ends.
     """
 
     @property
@@ -43,6 +44,8 @@ class Policy(Protocol):
         """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
         ...
 
+    def start(self, request: "Request") -> None: ...
+
     def leave(self, request: "Request", now: float) -> None: ...
 
     def order(self, now: float) -> "Iterator[Request]":
@@ -50,6 +53,16 @@ class Policy(Protocol):
 
         The scheduler takes a batch from the front, so the cost must depend on how many requests
         are taken, not on how many are live. Requests are taken before any other method is called.
+        """
+        ...
+
+    def started_order(
+        self, started: "Collection[Request]", now: float, *, reverse: bool = False
+    ) -> "Iterator[Request]":
+        """The requests with KV on the device, which are `started`, as they are in `order`, or the
+        last one first. Live requests that had KV before may be among them.
+
+        Requests may start, stop and run during the walk, which does not change it.
         """
         ...
 

@@ -4,8 +4,8 @@ from bisect import insort
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from engine.policy.port import SortKey
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
 
 STARVATION_SECONDS = 60.0
 
 
-class LowestPriorityFirst:
+class LowestPriorityFirst(PolicyBase):
     """Strict priority classes with a starvation limit: a request that starves is promoted before
     all classes, behind those promoted earlier, until it ends."""
 
@@ -32,9 +32,6 @@ class LowestPriorityFirst:
         self._classes: dict[int, dict[Request, SortKey]] = {}
         self._num_queued = 0  # arrivals and promotions so far
         self._priorities: list[int] = []  # of the classes, ascending
-
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
 
     def arrive(self, request: "Request", now: float) -> None:
         priority = request.spec.priority
@@ -70,9 +67,6 @@ class LowestPriorityFirst:
     def _next_number(self) -> int:
         self._num_queued += 1
         return self._num_queued
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))
 
     def _remove(self, request: "Request") -> None:
         priority = request.spec.priority

@@ -8,8 +8,8 @@ from bisect import bisect_left, insort
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
-from engine.policy.positions import positions
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.policy.port import SortKey
     from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+    from engine.request import Request
     from engine.step import RequestId
 
 
@@ -28,7 +28,7 @@ class _RemainingKey(NamedTuple):
     request: "Request"
 
 
-class ShortestRemainingFirst:
+class ShortestRemainingFirst(PolicyBase):
     """A list sorted by seconds of work left. Without `starvation_seconds` requests may starve."""
 
     preemption = Preemption.ALWAYS
@@ -39,9 +39,6 @@ class ShortestRemainingFirst:
         self._promoted: set[Request] = set()
         self._queue: list[_RemainingKey] = []
         self._keys: dict[Request, _RemainingKey] = {}
-
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
-        return None
 
     def arrive(self, request: "Request", now: float) -> None:
         self._waiting.restart(request, now)
@@ -68,9 +65,6 @@ class ShortestRemainingFirst:
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         return [self._keys[request][:2] for request in requests]
-
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
-        return positions(self.sort_keys(requests, now))
 
     def _left(self, request: "Request") -> float:
         """Seconds until the request's last token if it ran alone."""

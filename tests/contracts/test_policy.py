@@ -53,7 +53,8 @@ def any_spec(random: Random) -> RequestSpec:
 
 def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
     random = Random(1)
-    live = {}
+    live: dict[int, Request] = {}
+    started: dict[Request, None] = {}
     now = 0.0
     for number in range(300):
         now += random.random()
@@ -61,6 +62,8 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
         live[number] = request
         policy.arrive(request, now)
         for other in random.sample(list(live.values()), min(len(live), 4)):
+            policy.start(other)
+            started[other] = None
             done = random.randint(1, other.remaining)
             other.num_computed += done
             policy.ran(other, done, HAND_COST.compute(done, 0), now)
@@ -69,12 +72,16 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
         if random.random() < 0.8:
             gone = live.pop(random.choice(list(live)))
             policy.leave(gone, now)
+            started.pop(gone, None)
         order = list(policy.order(now))
         assert len(order) == len(live)
         assert {request.request_id for request in order} == live.keys()
         keys = policy.sort_keys(order, now)
         assert keys == sorted(keys)
         assert len(set(keys)) == len(keys)
+        expected = [request for request in order if request in started]
+        assert list(policy.started_order(started, now)) == expected
+        assert list(policy.started_order(started, now, reverse=True)) == expected[::-1]
         some = random.sample(order, len(order) // 2)
         assert len(policy.next_scheduled_times(some, now)) == len(some)
     for request in list(live.values()):

@@ -124,11 +124,12 @@ class LearnedLengths:
                 counts.scale(1.0 / self._weight)
             self._weight = 1.0
 
-    def hazards(self, stratum: int | None = None) -> list[float]:
-        """For each bin, the probability that an output which reaches it ends in it: of a stratum,
-        or of all requests."""
-        tail = [TAIL_HAZARD] * NUM_BINS
-        general = self._all.hazards(tail, TAIL_WEIGHT * self._weight)
+    def hazards(self) -> list[float]:
+        """For each bin, the probability that an output which reaches it ends in it."""
+        return self._all.hazards([TAIL_HAZARD] * NUM_BINS, TAIL_WEIGHT * self._weight)
+
+    def stratum_hazards(self, stratum: int, general: list[float]) -> list[float]:
+        """The same for the outputs of a stratum; `general` is what `hazards` returns now."""
         if stratum not in self._strata:
             return general
         return self._strata[stratum].hazards(general, PRIOR * self._weight)

@@ -202,8 +202,8 @@ KV is, so that admission gains nothing here: all that MLFQ gains or loses is ord
     if plans:
         parts.append(f"""## What a plan costs
 
-Milliseconds that the scheduler takes to plan an iteration of 64 requests while others wait: median
-(p99) of {plans["plans"]} plans, on one core of an {plans["cpu"]}. The load average was
+CPU milliseconds that the scheduler takes to plan an iteration of 64 requests while others wait:
+median (p99) of {plans["plans"]} plans, on one core of an {plans["cpu"]}. The load average was
 {plans["load_average"]:.1f} on two cores. {slow_plans(plans)}
 `python -m examples.benchmarks.virtual_time.plan_cost`
 

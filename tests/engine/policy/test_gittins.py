@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.policy import PolicySettings, build, lengths_of
+from engine.policy.estimates.course import LEAST_RANK, Course, Outlook
 from engine.policy.estimates.fcfs_estimate import FcfsEstimate
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
-from engine.policy.gittins import LEAST_RANK, GittinsIndex, Outlook, outlook
+from engine.policy.gittins import GittinsIndex
 from engine.request import Abort, FinishReason, Request, State
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
 
@@ -71,7 +72,7 @@ def test_ranks_are_those_of_brute_force(
     hazards: list[float], age_bin: int, prefill: float, more: int
 ) -> None:
     cap = age_bin + more
-    rank, decodes = outlook(hazards, age_bin, prefill, cap)
+    rank, decodes = Course.of(hazards, age_bin).outlook(prefill, cap)
     assert isclose(rank, brute_force(hazards, age_bin, prefill, cap), rel_tol=1e-6)
     assert 0.0 < decodes <= EDGES[cap] - EDGES[age_bin]
 
@@ -79,7 +80,8 @@ def test_ranks_are_those_of_brute_force(
 def test_ranks_fall_with_age_if_outputs_are_alike_and_rise_if_they_are_skewed() -> None:
     def ranks(lengths: Sequence[int]) -> list[float]:
         hazards = learned_lengths(lengths).hazards()
-        return [outlook(hazards, bin_of(age), 0.0, NUM_BINS - 1).rank for age in (1, 5, 50)]
+        courses = [Course.of(hazards, bin_of(age)) for age in (1, 5, 50)]
+        return [course.outlook(0.0, NUM_BINS - 1).rank for course in courses]
 
     alike, skewed = ranks(ALIKE), ranks(SKEWED)
     assert alike == sorted(alike, reverse=True)
@@ -213,13 +215,14 @@ def test_many_waiting_requests_of_one_kind_cost_one_rank(monkeypatch: pytest.Mon
     policy = a_policy(SKEWED)
     for number in range(3000):
         arrived(policy, number, prompt_len=9)
-    calls: list[int] = []
+    calls: list[float] = []
+    rank = Course.outlook
 
-    def counted(hazards: Sequence[float], age_bin: int, prefill: float, cap: int) -> Outlook:
-        calls.append(age_bin)
-        return outlook(hazards, age_bin, prefill, cap)
+    def counted(course: Course, prefill: float, cap: int) -> Outlook:
+        calls.append(prefill)
+        return rank(course, prefill, cap)
 
-    monkeypatch.setattr("engine.policy.gittins.outlook", counted)
+    monkeypatch.setattr(Course, "outlook", counted)
     next(policy.order(0.0))
     assert len(calls) == 2  # the kind's, and that of an average request
 

@@ -89,14 +89,14 @@ def test_a_stratum_departs_from_the_estimate_of_all_requests_with_observations()
     learned = LearnedLengths()
     for _ in range(300):
         observe(learned, 1)
-    assert learned.hazards(7) == learned.hazards()
+    assert learned.stratum_hazards(7, learned.hazards()) == learned.hazards()
     for _ in range(5):
         observe(learned, 9, stratum=7)
-    few = learned.hazards(7)[0]
+    few = learned.stratum_hazards(7, learned.hazards())[0]
     for _ in range(100):
         observe(learned, 9, stratum=7)
-    many = learned.hazards(7)[0]
-    assert learned.hazards(0)[0] > 0.9 > few > 0.5
+    many = learned.stratum_hazards(7, learned.hazards())[0]
+    assert learned.stratum_hazards(0, learned.hazards())[0] > 0.9 > few > 0.5
     assert many < 0.1
 
 
