@@ -14,7 +14,7 @@ from engine.step import Step
 from engine.worker.launched import StepInFlight
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
-from tests.engine.worker.cuda.test_generations import serve
+from tests.engine.worker.cuda.step.test_generations import serve
 from tests.engine.worker.process.driving import settings_for
 
 pytestmark = [

@@ -25,6 +25,7 @@ from engine.worker.cuda.model.gemm_choice import (
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
+from engine.worker.cuda.model.residual import ResidualKernels
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampler import DeviceSampler
@@ -152,11 +153,13 @@ class CudaDevice:
         return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """The model with norms and gates fused into 8-bit linears.
+        """The model with sums fused into the norms behind them, and norms and gates into 8-bit
+        linears.
 
         On a GPU decode steps are captured as CUDA graphs, by `launcher`.
         """
-        return fused(model, self._triton.quantization)
+        residual = residual_kernels(self._triton, self._kernels)
+        return fused(model, self._triton.quantization, residual)
 
     def sampler(self, vocab_size: int, operators: Operators) -> DeviceSampler:
         """A sampler that works on logits on the GPU."""
@@ -306,6 +309,17 @@ def row_kernels(triton: TritonKernels) -> Kernels:
         names,
     )
     return FlashInferKernels(has_norm=False)
+
+
+def residual_kernels(triton: TritonKernels, kernels: Kernels | None) -> ResidualKernels | None:
+    """FlashInfer's kernel for sum and norm where its norm can be compiled, and ours; None if there
+    is neither."""
+    library = None
+    if isinstance(kernels, FlashInferKernels) and kernels.has_norm:
+        library = kernels.add_norm
+    if triton.rows is None and library is None:
+        return None
+    return ResidualKernels(triton.rows, library)
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:

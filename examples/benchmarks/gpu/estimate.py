@@ -3,8 +3,9 @@
     python -m examples.benchmarks.gpu.estimate
 
 Bytes and launches are counted: bytes from the model's shape, launches by
-`tests/engine/worker/cuda/test_launches.py`. Bandwidth, the share of it that each kind of kernel
-reaches, and the time of a small kernel are assumptions. No figure of this module was measured.
+`tests/engine/worker/cuda/model/test_launches.py`. Bandwidth, the share of it that each kind of
+kernel reaches, and the time of a small kernel are assumptions. No figure of this module was
+measured.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Fuses what precedes an 8-bit linear with the quantization of its input.
 
-    norm ─▶ quantize ─▶ qkv, up            one launch before the product instead of two
+    [add ─▶] norm ─▶ quantize ─▶ qkv, up   one launch before the product instead of two or three
     gate ─▶ quantize ─▶ down               the same
 
 The layers stay as they are: the norm or gate moves into the linear, and a pass-through takes its
@@ -13,18 +13,27 @@ from typing import TypeGuard
 
 from torch import Tensor
 
+from engine.worker.cuda.kernels.reference import RowNorm
 from engine.worker.cuda.model.linears import EightBitLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
+from engine.worker.cuda.model.residual import (
+    DeferredSum,
+    Pending,
+    ResidualKernels,
+    ResidualNorm,
+    deferred,
+)
 from engine.worker.model.layers import (
     AttentionBlock,
     Decoder,
     DecoderLayer,
+    FeedForward,
     Layer,
     Mlp,
     RowParallelLinear,
 )
 from engine.worker.model.torch_operators import RmsNorm
-from engine.worker.ports import Linear, StageModel
+from engine.worker.ports import Linear, Norm, StageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,22 @@ class GatedLinear:
         return self.linear.multiply(rows, x.dtype, add_to)
 
 
+@dataclass(frozen=True, slots=True)
+class ResidualNormedLinear:
+    """Adds the pending summand to the residual stream in place; RMS norm and an 8-bit linear."""
+
+    norm: RowNorm
+    pending: Pending
+    linear: EightBitLinear
+    kernels: ModuleType
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        delta, post = self.pending.take()
+        dtype = self.linear.dtype
+        rows = self.kernels.add_norm_and_quantize(x, delta, self.norm, post, dtype)
+        return self.linear.multiply(rows, x.dtype, add_to)
+
+
 class PassThrough:
     """In the place of a norm or activation that the next linear computes."""
 
@@ -65,32 +90,53 @@ class PassThrough:
         raise AssertionError("a norm of heads is not fused")
 
 
-def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
-    """The same model; `kernels` is the module `kernels.rows`, None leaves it as it is."""
-    if kernels is None or not isinstance(model, Decoder):
+def fused(
+    model: StageModel, kernels: ModuleType | None, residual: ResidualKernels | None
+) -> StageModel:
+    """The same model. `kernels` is the module `kernels.rows` for 8-bit linears, `residual` are
+    kernels for sums with the residual stream; None leaves what they would fuse as it is."""
+    if not isinstance(model, Decoder):
         return model
-    return replace(model, blocks=tuple(_fused_layer(block, kernels) for block in model.blocks))
+    blocks = model.blocks
+    if residual is not None:
+        blocks = deferred(blocks, residual)
+    if kernels is not None:
+        blocks = tuple(_fused_layer(block, kernels) for block in blocks)
+    return replace(model, blocks=blocks)
 
 
 def _fused_layer(layer: Layer, kernels: ModuleType) -> Layer:
     if not isinstance(layer, DecoderLayer):
         return layer
-    block, norm = layer.attention, layer.attention_norm
-    if (
-        isinstance(block, AttentionBlock)
-        and isinstance(norm, FusedRmsNorm | RmsNorm)
-        and fits(block.qkv, kernels.MAX_WIDTH)
-    ):
-        normed = NormedLinear(norm.weight, norm.eps, block.qkv, kernels)
-        attention = replace(block, qkv=normed)
-        layer = replace(layer, attention_norm=PassThrough(), attention=attention)
-    return _fused_mlp(layer, layer.mlp, kernels) if isinstance(layer.mlp, Mlp) else layer
+    block = layer.attention
+    if isinstance(block, AttentionBlock):
+        normed = _normed(layer.attention_norm, block.qkv, kernels)
+        if normed is not None:
+            attention = replace(block, qkv=normed)
+            layer = replace(layer, attention_norm=PassThrough(), attention=attention)
+    return _fused_mlp(layer, layer.mlp, kernels)
 
 
-def _fused_mlp(layer: DecoderLayer, mlp: Mlp, kernels: ModuleType) -> DecoderLayer:
-    norm, up = layer.mlp_norm, mlp.up
-    if isinstance(norm, FusedRmsNorm | RmsNorm) and fits(up, kernels.MAX_WIDTH):
-        mlp = replace(mlp, up=NormedLinear(norm.weight, norm.eps, up, kernels))
+def _normed(norm: Norm | None, linear: Linear, kernels: ModuleType) -> Linear | None:
+    """The linear with the norm before it; None if the kernels do not take one of them."""
+    if not fits(linear, kernels.MAX_WIDTH):
+        return None
+    if isinstance(norm, ResidualNorm):
+        return ResidualNormedLinear(norm.norm, norm.pending, linear, kernels)
+    if isinstance(norm, FusedRmsNorm | RmsNorm):
+        return NormedLinear(norm.weight, norm.eps, linear, kernels)
+    return None
+
+
+def _fused_mlp(layer: DecoderLayer, mlp: FeedForward, kernels: ModuleType) -> DecoderLayer:
+    if isinstance(mlp, DeferredSum) and isinstance(mlp.inner, Mlp):
+        inner = _fused_mlp(replace(layer, mlp=mlp.inner), mlp.inner, kernels)
+        return replace(inner, mlp=DeferredSum(inner.mlp, mlp.pending))
+    if not isinstance(mlp, Mlp):
+        return layer
+    normed = _normed(layer.mlp_norm, mlp.up, kernels)
+    if normed is not None:
+        mlp = replace(mlp, up=normed)
         layer = replace(layer, mlp_norm=PassThrough())
     if isinstance(mlp.activation, FusedGate):
         gated = _gated(mlp.activation, mlp.down, kernels)

@@ -1,10 +1,5 @@
 """Workers on several stand-ins of GPUs: what arrives is settled before it is read."""
 
-import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,40 +7,10 @@ import torch
 from torch import distributed
 
 from engine.errors import StartupError
-from engine.worker.cuda.device import CudaDevice
 from engine.worker.cuda.nccl import NcclTransport
-from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
-from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
-from tests.engine.worker.process.driving import Driver, load_worker, settings_for
-from tests.engine.worker.process.fleet import Fleet, placements
-
-
-class Watched(StandingGpu):
-    """A GPU whose transport is known."""
-
-    def tensor_transport(self, dtype: torch.dtype) -> StandingTransport:
-        self.carried = super().tensor_transport(dtype)
-        return self.carried
-
-
-@contextmanager
-def gpus(model: Path, stages: int, ranks: int) -> Iterator[tuple[Fleet, list[Watched]]]:
-    """A worker on each of so many GPUs, in float32 so that sums can be compared."""
-    devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
-    with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
-        places = placements(stages, ranks, rendezvous, listener.fileno())
-
-        def load(index: int) -> Worker:
-            settings = replace(settings_for(model), dtype="float32", placement=places[index])
-            device = CudaDevice(settings, devices[index])
-            return Worker.load(settings, lambda what, done, total: None, device)
-
-        workers = list(threads.map(load, range(len(devices))))
-        yield Fleet(workers, threads, ranks), devices
+from tests.engine.worker.cuda.fleet import gpus
+from tests.engine.worker.process.driving import Driver, load_worker
 
 
 @pytest.mark.parametrize(("stages", "ranks", "groups"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])

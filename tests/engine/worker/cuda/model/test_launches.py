@@ -5,7 +5,7 @@ Every operation of torch that computes counts as one launch, and so does every c
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,12 +23,19 @@ from engine.worker.cuda.model.gemm import TorchGemm8Bit
 from engine.worker.cuda.model.gemm_choice import FIXED_TILING
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import CudaOperators
-from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
+from engine.worker.cuda.model.residual import ResidualKernels
+from engine.worker.model.layers import (
+    AttentionBlock,
+    Decoder,
+    DecoderLayer,
+    Mlp,
+    RowParallelLinear,
+)
 from engine.worker.model.layout import padded
 from engine.worker.model.rope import Rope
 from engine.worker.ports import AttentionSpec, KVTensors, StepContext, StepLimits
 from tests.adapters.attention.flashinfer_cases import Paged
-from tests.engine.worker.cuda.test_operators import StandingKernels
+from tests.engine.worker.cuda.model.test_operators import StandingKernels
 from tests.flashinfer_stand_in import StandIn
 
 CPU = torch.device("cpu")
@@ -122,7 +129,10 @@ class CountedKernels(StandingKernels):
 
 def triton_rows(counter: LaunchCounter) -> Any:
     """The module `kernels.rows`, computed by the reference."""
-    names = ("quantize_rows", "norm_and_quantize", "gate_and_quantize")
+    names = (
+        "quantize_rows", "norm_and_quantize", "gate_and_quantize",
+        "add_rows", "add_norm", "add_norm_and_quantize",
+    )  # fmt: skip
     kernels = {name: counter.wrap(name, getattr(reference, name)) for name in names}
     return SimpleNamespace(**kernels, MAX_WIDTH=32768, MAX_GATED_WIDTH=16384)
 
@@ -144,13 +154,19 @@ def noise(*shape: int, seed: int) -> Tensor:
     return (made / shape[-1] ** 0.5 if len(shape) == 2 else made).bfloat16()
 
 
-def decoder(counter: LaunchCounter, weights: str, *, is_fused: bool) -> Decoder:
-    """Two equal layers."""
+def decoder(
+    counter: LaunchCounter, weights: str, *, is_fused: bool, is_ranked: bool = False
+) -> Decoder:
+    """Three equal layers, of one worker or of one of two ranks."""
     rows = triton_rows(counter) if is_fused else None
     gemm = triton_gemm(counter) if is_fused and weights != "bfloat16" else None
     fast = FastProducts(rows, gemm, FIXED_TILING)
     kernels = CountedKernels(counter=counter)
     operators = CudaOperators(CPU, torch.bfloat16, weights, TorchGemm8Bit(), kernels, fast)
+
+    def all_reduce(x: Tensor) -> None:
+        with counter.kernel("all-reduce"):
+            x.mul_(2)
 
     def layer(number: int) -> DecoderLayer:
         attention = AttentionBlock(
@@ -165,21 +181,24 @@ def decoder(counter: LaunchCounter, weights: str, *, is_fused: bool) -> Decoder:
         gate = operators.activation("silu", is_gated=True)
         up = operators.linear([noise(2 * INNER, HIDDEN, seed=3)], None)
         down = operators.linear([noise(HIDDEN, INNER, seed=4)], None)
+        if is_ranked:
+            attention = replace(attention, out=RowParallelLinear(attention.out, all_reduce))
+            down = RowParallelLinear(down, all_reduce)
         norms = [operators.rms_norm(noise(HIDDEN, seed=seed), 1e-5) for seed in (5, 6)]
         return DecoderLayer(norms[0], attention, norms[1], Mlp(up, down, gate))
 
     rope = Rope(1 / 100.0 ** (torch.arange(8) / 8))
-    plain = Decoder((layer(0), layer(1)), ropes=(rope,))
-    found = fused(plain, rows)
+    plain = Decoder((layer(0), layer(1), layer(2)), ropes=(rope,))
+    found = fused(plain, rows if gemm else None, None if rows is None else ResidualKernels(rows))
     assert isinstance(found, Decoder)
     return found
 
 
-def decode(weights: str, *, is_fused: bool) -> tuple[Tensor, list[str]]:
-    """Hidden states of a decode step, and the launches of its second layer."""
+def decode(weights: str, *, is_fused: bool, is_ranked: bool = False) -> tuple[Tensor, list[str]]:
+    """Hidden states of a decode step, and the launches of its second of three layers."""
     counter = LaunchCounter()
-    model = decoder(counter, weights, is_fused=is_fused)
-    pages = torch.zeros((2, 2, PAGES + 1, 4, KV_HEADS, DIM), dtype=torch.bfloat16)
+    model = decoder(counter, weights, is_fused=is_fused, is_ranked=is_ranked)
+    pages = torch.zeros((2, 3, PAGES + 1, 4, KV_HEADS, DIM), dtype=torch.bfloat16)
     cache = KVTensors(tuple(pages[0]), tuple(pages[1]), 1)
     limits = StepLimits(max_requests=ROWS, max_tokens=ROWS, max_model_len=64)
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, 0.25, None, torch.bfloat16, limits=limits)
@@ -196,8 +215,9 @@ def decode(weights: str, *, is_fused: bool) -> tuple[Tensor, list[str]]:
         both = StepContext(context.positions, attention, None, ropes)
         model.blocks[0](hidden, both)
         counter.names.clear()
-        found = model.blocks[1](hidden, both)
-    return found, counter.names
+        model.blocks[1](hidden, both)
+        names = list(counter.names)
+        return model.blocks[2](hidden, both), names
 
 
 BEFORE = [
@@ -236,3 +256,23 @@ def test_a_layer_in_8_bits_launches_10_kernels_instead_of_more_than_40(weights: 
     assert len(before) > 40
     assert after == AFTER_8_BITS
     assert float((found - plain).norm() / plain.norm()) < 0.05
+
+
+def test_a_layer_of_a_rank_launches_11_kernels_instead_of_16() -> None:
+    plain, before = decode("bfloat16", is_fused=False, is_ranked=True)
+    found, after = decode("bfloat16", is_fused=True, is_ranked=True)
+    assert before == [
+        "norm", "linear", "rope", "index_copy_", "index_copy_", "attention", "merge", "linear",
+        "all-reduce", "add_", "norm", "linear", "silu", "linear", "all-reduce", "add_",
+    ]  # fmt: skip
+    assert after == [
+        "add_norm", "linear", "rope and write", "attention", "linear", "all-reduce",
+        "add_norm", "linear", "silu", "linear", "all-reduce",
+    ]  # fmt: skip
+    torch.testing.assert_close(found, plain, rtol=2e-2, atol=5e-2)
+
+
+def test_a_layer_of_a_rank_in_8_bits_adds_norms_and_quantizes_in_one_launch() -> None:
+    _, after = decode("int8", is_fused=True, is_ranked=True)
+    assert after.count("add_norm_and_quantize") == 2
+    assert len(after) == 12

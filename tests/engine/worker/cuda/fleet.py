@@ -1,0 +1,54 @@
+"""Workers that share a model, each on a stand-in for a GPU."""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
+from engine.worker.process.worker import Worker
+from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
+from tests.engine.worker.process.driving import settings_for
+from tests.engine.worker.process.fleet import Fleet, placements
+
+FLOAT32: Mapping[str, object] = {"dtype": "float32"}  # so that sums can be compared
+
+
+class Watched(StandingGpu):
+    """A GPU whose transport is known."""
+
+    def tensor_transport(self, dtype: torch.dtype) -> StandingTransport:
+        self.carried = super().tensor_transport(dtype)
+        return self.carried
+
+
+@contextmanager
+def gpus(
+    model: Path,
+    stages: int,
+    ranks: int,
+    changes: Mapping[str, object] = FLOAT32,
+    kernels: Sequence[TritonKernels] = (),
+) -> Iterator[tuple[Fleet, list[Watched]]]:
+    """A worker on each of so many GPUs; `changes` are fields of their settings, `kernels` those of
+    each worker."""
+    devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
+    with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
+        places = placements(stages, ranks, rendezvous, listener.fileno())
+
+        def load(index: int) -> Worker:
+            settings = replace(settings_for(model), placement=places[index], **changes)  # type: ignore[arg-type]
+            own = kernels[index] if kernels else NO_KERNELS
+            device = CudaDevice(settings, devices[index], triton=own)
+            return Worker.load(settings, lambda what, done, total: None, device)
+
+        workers = list(threads.map(load, range(len(devices))))
+        yield Fleet(workers, threads, ranks), devices
