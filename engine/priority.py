@@ -1,10 +1,14 @@
-"""Priorities of threads: work that may wait never takes a core from workers and the event loop."""
+"""Priorities of threads: work that may wait takes little of a core from workers and event loop.
+
+Only for threads that rarely need the interpreter's lock. A thread of lower priority that asks for
+it is waited for: the thread that gives it up goes on only when the other one has taken it.
+"""
 
 import os
 import sys
 import threading
 
-LOWER = 5  # the niceness of threads that tokenize, write the store, or compile grammars
+LOWER = 5  # the niceness of threads that write the store, compile grammars or compute slow masks
 
 
 def lower_thread_priority() -> None:

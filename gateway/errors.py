@@ -41,6 +41,17 @@ class LoraNotFound(InvalidRequest):
         super().__init__(f"The LoRA adapter {name[:200]!r} is not loaded.", "lora_name")
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt exceeds the context; it was tokenized only until this was known."""
+
+    def __init__(self, least: int, limit: int, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, '{param}' has at "
+            f"least {least} tokens. Please shorten it, or set 'truncate_prompt_tokens'.",
+            param,
+        )
+
+
 class UnsupportedByModel(InvalidRequest):
     """The endpoint exists, but the served model cannot do this."""
 
@@ -187,6 +198,7 @@ _INVALID = "invalid_request_error"
 TABLE: dict[type[EngineError], HttpError] = {
     InvalidRequest: HttpError(400, _INVALID, "invalid_request_error"),
     ContextTooLong: HttpError(400, _INVALID, "context_length_exceeded"),
+    PromptTooLong: HttpError(400, _INVALID, "context_length_exceeded"),
     InvalidApiKey: HttpError(401, _INVALID, "invalid_api_key"),
     Forbidden: HttpError(403, _INVALID, "permission_denied"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),

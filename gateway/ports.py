@@ -5,7 +5,7 @@ and tool calls as a `CallBegin` and its `CallArguments`. The joined pieces do no
 the text was split into calls of `feed`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -165,6 +165,16 @@ class Tokenizer(Protocol):
 
     def decoder(self) -> TokenDecoder:
         """A fresh decoder for one output; control tokens decode to no bytes."""
+        ...
+
+
+@runtime_checkable
+class EncodesInPieces(Protocol):
+    """A tokenizer that can divide long texts."""
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        """The ids of `encode`, in consecutive lists. Each list takes a few milliseconds, except
+        where the text cannot be divided."""
         ...
 
 

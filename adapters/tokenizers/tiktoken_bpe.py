@@ -23,8 +23,11 @@ from adapters.tokenizers.definition import (
 from adapters.tokenizers.huggingface import HuggingFaceTokenizer
 from adapters.tokenizers.huggingface import open_tokenizer as open_huggingface
 from adapters.tokenizers.patterns import split_pattern
+from adapters.tokenizers.pieces import may_be_cut, pieces
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gateway.ports import TokenDecoder
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
@@ -69,6 +72,7 @@ class TiktokenTokenizer:
             special_tokens=added,
         )
         self._added = frozenset(added)
+        self._may_cut = may_be_cut(pattern) and not any(" " in content for content in added)
         self._exact = exact
         self.vocab_size = definition.vocab_size
         self.special_ids = definition.special_ids
@@ -82,14 +86,27 @@ class TiktokenTokenizer:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
         if not self._suits_tiktoken(text):
             return self._exact.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = self._encoding.encode(
-            text, allowed_special=self._added, disallowed_special=()
-        )
-        if self._ids is not None:
-            ids = list(map(self._ids.__getitem__, ids))
+        ids = self._plain(text)
         if not add_special_tokens or self._special_ids_around == SpecialTokenIds():
             return ids
         return [*self._special_ids_around.before, *ids, *self._special_ids_around.after]
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> "Iterator[list[int]]":
+        """As `EncodesInPieces` says. Raises `UnicodeEncodeError` for lone surrogates."""
+        if not (self._may_cut and self._suits_tiktoken(text)):
+            yield self.encode(text, add_special_tokens=add_special_tokens)
+            return
+        around = self._special_ids_around if add_special_tokens else SpecialTokenIds()
+        yield list(around.before)
+        yield from map(self._plain, pieces(text))
+        yield list(around.after)
+
+    def _plain(self, text: str) -> list[int]:
+        """The ids of a text that suits tiktoken, without special tokens around it."""
+        ids: list[int] = self._encoding.encode(
+            text, allowed_special=self._added, disallowed_special=()
+        )
+        return ids if self._ids is None else list(map(self._ids.__getitem__, ids))
 
     def decoder(self) -> "TokenDecoder":
         return self._exact.decoder()

@@ -56,15 +56,16 @@ async def tokenize_chat(
     random_bits: RandomBits,
     *,
     skips_reasoning: bool = False,
+    most: int | None = None,
 ) -> TokenizedPrompts:
     """The one prompt of a chat request, and the parser of its outputs.
 
     `tools` is the request's tool plan; `random_bits(n)` makes the ids of tool calls. With
     `skips_reasoning` the prompt closes the reasoning, since a grammar holds from its end on.
     Raises `InvalidRequest` if the model has no template, the template rejects the messages, or
-    the text is not valid Unicode.
+    the text is not valid Unicode, and `PromptTooLong` as `token_ids` does for more than `most` ids.
     """
-    rendered = await _rendered(model, request, tools, skips_reasoning=skips_reasoning)
+    rendered = await _rendered(model, request, tools, skips_reasoning=skips_reasoning, most=most)
     dialect, choice = model.dialect, ToolChoice()
     if tools.offered:
         choice = ToolChoice(tools.parameters, tools.max_calls)
@@ -87,7 +88,12 @@ async def render_prompt(model: ChatCapableModel, request: "ChatRequest") -> Rend
 
 
 async def _rendered(
-    model: ChatCapableModel, request: "ChatRequest", tools: "ToolPlan", *, skips_reasoning: bool
+    model: ChatCapableModel,
+    request: "ChatRequest",
+    tools: "ToolPlan",
+    *,
+    skips_reasoning: bool,
+    most: int | None = None,
 ) -> RenderedPrompt:
     template = model.template
     if template is None:
@@ -98,7 +104,12 @@ async def _rendered(
     functions = [function.as_tool() for function in tools.offered]
     variables = {**request.template_variables, **({"tools": functions} if functions else {})}
     finish = partial(
-        _finish, model, request, skips_reasoning=skips_reasoning, has_tools=bool(functions)
+        _finish,
+        model,
+        request,
+        skips_reasoning=skips_reasoning,
+        has_tools=bool(functions),
+        most=most,
     )
     if request.chat_template is not None:
         messages = await asyncio.to_thread(_template_messages, request)
@@ -150,14 +161,14 @@ def _finish(
     *,
     skips_reasoning: bool,
     has_tools: bool,
+    most: int | None,
 ) -> RenderedPrompt:
     if request.continue_final_message:
         text = _cut_after(text, messages[-1]["content"])
     if skips_reasoning and model.dialect is not None:
         text += model.dialect.without_reasoning(text, has_tools=has_tools)
-    return RenderedPrompt(
-        text, token_ids(model.tokenizer, text, "messages", add_special_tokens=False)
-    )
+    ids = token_ids(model.tokenizer, text, "messages", add_special_tokens=False, most=most)
+    return RenderedPrompt(text, ids)
 
 
 def _parser(

@@ -100,6 +100,7 @@ def plan_chat(
         tools,
         service.random.getrandbits,
         skips_reasoning=skips_reasoning,
+        most=longest_prompt(request, service),
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
     can_speculate = service.engine.scheduler.drafter is not None
@@ -137,6 +138,12 @@ def build_plan(
         is_stream=bool(request.stream),
         lora=service.loras.find(request.model),
     )
+
+
+def longest_prompt(request: "GenerationRequest", service: "Service") -> int | None:
+    """The most tokens that a prompt may have; None if longer ones are truncated."""
+    is_truncated = request.truncate_prompt_tokens is not None
+    return None if is_truncated else service.engine.scheduler.settings.max_model_len
 
 
 def request_specs(
@@ -223,21 +230,26 @@ def scheduling_of(requested: SchedulingParams, caller: "Caller") -> SchedulingPa
 
 def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> int:
     limits = plan.limits
-    try:
-        if limits.max_tokens is None:
-            max_tokens = service.room_for_output(prompt_len)
-        else:
-            max_tokens = limits.max_tokens
-            service.engine.check_fits(prompt_len, max_tokens)
-    except ContextTooLong as error:
-        error.param = plan.prompt_field
-        raise
+    check_fits(prompt_len, limits.max_tokens, plan.prompt_field, service)
+    max_tokens = limits.max_tokens
+    if max_tokens is None:
+        max_tokens = service.room_for_output(prompt_len)
     if limits.min_tokens > max_tokens:
         raise InvalidRequest(
             f"'min_tokens' ({limits.min_tokens}) is more than the output can have: {max_tokens}.",
             "min_tokens",
         )
     return max_tokens
+
+
+def check_fits(prompt_len: int, max_tokens: int | None, param: str, service: "Service") -> None:
+    """Raise `ContextTooLong`, which names the field `param`, if so many tokens exceed the context;
+    `max_tokens` None: if no output token fits."""
+    try:
+        service.engine.check_fits(prompt_len, 1 if max_tokens is None else max_tokens)
+    except ContextTooLong as error:
+        error.param = param
+        raise
 
 
 def derived_seed(seed: int, choice: int) -> int:

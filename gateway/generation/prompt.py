@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import InvalidRequest
+from gateway.errors import PromptTooLong
+from gateway.generation.paced_tokenizer import encode_pieces
 
 if TYPE_CHECKING:
     from gateway.ports import StreamParser, Tokenizer
@@ -34,16 +36,16 @@ class TokenizedPrompts(NamedTuple):
 
 
 async def tokenize_prompts(
-    tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[int]]
+    tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[int]], most: int | None = None
 ) -> TokenizedPrompts:
     """The ids of each prompt, in order; a prompt of ids stays as it is.
 
-    Raises `InvalidRequest` for text that is not valid Unicode.
+    Raises `InvalidRequest` for text that is not valid Unicode, and as `token_ids` does.
     """
 
     def tokenize() -> list[Prompt]:
         return [
-            token_ids(tokenizer, prompt, "prompt", add_special_tokens=True)
+            token_ids(tokenizer, prompt, "prompt", add_special_tokens=True, most=most)
             if isinstance(prompt, str)
             else tuple(prompt)
             for prompt in prompts
@@ -68,10 +70,26 @@ def fits_on_loop(texts: Iterable[str | bytes | None], num_parts: int) -> bool:
     return num_chars + _CHARS_PER_PART * num_parts <= _MAX_CHARS_ON_LOOP
 
 
-def token_ids(tokenizer: "Tokenizer", text: str, param: str, *, add_special_tokens: bool) -> Prompt:
-    """The ids of a text; `InvalidRequest` naming `param` if it is not valid Unicode."""
+def token_ids(
+    tokenizer: "Tokenizer",
+    text: str,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    most: int | None = None,
+) -> Prompt:
+    """The ids of a text. Raises `InvalidRequest` naming `param` if it is not valid Unicode.
+
+    A text with more than `most` ids is tokenized only until this is known, if the tokenizer can
+    divide texts: then this raises `PromptTooLong`.
+    """
+    ids: list[int] = []
     try:
-        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        for piece in encode_pieces(tokenizer, text, add_special_tokens=add_special_tokens):
+            if piece and most is not None and len(ids) > most:
+                raise PromptTooLong(len(ids) + len(piece), most, param)
+            ids += piece
+        return tuple(ids)
     except UnicodeEncodeError as error:
         message = f"'{param}' is not valid Unicode: it has an unpaired surrogate."
         raise InvalidRequest(message, param) from error

@@ -31,7 +31,6 @@ from engine.events import Observer, ObserverGroup
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.policy.estimates.lengths import LearnedLengths
-from engine.priority import lower_thread_priority
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
@@ -41,6 +40,7 @@ from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.generation.paced_tokenizer import PacedTokenizer
 from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
@@ -107,7 +107,7 @@ async def _serve(
     settings: Settings, launcher: LocalLauncher | None, progress: OnProgress, announce: OnReady
 ) -> None:
     asyncio.get_running_loop().set_default_executor(
-        ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize", lower_thread_priority)
+        ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     check_settings(settings)
@@ -164,7 +164,7 @@ def build_service(
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
     engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
-    model = _served_model(settings, loaded)
+    model = _served_model(settings, loaded, engine)
     loras = LoraRegistry(loaded.executor, plane.lora_usage, model.names, engine.fail_lora)
     loras.start(lora_specs(settings), loaded.report.loras, unix_now())
     return Service(
@@ -334,7 +334,7 @@ def _policy_settings(settings: Settings) -> PolicySettings:
     )
 
 
-def _served_model(settings: Settings, loaded: LoadedModel) -> ServedModel:
+def _served_model(settings: Settings, loaded: LoadedModel, engine: Engine) -> ServedModel:
     report = loaded.report
     numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
@@ -345,7 +345,7 @@ def _served_model(settings: Settings, loaded: LoadedModel) -> ServedModel:
         created=unix_now(),
         fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
         vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),
-        tokenizer=loaded.texts.tokenizer,
+        tokenizer=PacedTokenizer(loaded.texts.tokenizer, lambda: engine.is_generating),
         template=loaded.texts.template,
         dialect=loaded.texts.dialect,
         trusts_request_templates=settings.trust_request_chat_template,

@@ -69,6 +69,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         """Maximum output tokens."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def num_ids(self) -> int:
+        """Tokens of a single prompt of token ids; 0 for other prompts."""
+        is_ids = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], int)
+        return len(self.prompt) if is_ids else 0
+
     def prompts(self, vocabulary: Vocabulary) -> list[Prompt]:
         """The prompts in order, each a text or a tuple of token ids."""
         if isinstance(self.prompt, str):

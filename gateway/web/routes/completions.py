@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
 from gateway.generation.event_stream import respond
-from gateway.generation.plan import GenerationPlan, build_plan
+from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import decode_completion
@@ -33,7 +33,11 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
     request = decode_completion(body, caller.unknown_fields)
     service.check_generates(request.model)
     model = service.model
-    tokenize = partial(tokenize_prompts, model.tokenizer, request.prompts(model.vocabulary))
+    most = longest_prompt(request, service)
+    if most is not None and request.num_ids > most:  # before each id is checked
+        check_fits(request.num_ids, request.max_output, "prompt", service)
+    prompts = request.prompts(model.vocabulary)
+    tokenize = partial(tokenize_prompts, model.tokenizer, prompts, most)
     renderer = CompletionRenderer(
         service.header("cmpl", request.model),
         request.usage_options,

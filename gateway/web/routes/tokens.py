@@ -1,7 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`: text to ids and back, without generating anything."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gateway.ports import Tokenizer
 
 T = TypeVar("T")
+IDS_AT_ONCE = 16_384  # rendered as JSON in 0.1 ms
 IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short text
 
 
@@ -31,16 +32,10 @@ async def tokenize(http: "HttpRequest") -> "Response":
     if request.model is not None:
         service.check_model(request.model)
     ids = await _ids(request, service)
-    body: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.engine.scheduler.settings.max_model_len,
-        "tokens": ids,
-        "token_strs": None,
-    }
-    tokenizer = service.model.tokenizer
-    if request.return_token_strs:
-        body["token_strs"] = await _off_loop(ids, lambda: [_token_text(tokenizer, i) for i in ids])
-    return json_response(orjson.dumps(body), caller_of(http), service.clock)
+    max_model_len = service.engine.scheduler.settings.max_model_len
+    tokenizer = service.model.tokenizer if request.return_token_strs else None
+    body = await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
+    return json_response(body, caller_of(http), service.clock)
 
 
 async def detokenize(http: "HttpRequest") -> "Response":
@@ -78,6 +73,22 @@ async def _off_loop(ids: "Sequence[int]", decode: "Callable[[], T]") -> T:
     """The result of `decode`, which runs in a thread if there are many ids."""
     num_parts = len(ids) // IDS_PER_PART
     return decode() if fits_on_loop((), num_parts) else await asyncio.to_thread(decode)
+
+
+def _body(ids: "Sequence[int]", max_model_len: int, tokenizer: "Tokenizer | None") -> bytes:
+    """The response to `/tokenize`; it has the tokens' texts if there is a tokenizer.
+
+    It is rendered part by part, since another thread gets the interpreter's lock only between.
+    """
+    tokens, texts = [], []
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        part = ids[start : start + IDS_AT_ONCE]
+        tokens.append(orjson.dumps(part)[1:-1])
+        if tokenizer is not None:
+            texts.append(orjson.dumps([_token_text(tokenizer, i) for i in part])[1:-1])
+    strs = b"null" if tokenizer is None else b"[" + b",".join(texts) + b"]"
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
+    return head + b",".join(tokens) + b'],"token_strs":' + strs + b"}"
 
 
 def _token_text(tokenizer: "Tokenizer", token_id: int) -> str:

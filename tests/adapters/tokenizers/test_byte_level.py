@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from adapters.tokenizers import load_tokenizer
 from adapters.tokenizers.byte_level import TokenBytes, byte_alphabet, merge_table
 from adapters.tokenizers.definition import NotRepresentable
 from adapters.tokenizers.huggingface import HuggingFaceTokenizer
+from adapters.tokenizers.patterns import BYTE_LEVEL_PATTERN
+from adapters.tokenizers.pieces import may_be_cut
 from adapters.tokenizers.tiktoken_bpe import TiktokenTokenizer
 from gateway.ports import Tokenizer
 from tests.adapters.tokenizers import families
@@ -103,6 +106,47 @@ def test_a_long_run_of_one_kind_gives_the_same_ids_without_overflow(pair: Pair, 
 def test_a_megabyte_of_whitespace_does_not_overflow(tmp_path: Path) -> None:
     tok = families.gpt_2()
     same((load_tokenizer(families.saved(tok, tmp_path)), tok), "x" + " " * 1_000_000 + "y")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.one_of(
+            st.text(max_size=12),
+            st.sampled_from(families.PIECES),
+            st.sampled_from([" ", "  ", "a ", " b", "'s", "\n", "\x1c", "\u2003", "1 2", "., "]),
+        ),
+        max_size=12,
+    )
+)
+def test_a_text_cut_wherever_it_may_be_has_the_same_ids(pair: Pair, parts: list[str]) -> None:
+    text, ours = "".join(parts), pair[0]
+    assert isinstance(ours, TiktokenTokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adapters.tokenizers.pieces.PIECE_CHARS", 1)
+        for special in (False, True):
+            found = ours.encode_pieces(text, add_special_tokens=special)
+            assert [*chain(*found)] == ours.encode(text, add_special_tokens=special)
+
+
+def test_a_long_text_is_cut_into_many_pieces(pair: Pair) -> None:
+    assert isinstance(pair[0], TiktokenTokenizer)
+    found = [*pair[0].encode_pieces("ab cd. " * 100_000, add_special_tokens=False)]
+    assert max(map(len, found)) * 20 < sum(map(len, found))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "may"),
+    [
+        (families.QWEN_2, True),
+        (families.LLAMA_3, True),
+        (BYTE_LEVEL_PATTERN, True),
+        (families.QWEN_2 + r"|\p{L}+ \p{L}+", False),
+        (r"[^\n]+|\n", False),
+    ],
+)
+def test_texts_are_cut_only_under_known_expressions(pattern: str, may: bool) -> None:
+    assert may_be_cut(pattern) == may
 
 
 def test_a_lone_surrogate_is_an_error(pair: Pair) -> None:

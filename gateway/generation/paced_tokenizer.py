@@ -1,0 +1,96 @@
+"""PacedTokenizer: threads that tokenize rest while requests are computed.
+
+These threads have the same priority as the event loop. A thread of lower priority would hold up
+the loop, because the interpreter's lock is handed over: the loop's thread waits until the other one
+is scheduled and has taken it.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from gateway.ports import EncodesInPieces, EncodesPairs
+
+if TYPE_CHECKING:
+    from gateway.ports import TokenDecoder, Tokenizer
+
+WORK_SECONDS = 0.002  # of CPU time, after which a thread rests
+REST = 4.0  # seconds of rest for each second of CPU time
+
+
+class PacedTokenizer:
+    """A `Tokenizer` that takes a thread at most a fifth of a core while `is_generating()`."""
+
+    def __init__(self, tokenizer: "Tokenizer", is_generating: Callable[[], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._is_generating = is_generating
+        self._thread = threading.local()  # `worked`: seconds since its last rest
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._tokenizer.special_ids
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return self._tokenizer.special_tokens
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def decoder(self) -> "TokenDecoder":
+        return self._tokenizer.decoder()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text."""
+        ids: list[int] = []
+        for piece in self.encode_pieces(text, add_special_tokens=add_special_tokens):
+            ids += piece
+        return ids
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        """The ids in consecutive lists, with rests between them."""
+        pieces = encode_pieces(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        began = time.thread_time()
+        for piece in pieces:
+            self._rest_after(time.thread_time() - began)
+            yield piece
+            began = time.thread_time()
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """As `EncodesPairs` says."""
+        assert isinstance(self._tokenizer, EncodesPairs), "all tokenizers of checkpoints are"
+        return self._tokenizer.encode_pair(first, second)
+
+    def _rest_after(self, seconds: float) -> None:
+        """The calling thread has worked so long; the event loop's thread never rests."""
+        if _is_loop_thread():
+            return
+        worked = getattr(self._thread, "worked", 0.0) + seconds
+        if worked >= WORK_SECONDS:
+            if self._is_generating():
+                time.sleep(REST * worked)
+            worked = 0.0
+        self._thread.worked = worked
+
+
+def encode_pieces(
+    tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool
+) -> Iterator[list[int]]:
+    """The ids of a text in consecutive lists: one list if the tokenizer cannot divide texts."""
+    if isinstance(tokenizer, EncodesInPieces):
+        return tokenizer.encode_pieces(text, add_special_tokens=add_special_tokens)
+    return iter([tokenizer.encode(text, add_special_tokens=add_special_tokens)])
+
+
+def _is_loop_thread() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""Threads that tokenize rest while requests are computed, and stop once a text is too long."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.errors import PromptTooLong
+from gateway.generation.paced_tokenizer import REST, PacedTokenizer
+from gateway.generation.prompt import tokenize_prompts
+from tests.gateway.generation.test_prompt import Letters
+
+SECONDS = 0.01  # of CPU time for each piece, as measured by the fake clock
+TEXT = "abcdefghij" * 1000
+
+
+class Pieces(Letters):
+    """`Letters` in pieces of 1,000 characters; counts those that were encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_encoded = 0
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        for start in range(0, len(text), 1000):
+            self.num_encoded += 1
+            yield self.encode(text[start : start + 1000], add_special_tokens=False)
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The rests taken. Each reading of the thread's clock is `SECONDS` after the one before."""
+    found: list[float] = []
+    times = iter(range(1_000_000))
+    name = "gateway.generation.paced_tokenizer.time"
+    monkeypatch.setattr(f"{name}.thread_time", lambda: next(times) * SECONDS)
+    monkeypatch.setattr(f"{name}.sleep", found.append)
+    return found
+
+
+async def test_a_thread_rests_after_each_piece_while_requests_run(rests: list[float]) -> None:
+    tokenizer = PacedTokenizer(Pieces(), lambda: True)
+    assert (await tokenize_prompts(tokenizer, [TEXT])).prompts == [tuple(map(ord, TEXT))]
+    assert rests == pytest.approx([REST * SECONDS] * 10)
+
+
+async def test_without_requests_nothing_rests(rests: list[float]) -> None:
+    await tokenize_prompts(PacedTokenizer(Pieces(), lambda: False), [TEXT])
+    assert not rests
+
+
+async def test_the_event_loop_never_rests(rests: list[float]) -> None:
+    tokenizer = PacedTokenizer(Pieces(), lambda: True)
+    assert tokenizer.encode(TEXT, add_special_tokens=False) == [*map(ord, TEXT)]
+    assert not rests
+    await asyncio.to_thread(tokenizer.encode, TEXT, add_special_tokens=False)
+    assert rests
+
+
+async def test_a_text_is_tokenized_only_until_it_exceeds_the_context() -> None:
+    pieces = Pieces()
+    with pytest.raises(PromptTooLong, match="context length is 2500 tokens") as error:
+        await tokenize_prompts(PacedTokenizer(pieces, lambda: True), [TEXT], most=2500)
+    assert (error.value.param, pieces.num_encoded) == ("prompt", 4)
+    assert (await tokenize_prompts(pieces, [TEXT], most=10_000)).prompts == [tuple(map(ord, TEXT))]
