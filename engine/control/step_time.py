@@ -13,15 +13,18 @@ steps that fill a bound exactly take longer than predicted.
 Without a goal, prompts make an iteration with decodes longer by at most a factor
 (`max_prefill_slowdown`), and no request waits for that reason. One long prompt would otherwise slow
 all streams down to one token per `max_batch_tokens` tokens of the prompt. The price is paid by the
-prompt: with a factor F it gets (F - 1) / F of the time while other requests decode.
+prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. The factor is
+relative to iterations of decodes only that were measured (`LiveCost.decodes`): while a long prompt
+is computed there are none, and the model may ascribe some of its time to the decodes.
 
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
 P / (LEAST_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
-as a decode.) A share of time and not a number of
-tokens: the excess over the goal stays below a tenth on any machine. And one request may always
-start, also if no step can meet the goal: the bound for starting is at least `LEAST_BATCH` times a
-decode alone.
+as a decode.) A share of time and not a number of tokens: the excess over the goal stays below a
+tenth on any machine, except where `LEAST_FIRST` tokens take more. Far behind the start of a prompt
+16 tokens can take longer than all decodes, because each of them reads the whole context. And one
+request may always start, also if no step can meet the goal: the bound for starting is at least
+`LEAST_BATCH` times a decode alone.
 """
 
 from math import inf
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 READY = State.READY
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
+LEAST_FIRST = 4  # tokens of the first prompt's piece, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
@@ -98,14 +102,14 @@ class StepTime:
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(decodes, batch)
         in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
+        enough = LEAST_PIECE
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
+            enough = LEAST_FIRST
             least = model.tokens(beside) + LEAST_SHARE * (
                 decodes.goal if decodes.goal < inf else goal
             )
-            in_time = max(
-                in_time, model.tokens_within(least, num_tokens, start, beside), LEAST_PIECE
-            )
-        return min(num_tokens, in_time) if in_time >= min(LEAST_PIECE, num_tokens) else 0
+            in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside), enough)
+        return min(num_tokens, in_time) if in_time >= min(enough, num_tokens) else 0
 
     def _bound(self, decodes: _Decodes) -> float:
         """Seconds that an iteration with these decodes may take; infinite without any."""
@@ -113,7 +117,8 @@ class StepTime:
             return decodes.goal / self._cost.margin
         if not decodes.num_rows or self._slowdown == inf:
             return inf
-        return self._slowdown * self._seconds(decodes.num_rows, decodes.slots)
+        idle = self._cost.model.idle(decodes.num_rows)
+        return self._slowdown * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
 
     def may_start(self, request: "Request") -> bool:
         """Whether the goals would be met with this request as one more decode."""

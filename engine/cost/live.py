@@ -8,6 +8,9 @@ comes from. An error that differs from the median of the last iterations of that
 larger iterations never take less time, points below are lowered and points above are raised to
 keep the curve ascending.
 
+Iterations of decodes only are also followed apart from all others, by one factor on the calibrated
+model: the median of the last of them.
+
 An estimate that is too high may keep its size from being used, and so from being corrected. So a
 point that is not used, and is slower relative to the calibration than the sizes in use, returns
 slowly to the calibration.
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from engine.cost.model import CostModel, StepParts
     from engine.step import Step
 
+DECODES = 32  # iterations of decodes only whose median factor counts
 WINDOW = 5  # iterations of a size whose median error counts
 MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from
 SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
@@ -51,6 +55,8 @@ class LiveCost:
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
         self._num_observed = 0
+        self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
+        self._decode_ratio = 1.0  # their median
 
     @property
     def margin(self) -> float:
@@ -62,6 +68,11 @@ class LiveCost:
 
     def step(self, step: "Step") -> float:
         return self.model.step(step)
+
+    def decodes(self, num_rows: int, num_slots: int) -> float:
+        """Seconds of an iteration of `num_rows` decodes which read `num_slots` slots together, as
+        the last iterations of decodes only took."""
+        return self._decode_ratio * self._start.decodes(num_rows, num_slots)
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
         """As `CostModel.tokens_within`."""
@@ -94,7 +105,13 @@ class LiveCost:
             curve = self.model.curve
             right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
             self.errors.observe(seconds / predicted)
+            if num_tokens == len(step.entries):
+                self._follow_decodes(seconds / self._start.step(step))
             self._learn(right, seconds / predicted, parts)
+
+    def _follow_decodes(self, ratio: float) -> None:
+        self._decode_ratios.append(ratio)
+        self._decode_ratio = median(self._decode_ratios)
 
     def _learn(self, right: int, ratio: float, parts: "StepParts") -> None:
         """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of

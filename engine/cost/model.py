@@ -91,8 +91,7 @@ class CostModel:
         """Seconds of a whole step."""
         num_tokens = step.num_tokens
         if num_tokens == len(step.entries):  # decodes only: the common case, on the hot path
-            slots = sum([entry.start for entry in step.entries]) + num_tokens
-            return self.tokens(num_tokens) + self.per_slot * slots + self.per_draw * num_tokens
+            return self.decodes(num_tokens, sum([e.start for e in step.entries]) + num_tokens)
         total = self.tokens(num_tokens)
         for entry in step.entries:
             if entry.num_drafts:  # each row is a decode
@@ -103,6 +102,10 @@ class CostModel:
             if entry.sample is not None:
                 total += self.per_draw
         return total
+
+    def decodes(self, num_rows: int, num_slots: int) -> float:
+        """Seconds of a step of decodes only, which read `num_slots` slots together."""
+        return self.tokens(num_rows) + self.per_slot * num_slots + self.per_draw * num_rows
 
     def parts(self, step: "Step") -> "StepParts":
         """The seconds of a whole step by what takes them; their sum is `step`, but for rounding."""

@@ -1,15 +1,21 @@
 """Steps bounded by an ITL goal: prompts get the time that decodes leave, and never none of it."""
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
 import pytest
 
 from engine.control.scheduler import IterationScheduler
-from engine.control.step_time import LEAST_PIECE, LEAST_SHARE
+from engine.control.settings import SchedulerSettings
+from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
 from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
+from engine.step import StepResult
 from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play
 
 SEATS = 64
@@ -66,7 +72,7 @@ def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -
     scheduler.add(a_spec(400, 2), now)
     iteration = planned(scheduler, now)
     least = int(LEAST_SHARE * 100.0 / 0.5)
-    assert sizes(iteration)[-1] == max(LEAST_PIECE, least) == 20
+    assert sizes(iteration)[-1] == max(LEAST_FIRST, least) == 20
 
 
 def test_a_second_prompt_gets_only_the_time_that_is_left() -> None:
@@ -162,7 +168,7 @@ def test_no_prompt_starves_and_predictions_keep_the_goal(seed: int) -> None:
         now = commit_iteration(scheduler, planned(scheduler, now), now)
 
 
-@pytest.mark.parametrize(("num_decodes", "piece"), [(1, 2), (9, 30), (20, 63), (99, 300)])
+@pytest.mark.parametrize(("num_decodes", "piece"), [(1, 6), (9, 30), (20, 63), (99, 300)])
 def test_a_prompt_makes_an_iteration_with_decodes_longer_by_a_bounded_factor(
     num_decodes: int, piece: int
 ) -> None:
@@ -171,8 +177,55 @@ def test_a_prompt_makes_an_iteration_with_decodes_longer_by_a_bounded_factor(
     now = decoding(scheduler, num_decodes)
     scheduler.add(a_spec(490, 2), now)
     iteration = planned(scheduler, now)
-    assert sizes(iteration) == [1] * num_decodes + [max(piece, LEAST_PIECE)]
+    assert sizes(iteration) == [1] * num_decodes + [piece]
     assert iteration.itl_goal == inf
+
+
+def returned(scheduler: IterationScheduler, iteration: Iteration, seconds: float) -> None:
+    """Commit an iteration that took so many seconds."""
+    tokens = (7,) * sum(entry.sample is not None for entry in iteration.step.entries)
+    result = StepResult(iteration.step.step_id, tokens, seconds)
+    scheduler.commit(iteration, result, seconds)
+
+
+def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_factor() -> None:
+    """Attention over the context makes 16 tokens take longer than all decodes."""
+    cost = CostModel(((1, 1.0), (1000, 1000.0)), per_slot=0.0, per_pair=0.001)
+    settings = SchedulerSettings(
+        max_model_len=2100, max_batch_size=SEATS, max_batch_tokens=512, max_prefill_slowdown=3.0
+    )
+    scheduler = IterationScheduler(
+        settings, KVLedger(10_000, 1), FirstComeFirstServed(), cost=LiveCost(cost)
+    )
+    for _ in range(20):
+        scheduler.add(a_spec(1, 1000), 0.0)
+    while scheduler.pool.num_admitted < 20:
+        returned(scheduler, planned(scheduler, 0.0), 20.0)
+    prompt = scheduler.add(a_spec(2000, 2), 0.0)
+    pieces: list[int] = []
+    while prompt.remaining > 100 or not pieces:
+        iteration = planned(scheduler, 0.0)
+        pieces.append(sizes(iteration)[-1])
+        assert cost.step(iteration.step) <= 3 * 20.0
+        returned(scheduler, iteration, cost.step(iteration.step))
+    assert LEAST_FIRST <= min(pieces) < LEAST_PIECE < max(pieces)
+
+
+def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:
+    """They took twice as long as calibrated; since then the model ascribes more to decodes."""
+    scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)
+    now = decoding(scheduler, 20)
+    for _ in range(40):
+        iteration = planned(scheduler, now)
+        returned(scheduler, iteration, 2 * HAND_COST.step(iteration.step))
+    model = scheduler.cost.model
+    curve = tuple((size, 1.5 * seconds) for size, seconds in model.curve)
+    scheduler.cost.model = replace(model, curve=curve)
+    scheduler.add(a_spec(490, 2), now)
+    iteration = planned(scheduler, now)
+    assert sizes(iteration)[-1] > LEAST_PIECE
+    decodes = 2 * HAND_COST.decodes(20, 0)
+    assert scheduler.cost.model.step(iteration.step) == pytest.approx(4 * decodes, rel=0.03)
 
 
 def test_prompts_that_slow_decodes_down_share_the_time_and_keep_no_request_waiting() -> None:
