@@ -131,7 +131,8 @@ class StateSlots(NamedTuple):
     """Where an entry reads and writes the states of recurrent layers.
 
     They are read from slot `source` (`NO_STATE`: zeros) before the first token, and written to slot
-    `slot` after the last one.
+    `slot` after the last one. An entry with drafts has a snapshot after each of its tokens but the
+    last, from which the request goes on behind its last accepted token.
     """
 
     slot: int

@@ -69,13 +69,14 @@ def play(
     specs: Sequence[RequestSpec],
     *,
     num_blocks: int = 0,
+    num_states: int = 0,
     dies_in: Sequence[int] = (),
     lookahead: int = 0,
     drafter: Drafter | None = None,
     **bounds: object,
 ) -> list[RequestOutcome]:
-    """Serve all requests at once, to their end; `num_blocks` less than the worker's:
-    preemptions."""
+    """Serve all requests at once, to their end; fewer `num_blocks` or `num_states` than the worker
+    has lead to preemptions."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(
@@ -84,7 +85,7 @@ def play(
         report.num_host_blocks,
         windows=report.windows,
         chunk=settings.max_batch_tokens * (1 + lookahead),
-        num_states=report.num_states,
+        num_states=num_states or report.num_states,
         num_host_states=report.num_host_states,
     )
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)

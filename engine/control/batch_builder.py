@@ -103,7 +103,7 @@ class BatchBuilder:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
         request, entry = self.decodes[index]
         entry = entry._replace(tokens=entry.tokens + drafts, num_drafts=len(drafts))
-        self.decodes[index] = (request, kv.with_blocks(request, entry))
+        self.decodes[index] = (request, kv.plan_drafts(request, entry))
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
 

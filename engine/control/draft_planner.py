@@ -22,7 +22,8 @@ def add_drafts(
     left for each started request to grow into."""
     spare, max_seconds = _SpareBlocks(kv, len(pool.started)), settings.max_step_seconds
     for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, max_seconds).items():
-        if spare.take(batch.decodes[index][0], len(drafts)):
+        drafts = drafts[: kv.most_drafts(len(drafts))]
+        if drafts and spare.take(batch.decodes[index][0], len(drafts)):
             batch.add_drafts(index, drafts, kv)
     for index, spec in drafter.proposals(batch.decodes, batch.tokens_left, max_seconds).items():
         request, _ = batch.decodes[index]

@@ -91,10 +91,11 @@ class KVManager:
 
     def _publish_snapshots(self, request: Request, states: "StateLedger") -> None:
         size, num_computed = self.block_size, request.num_computed
+        hashes: Sequence[bytes] = ()
         if self._reuses_prefixes:
             extend_hashes(request, size, num_computed // size)
-        hashes, prompt_len = request.block_hashes, request.prompt_len
-        states.commit(request.request_id, num_computed, prompt_len, hashes, size)
+            hashes = request.block_hashes
+        states.commit(request.request_id, num_computed, request.prompt_len, hashes, size)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
@@ -225,6 +226,24 @@ class KVManager:
                 ends.add(stop // size * size)
         written = sorted(end for end in ends if start < end <= stop)
         return self.states.plan(request.request_id, start, written)
+
+    def plan_drafts(self, request: Request, entry: "StepEntry") -> "StepEntry":
+        """The entry, which has got drafts, with the request's blocks and state slots."""
+        if self.states is not None and entry.state is not None:
+            stop = entry.start + len(entry.tokens)
+            state = self.states.plan_drafts(
+                request.request_id,
+                entry.state,
+                entry.start,
+                entry.num_drafts,
+                has_snapshot=self._reuses_prefixes and stop % self.block_size == 0,
+            )
+            entry = entry._replace(state=state)
+        return self.with_blocks(request, entry)
+
+    def most_drafts(self, count: int) -> int:
+        """How many of `count` drafts have a slot for the recurrent state after them."""
+        return count if self.states is None else max(0, min(count, self.states.num_for_drafts))
 
     def release(self, request: Request) -> None:
         """Free the request's blocks in both tiers; no step in flight may use them."""

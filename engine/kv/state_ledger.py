@@ -6,12 +6,18 @@ its steps read and write. A *snapshot* is a slot with the state after a prefix: 
 beside the request's own slot, and when the step has returned it is published under the hash of that
 prefix. A request that starts behind the prefix reads the snapshot in its first step.
 
+A step with drafts writes the state after each of its rows to a slot of its own, and the state after
+the last row to the request's slot. If it accepts only some drafts, the request's next step reads
+the slot of the last accepted row.
+
     free ──start──▶ owned by a request ──release──▶ free
     free ──plan──▶ being written ──commit──▶ snapshot, cached ──evict──▶ free
                                               │    ▲
                                             start  commit of the first step
                                               ▼    │
                                         snapshot, being read
+
+    free ──plan drafts──▶ being written ──commit──▶ free, or read by the request's next step
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +38,7 @@ SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, at least
 
 
 class _Written(NamedTuple):
-    """A snapshot that a step in flight writes: the state after so many tokens."""
+    """A slot that a step in flight writes: the state after so many tokens."""
 
     num_tokens: int
     slot: int
@@ -51,13 +57,16 @@ class _Held:
 
     slot: int
     source: int = NO_STATE  # what its next step reads: zeros, a snapshot, or its own slot
-    snapshot: int | None = None  # that it started behind, until its first step has returned
+    # What it reads once, until that step has returned: the snapshot that it started behind, or the
+    # slot of its last accepted row.
+    read_once: int | None = None
     written: list[_Written] = field(default_factory=list)
+    drafted_end: int | None = None  # tokens after the step with drafts that is in flight
     last_of_output: bytes | None = None  # the name of the newest snapshot within its output
 
     def slots(self) -> list[int]:
         held = [self.slot, *[one.slot for one in self.written]]
-        return held if self.snapshot is None else [*held, self.snapshot]
+        return held if self.read_once is None else [*held, self.read_once]
 
 
 class StateLedger:
@@ -115,6 +124,37 @@ class StateLedger:
         source, held.source = held.source, held.slot
         return StateSlots(held.slot, source, tuple(snapshots))
 
+    @property
+    def num_for_drafts(self) -> int:
+        """Slots that the rows of drafts may take: all that are available but one, so that a request
+        can start."""
+        return self.pool.num_available - 1
+
+    def plan_drafts(
+        self,
+        request_id: "RequestId",
+        planned: StateSlots,
+        start: int,
+        num_drafts: int,
+        *,
+        has_snapshot: bool,
+    ) -> StateSlots:
+        """The slots of a decode at `start` that was `planned` without its drafts: also one for the
+        state after each row but the last. A snapshot of the first row is one of them; with
+        `has_snapshot` the last row has one too, if a slot is left."""
+        held, stop = self._held[request_id], start + 1 + num_drafts
+        known = dict(planned.snapshots)
+        rows = []
+        num_rows = num_drafts + (has_snapshot and self.pool.num_available > num_drafts)
+        for count in range(1, num_rows + 1):
+            slot = known.get(count)
+            if slot is None:
+                (slot,) = self.pool.allocate(1)
+                held.written.append(_Written(start + count, slot))
+            rows.append(Snapshot(count, slot))
+        held.drafted_end = stop
+        return planned._replace(snapshots=tuple(rows))
+
     def commit(
         self,
         request_id: "RequestId",
@@ -124,21 +164,35 @@ class StateLedger:
         block_size: int,
     ) -> None:
         """A step of the request has returned, with which so many tokens are computed: publish its
-        snapshots. Of those within the output only the newest is kept."""
+        snapshots, which are at the ends of blocks. Of those within the output only the newest is
+        kept."""
         held = self._held[request_id]
-        if held.snapshot is not None:
-            self.pool.drop(held.snapshot)
-            held.snapshot = None
+        if held.read_once is not None:
+            self.pool.drop(held.read_once)
+            held.read_once = None
         done = [one for one in held.written if one.num_tokens <= num_computed]
         held.written = [one for one in held.written if one.num_tokens > num_computed]
         for end, slot in done:
-            name = hashes[end // block_size - 1]
-            if name not in self.snapshots:
-                self.snapshots.publish(slot, name, None)
-                if end >= prompt_len:
-                    self._forget(held.last_of_output)
-                    held.last_of_output = name
-            self.pool.drop(slot)
+            if not end % block_size and end // block_size <= len(hashes):
+                self._publish(
+                    held, slot, hashes[end // block_size - 1], is_output=end >= prompt_len
+                )
+            if end == num_computed and held.drafted_end not in (None, end):
+                held.source = held.read_once = slot
+            else:
+                self.pool.drop(slot)
+        if held.drafted_end is not None:
+            for _, slot in held.written:  # of rejected drafts
+                self.pool.drop(slot)
+            held.written, held.drafted_end = [], None
+
+    def _publish(self, held: _Held, slot: int, name: bytes, *, is_output: bool) -> None:
+        if name in self.snapshots:
+            return
+        self.snapshots.publish(slot, name, None)
+        if is_output:
+            self._forget(held.last_of_output)
+            held.last_of_output = name
 
     def _forget(self, name: bytes | None) -> None:
         """Evict a snapshot that no request reads."""

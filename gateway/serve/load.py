@@ -33,7 +33,7 @@ from gateway.serve.saved import SavedFile, model_facts
 from gateway.settings.engine import BUILTIN_MODEL
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.settings import Settings
-from gateway.settings.speculative_config import check_model, speculation_settings
+from gateway.settings.speculative_config import check_device, speculation_settings
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
@@ -108,7 +108,7 @@ async def load_model(
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
         report, texts = starting.result(), reading.result()
-        check_model(settings.speculative_config, report.device, report.num_states)
+        check_device(settings.speculative_config, report.device)
         stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
         yield LoadedModel(

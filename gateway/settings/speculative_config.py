@@ -34,10 +34,7 @@ def speculation_settings(text: str) -> SpeculationSettings | None:
         raise ValueError(f"{FLAG}: {error}") from None
 
 
-def check_model(text: str, device: str, num_states: int) -> None:
-    """Raise `StartupError` if speculation is on and the model runs on a GPU or has recurrent
-    layers, whose states (`num_states` of them) cannot be set back behind rejected drafts."""
+def check_device(text: str, device: str) -> None:
+    """Raise `StartupError` if speculation is on and the model does not run on the CPU."""
     if text and not device.startswith("cpu"):
         raise StartupError(f"{FLAG} is supported on the CPU; this model runs on {device}")
-    if text and num_states:
-        raise StartupError(f"{FLAG} does not support models with recurrent layers")

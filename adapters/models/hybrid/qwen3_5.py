@@ -18,6 +18,7 @@ from engine.worker.model.delta_net import GatedDeltaNet
 from engine.worker.model.layers import AttentionBlock, GatedAttentionBlock, Mixer
 from engine.worker.ports import (
     AttentionOptions,
+    DeltaWeights,
     LinearWeight,
     ModelShape,
     RankPart,
@@ -120,17 +121,19 @@ class Qwen35(Qwen3):
         linears = [rows("in_proj_qkv", whole.channels, run) for run in runs]
         linears.append(rows("in_proj_z", values.size, values.run))
         linears += [rows(f"in_proj_{name}", heads.size, heads.run) for name in "ba"]
-        return GatedDeltaNet(
-            layer=number,
+        net = DeltaWeights(
             shape=shard.recurrent_part(whole),
-            inputs=projections.operators.linear(linears, None),
             conv=torch.cat(convs)[:, 0].float().contiguous(),
             decay_rate=-vector("A_log", heads).exp(),
             decay_bias=vector("dt_bias", heads),
             norm=vector("norm.weight", RankPart.whole(whole.value_dim)),
             eps=self._settings.eps,
+        )
+        return GatedDeltaNet(
+            layer=number,
+            inputs=projections.operators.linear(linears, None),
+            net=projections.operators.delta_net(net),
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
-            delta_steps=projections.operators.delta_steps,
         )
 
 

@@ -6,6 +6,7 @@ Kernels take addresses as int64 instead of arrays, since each array type would c
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
@@ -68,6 +69,18 @@ def float_of_bits(typing, value):
         return builder.bitcast(args[0], FLOAT)
 
     return types.float32(types.int32), build
+
+
+@intrinsic
+def fma_one(typing, a, b, c):
+    """`a * b + c` of scalar floats, rounded once as in vector tiles."""
+
+    def build(context, builder, signature, args):
+        kind = ir.FunctionType(FLOAT, [FLOAT] * 3)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32")
+        return builder.call(function, args)
+
+    return types.float32(*[types.float32] * 3), build
 
 
 @intrinsic

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.step import SamplingParams
+from engine.worker.cpu.delta_net import NativeDeltaNet
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import delta_rule, elementwise, experts, sampling
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
@@ -24,7 +25,7 @@ from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     Argmax,
-    DeltaStep,
+    DeltaWeights,
     ExpertWeights,
     Linear,
     LinearWeight,
@@ -132,7 +133,6 @@ class NativeOperators:
         self.is_native = True  # until an activation is requested that torch computes
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
-        self._delta = KernelCall(pool, delta_rule.delta_steps, delta_rule.DeltaOperands())
         self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
         self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
         self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
@@ -250,18 +250,8 @@ class NativeOperators:
         operands.heads, operands.half = count, dim // 2
         self._rope.over_rows(rows)
 
-    def delta_steps(self, step: DeltaStep) -> Tensor:
-        rows, heads, width = step.v.shape
-        out, scratch = torch.empty_like(step.v), torch.empty(self._pool.threads * width)
-        operands = self._delta.operands
-        operands.q, operands.k = step.q.data_ptr(), step.k.data_ptr()
-        operands.v, operands.out = step.v.data_ptr(), out.data_ptr()
-        operands.decay, operands.rate = step.decay.data_ptr(), step.rate.data_ptr()
-        operands.matrices, operands.slots = step.matrices.data_ptr(), step.slots.data_ptr()
-        operands.scratch, operands.rows, operands.heads = scratch.data_ptr(), rows, heads
-        operands.key_dim, operands.value_dim = step.q.shape[2], width
-        self._delta(rows * heads)
-        return out
+    def delta_net(self, weights: DeltaWeights) -> NativeDeltaNet:
+        return NativeDeltaNet(self._pool, weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         rows, vocab = logits.shape

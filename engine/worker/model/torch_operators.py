@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import SamplingParams
+from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
 from engine.worker.ports import (
     Argmax,
-    DeltaStep,
+    DeltaWeights,
     Experts,
     ExpertWeights,
     Linear,
@@ -163,13 +164,8 @@ class TorchOperators:
         second.mul_(cos).add_(first * sin)
         first.copy_(rotated)
 
-    def delta_steps(self, step: DeltaStep) -> Tensor:
-        matrices = step.matrices[step.slots] * step.decay[:, :, None, None]
-        predicted = torch.einsum("rhk,rhkv->rhv", step.k, matrices)
-        update = (step.v - predicted) * step.rate[:, :, None]
-        matrices += step.k[:, :, :, None] * update[:, :, None]
-        step.matrices[step.slots] = matrices
-        return torch.einsum("rhk,rhkv->rhv", step.q, matrices)
+    def delta_net(self, weights: DeltaWeights) -> TorchDeltaNet:
+        return TorchDeltaNet(weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = logits.max(dim=-1)

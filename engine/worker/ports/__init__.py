@@ -20,7 +20,6 @@ from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
 from engine.worker.ports.operators import (
     Argmax,
-    DeltaStep,
     Linear,
     LowRank,
     LowRankUp,
@@ -29,9 +28,11 @@ from engine.worker.ports.operators import (
 )
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.recurrent import (
+    DeltaNet,
+    DeltaWeights,
     RecurrentShape,
     RecurrentState,
-    StateRun,
+    StateRuns,
     StepStates,
 )
 from engine.worker.ports.shapes import (
@@ -69,7 +70,8 @@ __all__ = [
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",
-    "DeltaStep",
+    "DeltaNet",
+    "DeltaWeights",
     "ExpertShape",
     "ExpertWeights",
     "Experts",
@@ -104,7 +106,7 @@ __all__ = [
     "Routing",
     "Shard",
     "StageModel",
-    "StateRun",
+    "StateRuns",
     "StepContext",
     "StepLimits",
     "StepStates",

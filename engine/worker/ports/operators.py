@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
+from engine.worker.ports.recurrent import DeltaNet, DeltaWeights
 from engine.worker.ports.weights import LinearWeight
 
 
@@ -59,21 +60,6 @@ class Argmax(NamedTuple):
 
     values: Tensor
     ids: Tensor
-
-
-class DeltaStep(NamedTuple):
-    """The gated delta rule for one token of each of several requests, float32 and contiguous.
-
-    Row i reads and updates the matrices in slot `slots[i]`; no two rows have the same slot.
-    """
-
-    q: Tensor  # [rows, heads, key_dim], of unit length times key_dim ** -0.5
-    k: Tensor  # [rows, heads, key_dim], of unit length
-    v: Tensor  # [rows, heads, value_dim]
-    decay: Tensor  # [rows, heads]
-    rate: Tensor  # [rows, heads]
-    matrices: Tensor  # [slots, heads, key_dim, value_dim]
-    slots: Tensor  # int64 [rows]
 
 
 class Operators(Protocol):
@@ -143,8 +129,8 @@ class Operators(Protocol):
         """
         ...
 
-    def delta_steps(self, step: DeltaStep) -> Tensor:
-        """The outputs `[rows, heads, value_dim]`; the matrices are updated in place."""
+    def delta_net(self, weights: DeltaWeights) -> DeltaNet:
+        """The part of a Gated DeltaNet between its linears."""
         ...
 
     def argmax(self, logits: Tensor) -> Argmax:

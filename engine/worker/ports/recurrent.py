@@ -1,9 +1,11 @@
 """The states of recurrent layers: their sizes, their tensors, and which of them a step uses."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from engine.worker.ports.layout import Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +37,47 @@ class RecurrentShape:
 class RecurrentState(NamedTuple):
     """The states of one layer, for all state slots."""
 
-    inputs: Tensor  # of the convolution, [slots, channels, kernel - 1]
+    inputs: Tensor  # of the convolution, [slots, kernel - 1, channels]
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim]
 
 
-class StateRun(NamedTuple):
-    """Rows `[first, last)` of a step, which are consecutive tokens of one request.
+class StateRuns(NamedTuple):
+    """The runs of a step, each of consecutive rows of one request.
 
-    They are computed from the state in slot `source` (`NO_STATE`: zeros) to that in slot `slot`. A
-    run without rows copies the state.
+    A run reads the state in its source slot (`NO_STATE`: zeros) before its first row. The state
+    after row r is written to the slots `writes[r]`, as far as they are not `NO_STATE`. No run reads
+    a slot that another one writes.
     """
 
-    first: int
-    last: int
-    source: int
-    slot: int
+    runs: Int64s  # [runs, 3]: first row, the row behind the last one, source slot
+    writes: Int64s  # [rows, 2]
+
+
+class StepStates(NamedTuple):
+    """What the recurrent layers of a stage read and write in one step."""
+
+    layers: tuple[RecurrentState, ...]
+    runs: StateRuns
 
 
 @dataclass(frozen=True, slots=True)
-class StepStates:
-    """What the recurrent layers of a stage read and write in one step.
+class DeltaWeights:
+    """The weights of a Gated DeltaNet between its linears, float32 and of one rank."""
 
-    `decodes` are the runs of the first `len(decodes)` rows, of one row each, which are computed
-    together; then come the other `runs`, in this order. `decode_slots` are the slots of the former.
-    """
+    shape: RecurrentShape
+    conv: Tensor  # [channels, kernel]
+    decay_rate: Tensor  # [value_heads], negative
+    decay_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+    eps: float
 
-    layers: tuple[RecurrentState, ...]
-    decodes: tuple[StateRun, ...]
-    runs: tuple[StateRun, ...]
-    decode_slots: Tensor  # int64
+
+class DeltaNet(Protocol):
+    """Convolution, gated delta rule and gated norm of one layer."""
+
+    def __call__(self, y: Tensor, state: RecurrentState, runs: StateRuns) -> Tensor:
+        """`[rows, value_heads * value_dim]` from the inputs of each row: q, k and v (`channels`),
+        the gate (value_heads * value_dim), b and a (value_heads each). The result of a row has the
+        same bits whatever the other rows and the number of rows of its run are, if the device
+        computes linears in this way."""
+        ...

@@ -228,11 +228,11 @@ def _check(
         raise StartupError(f"{METHOD} needs a single worker: no stages and no ranks")
     if target.pooling is not None:
         raise StartupError(f"{METHOD} needs a model that generates text")
+    if draft.family.shape.recurrent_layers:
+        raise StartupError(f"{METHOD} does not support the draft model: it has recurrent layers")
     for name, checkpoint in (("the model", target), ("the draft model", draft)):
-        shape = checkpoint.family.shape
-        if shape.recurrent_layers or not KVGroups.of(shape).keeps_all:
-            kind = "recurrent" if shape.recurrent_layers else "sliding-window"
-            raise StartupError(f"{METHOD} does not support {name}: it has {kind} layers")
+        if not KVGroups.of(checkpoint.family.shape).keeps_all:
+            raise StartupError(f"{METHOD} does not support {name}: it has sliding-window layers")
     positions = draft.family.shape.max_positions
     if positions < max_model_len:
         raise StartupError(

@@ -10,13 +10,14 @@ if d1 … di were the output. So the tokens are those of decoding one by one, wh
              └─────output─────┘           here s0 = d1, s1 = d2, s2 ≠ d3: output s0, s1, s2
 
 The KV of rejected drafts lies behind the request's last token, where the next step overwrites it.
+Recurrent layers compute the rows one after the other, and keep the state after each of them.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
 
-from engine.step import Step, StepEntry
+from engine.step import Snapshot, StateSlots, Step, StepEntry
 from engine.worker.sampling.logits_output import LogitsOutput
 
 
@@ -37,14 +38,32 @@ def _rows(entry: StepEntry) -> Iterator[StepEntry]:
         return
     if spec is None or not entry.is_decode or entry.prompt_logprobs is not None:
         raise ValueError(f"request {entry.request_id}: drafts in an entry that is not a decode")
-    for index, token in enumerate(entry.tokens):
+    states: list[StateSlots | None] = [None] * len(entry.tokens)
+    if entry.state is not None:
+        states = _row_states(entry.state, entry)
+    for index, (token, state) in enumerate(zip(entry.tokens, states, strict=True)):
         drafts = entry.tokens[1 : 1 + index] if spec.reads_output else ()
         yield entry._replace(
             start=entry.start + index,
             tokens=(token,),
             sample=spec._replace(output=spec.output + drafts) if drafts else spec,
             num_drafts=0,
+            state=state,
         )
+
+
+def _row_states(state: StateSlots, entry: StepEntry) -> list[StateSlots | None]:
+    """The slots of each row: it reads what the row before it has written."""
+    written, source = dict(state.snapshots), state.source
+    rows: list[StateSlots | None] = []
+    for count in range(1, len(entry.tokens)):
+        if count not in written:
+            raise ValueError(f"request {entry.request_id}: no state slot behind row {count - 1}")
+        rows.append(StateSlots(written[count], source))
+        source = written[count]
+    last = written.get(len(entry.tokens))
+    snapshots = () if last is None else (Snapshot(1, last),)
+    return [*rows, StateSlots(state.slot, source, snapshots)]
 
 
 def accept_drafts(step: Step, output: LogitsOutput) -> LogitsOutput:

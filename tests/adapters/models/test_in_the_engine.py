@@ -14,12 +14,11 @@ from tests.drafts import a_drafter
 from tests.engine.worker.process.driving import Driver, settings_for
 from tests.inline import RequestOutcome, play
 
-DRAFTING = (
+VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
 )
-VARIANTS = (*DRAFTING, "qwen3_5", "qwen3_5_moe")
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16
 
 
@@ -77,7 +76,6 @@ def test_preempted_and_swapped_requests_continue_as_they_were(served: Served) ->
     assert sum(each.num_swaps for each in requests) > 0
 
 
-@pytest.mark.parametrize("served", DRAFTING, indirect=True)
 def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
     drafter = a_drafter(served.expected)
     outcomes = play(
@@ -85,3 +83,12 @@ def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
     )
     assert tokens(outcomes) == served.expected
     assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0
+
+
+def test_requests_continue_with_the_same_bits_after_a_worker_has_died(served: Served) -> None:
+    """Their tokens are computed again as parts of prompts, and the log-probabilities are equal."""
+    specs = [replace(spec, logprobs=2) for spec in served.specs]
+    undisturbed = play(served.worker, specs, max_batch_size=4)
+    outcomes = play(served.worker, specs, max_batch_size=4, max_batch_tokens=12, dies_in=(9, 20))
+    assert tokens(outcomes) == served.expected
+    assert [one.logprobs for one in outcomes] == [one.logprobs for one in undisturbed]

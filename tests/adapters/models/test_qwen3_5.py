@@ -15,7 +15,6 @@ from engine.worker.ports import Shard
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
-from gateway.settings.speculative_config import check_model
 from tests.checkpoints import QWEN3_5, SMALL, make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 
@@ -63,15 +62,13 @@ def test_a_stage_without_attention_is_rejected(tmp_path: Path) -> None:
         _ = kv.block_bytes
 
 
-def test_a_disk_tier_and_speculation_are_rejected(tmp_path: Path) -> None:
+def test_a_disk_tier_is_rejected(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3_5")
     settings = replace(
         settings_for(directory), disk_kv_dir=str(tmp_path / "disk"), disk_kv_bytes=1 << 20
     )
     with pytest.raises(StartupError, match="--disk-kv does not support models with"):
         Worker.load(settings, lambda *_: None)
-    with pytest.raises(StartupError, match="does not support models with recurrent layers"):
-        check_model('{"method": "ngram"}', "cpu", num_states=3)
 
 
 def test_too_little_memory_for_two_states_is_an_error_at_start(tmp_path: Path) -> None:

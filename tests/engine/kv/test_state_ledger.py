@@ -8,7 +8,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv.state_ledger import SNAPSHOT_TOKENS, StateLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
-from engine.step import NO_STATE, RequestId, StepEntry, StepResult
+from engine.step import NO_STATE, RequestId, StateSlots, StepEntry, StepResult
 from tests.scheduling import GREEDY
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -135,6 +135,52 @@ def test_a_snapshot_that_is_read_is_not_overwritten() -> None:
     ledger.commit(B, 8, 4, HASHES, SIZE)
     assert ledger.num_missing([]) == 0  # the snapshot is cached again
     ledger.check({B, C})
+
+
+def a_verify_step(ledger: StateLedger, start: int, num_drafts: int) -> StateSlots:
+    """A decode at `start`, with slots for the states behind its drafts."""
+    planned = ledger.plan(A, start, [])
+    return ledger.plan_drafts(A, planned, start, num_drafts, has_snapshot=False)
+
+
+def test_the_next_step_reads_the_state_after_the_last_accepted_row() -> None:
+    ledger = StateLedger(num_states=8)
+    ledger.start(A, [])
+    first = ledger.plan(A, 0, [])
+    ledger.commit(A, 5, 5, HASHES, SIZE)
+    planned = a_verify_step(ledger, 5, num_drafts=3)
+    assert (planned.slot, planned.source) == (first.slot, first.slot)
+    assert [row.num_tokens for row in planned.snapshots] == [1, 2, 3]
+    ledger.commit(A, 7, 5, HASHES, SIZE)  # one draft was accepted
+    ledger.check({A})
+    following = ledger.plan(A, 7, [])
+    assert (following.slot, following.source) == (first.slot, planned.snapshots[1].slot)
+    ledger.commit(A, 8, 5, HASHES, SIZE)
+    assert ledger.pool.num_available == 7
+    assert ledger.plan(A, 8, []).source == first.slot
+
+
+def test_with_all_drafts_accepted_the_requests_own_slot_is_read() -> None:
+    ledger = StateLedger(num_states=8)
+    ledger.start(A, [])
+    a_verify_step(ledger, 5, num_drafts=3)
+    ledger.commit(A, 9, 5, HASHES, SIZE)
+    ledger.check({A})
+    assert ledger.pool.num_available == 7
+    following = ledger.plan(A, 9, [])
+    assert following.source == following.slot
+
+
+def test_an_accepted_row_at_the_end_of_a_block_is_a_snapshot_too() -> None:
+    ledger = StateLedger(num_states=8)
+    ledger.start(A, [])
+    planned = a_verify_step(ledger, 5, num_drafts=4)
+    ledger.commit(A, 8, 5, HASHES, SIZE)  # the third row ends a block, and its draft is rejected
+    ledger.check({A})
+    assert HASHES[1] in ledger.snapshots
+    assert ledger.plan(A, 8, []).source == planned.snapshots[2].slot
+    ledger.release(A)
+    assert ledger.pool.num_cached == 1
 
 
 def test_more_requests_than_states_wait() -> None:

@@ -31,11 +31,10 @@ from engine.worker.cpu.attention.tiles import (
     SCORE_ROWS,
     VALUE_ROWS,
     VALUE_WIDTH,
-    fma_one,
     make_score_tile,
     make_value_tile,
 )
-from engine.worker.cpu.intrinsics import float32s, int64s
+from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, load_one
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.vectors import LANES

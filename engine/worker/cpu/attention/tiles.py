@@ -124,18 +124,6 @@ def make_value_tile(rows, width):
 
 
 @intrinsic
-def fma_one(typing, a, b, c):
-    """`a * b + c` of scalar floats, rounded once as in the tiles."""
-
-    def build(context, builder, signature, args):
-        kind = ir.FunctionType(FLOAT, [FLOAT] * 3)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32")
-        return builder.call(function, args)
-
-    return types.float32(*[types.float32] * 3), build
-
-
-@intrinsic
 def largest_of(typing, address, count):
     """The largest of `count` floats at an address; NaN is ignored.
 

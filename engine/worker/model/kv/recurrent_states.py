@@ -3,22 +3,22 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove, Direction, StateSlots
+from engine.step import NO_STATE, BlockMove, Direction, StateSlots
 from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.ports import (
     BlockMover,
     RaggedLayout,
     RecurrentShape,
     RecurrentState,
-    StateRun,
+    StateRuns,
     StepStates,
 )
 
 BYTES = torch.float32.itemsize
-NO_SLOTS = StateSlots(0, -1)  # of an entry whose state is not used, in measurements
 
 
 def bytes_per_state(shapes: Sequence[RecurrentShape]) -> int:
@@ -42,31 +42,35 @@ class RecurrentStates:
 def _zeros(shape: RecurrentShape, num_slots: int) -> RecurrentState:
     heads = shape.num_value_heads
     return RecurrentState(
-        torch.zeros(num_slots, shape.channels, shape.kernel - 1),
+        torch.zeros(num_slots, shape.kernel - 1, shape.channels),
         torch.zeros(num_slots, heads, shape.key_dim, shape.value_dim),
     )
 
 
 def step_states(states: RecurrentStates, layout: RaggedLayout) -> StepStates:
-    """What a step reads and writes. A snapshot ends a run, and the next one continues from it."""
-    decodes, others = [], []
-    bounds = zip(layout.states, layout.qo_indptr[:-1], layout.qo_indptr[1:], strict=True)
-    for number, (state, start, stop) in enumerate(bounds):
-        runs = runs_of(state, int(start), int(stop))
-        if number < layout.num_decodes:
-            decodes.append(runs.pop(0))
-        others += runs
-    slots = torch.tensor([run.slot for run in decodes], dtype=torch.int64)
-    return StepStates(states.layers, tuple(decodes), tuple(others), slots)
+    """What a step reads and writes."""
+    return StepStates(states.layers, state_runs(layout.states, layout.qo_indptr.tolist()))
 
 
-def runs_of(state: StateSlots, start: int, stop: int) -> list[StateRun]:
-    """The runs of one request."""
-    runs, first, source = [], start, state.source
-    for num_tokens, slot in state.snapshots:
-        runs.append(StateRun(first, start + num_tokens, source, slot))
-        first, source = start + num_tokens, slot
-    return [*runs, StateRun(first, stop, source, state.slot)]
+def state_runs(slots: Sequence[StateSlots], indptr: Sequence[int]) -> StateRuns:
+    """The runs of entries with these slots, whose rows begin and end at `indptr`.
+
+    An entry that reads what the one before it writes continues its run: they are the last token and
+    the drafts of one request.
+    """
+    writes = np.full((indptr[-1], 2), NO_STATE, dtype=np.int64)
+    runs: list[list[int]] = []
+    before = NO_STATE
+    for state, start, stop in zip(slots, indptr, indptr[1:], strict=False):
+        if state.source != NO_STATE and state.source == before:
+            runs[-1][1] = stop
+        else:
+            runs.append([start, stop, state.source])
+        writes[stop - 1, 0] = before = state.slot
+        for num_tokens, slot in state.snapshots:
+            row = start + num_tokens - 1
+            writes[row, int(row == stop - 1)] = slot
+    return StateRuns(np.array(runs, dtype=np.int64), writes)
 
 
 class StateMover:

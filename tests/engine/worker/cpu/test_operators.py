@@ -7,7 +7,6 @@ from torch import Tensor
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import DeltaStep
 
 PLAIN = TorchOperators()
 
@@ -149,24 +148,3 @@ def test_a_linear_keeps_its_weights_when_others_are_made(native: NativeOperators
     linears = [native.linear([weight.T.contiguous().T], None) for weight in many]
     for linear, weight in zip(linears, many, strict=True):
         torch.testing.assert_close(linear(x), x @ weight.T, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "heads", "key_dim", "value_dim"), [(1, 2, 8, 12), (5, 4, 128, 128)]
-)
-def test_delta_steps(
-    native: NativeOperators, rows: int, heads: int, key_dim: int, value_dim: int
-) -> None:
-    q, k = noise(rows, heads, key_dim), noise(rows, heads, key_dim, seed=1)
-    matrices = noise(7, heads, key_dim, value_dim, seed=2)
-    v, decay, rate = noise(rows, heads, value_dim, seed=3), noise(rows, heads), noise(rows, heads)
-    decay, rate = decay.sigmoid(), rate.sigmoid()
-    slots = torch.tensor([6, 2, 0, 5, 3])[:rows]
-    k = k / k.norm(dim=2, keepdim=True)
-    expected = matrices.double()
-    step = DeltaStep(q, k, v, decay, rate, matrices, slots)
-    q, k, v, decay, rate = (each.double() for each in (q, k, v, decay, rate))
-    wanted = PLAIN.delta_steps(DeltaStep(q, k, v, decay, rate, expected, slots))
-    found = native.delta_steps(step)
-    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(matrices, expected.float(), rtol=1e-5, atol=1e-5)

@@ -138,12 +138,26 @@ async def test_answers_are_those_of_each_request_alone(
     assert told.num_swaps if host_kv_bytes else told.num_recomputed
 
 
-@pytest.mark.parametrize(("stages", "ranks", "lookahead"), [(2, 1, 0), (2, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("variant", "stages", "ranks", "lookahead"),
+    [
+        ("llama", 2, 1, 0),
+        ("llama", 2, 1, 1),
+        ("llama", 2, 2, 1),
+        ("qwen3_5", 2, 1, 1),
+        ("qwen3_5", 1, 2, 0),
+    ],
+)
 async def test_drafts_change_no_answer(
-    tmp_path: Path, stages: int, ranks: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    variant: str,
+    stages: int,
+    ranks: int,
+    lookahead: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.speculation.drafter.ASK_SECONDS", 1e-9)  # steps are short here
-    alone = Driver(load_worker(make_checkpoint(tmp_path)))
+    alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
     expected = [
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
         for number in range(COUNT)

@@ -1,0 +1,112 @@
+"""Speculation over recurrent layers changes no output: any drafts, any parameters, any shortage.
+
+`PODWAY_EXAMPLES=1000` runs as many cases.
+"""
+
+import os
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.request import RequestSpec
+from engine.step import SamplingParams
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
+from tests.checkpoints import make_checkpoint
+from tests.drafts import a_drafter
+from tests.inline import RequestOutcome, play
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    directory = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5")
+    kept = WorkerSettings(
+        str(directory),
+        block_size=BLOCK_SIZE,
+        kv_slots=512,
+        host_kv_bytes=1 << 18,
+        threads=1,
+        lookahead=1,
+    )
+    return Worker.load(kept, lambda *_: None)
+
+
+@st.composite
+def spec_lists(draw: st.DrawFn) -> list[RequestSpec]:
+    shared = Random(0).choices(range(97), k=9)
+    found = []
+    for at in range(draw(st.integers(1, 4))):
+        prompt = (*shared[: draw(st.sampled_from((0, 4, 9)))], at, *range(draw(st.integers(0, 9))))
+        sampling = SamplingParams(
+            temperature=draw(st.sampled_from((0.0, 0.8))),
+            top_k=draw(st.sampled_from((0, 20))),
+            repetition_penalty=draw(st.sampled_from((1.0, 1.3))),
+            seed=at,
+        )
+        count = draw(st.integers(1, 24))
+        found.append(
+            RequestSpec(prompt, count, sampling, logprobs=draw(st.sampled_from((None, 2))))
+        )
+    return found
+
+
+def results(outcomes: list[RequestOutcome]) -> list[tuple[Any, ...]]:
+    """Tokens and the bits of their log-probabilities."""
+    return [(one.tokens, one.logprobs, one.finish, str(one.error)) for one in outcomes]
+
+
+@settings(
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_drafts_leave_every_output_as_it_is(worker: Worker, data: st.DataObject) -> None:
+    specs = data.draw(spec_lists())
+    plain = play(worker, specs)
+    drafter = a_drafter(
+        [one.tokens for one in plain],
+        data.draw(st.sampled_from((0.0, 0.2, 0.5))),
+        data.draw(st.integers(0, 5)),
+        data.draw(st.integers(1, 7)),
+    )
+    drafted = play(
+        worker,
+        specs,
+        drafter=drafter,
+        num_blocks=data.draw(st.sampled_from((0, 12))),
+        num_states=data.draw(st.sampled_from((0, 2, 5))),
+        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
+        lookahead=data.draw(st.sampled_from((0, 1))),
+        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
+        max_batch_size=8,
+        reuses_prefixes=data.draw(st.booleans()),
+    )
+    assert results(drafted) == results(plain)
+
+
+def test_drafts_are_accepted_and_the_next_turn_starts_behind_the_output(worker: Worker) -> None:
+    prompt = tuple(Random(1).choices(range(97), k=10))
+    spec = RequestSpec(prompt, 30, SamplingParams(temperature=0.0))
+    (plain,) = play(worker, [spec])
+    drafter = a_drafter([plain.tokens] * 2, error_rate=0.2)
+    turn = RequestSpec((*prompt, *plain.tokens, 5, 6), 4, SamplingParams(temperature=0.0))
+    first, second = play(worker, [spec, turn], max_batch_size=1, drafter=drafter)
+    assert first.tokens == plain.tokens
+    assert drafter.counts.num_drafts > drafter.counts.num_accepted >= 15
+    assert second.request is not None
+    assert second.request.num_cached >= (len(prompt) + 29 - 7) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_without_slots_for_the_states_of_drafts_there_are_none(worker: Worker) -> None:
+    spec = RequestSpec((1, 2, 3), 20, SamplingParams(temperature=0.0))
+    (plain,) = play(worker, [spec])
+    drafter = a_drafter([plain.tokens], error_rate=0.0)
+    (found,) = play(worker, [spec], num_states=2, drafter=drafter)
+    assert found.tokens == plain.tokens
+    assert drafter.counts.num_drafts == 0
