@@ -105,8 +105,9 @@ class LiveCost:
             curve = self.model.curve
             right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
             self.errors.observe(seconds / predicted)
-            if num_tokens == len(step.entries):
-                self._follow_decodes(seconds / self._start.step(step))
+            calibrated = self._start.step(step)
+            if num_tokens == len(step.entries) and calibrated > 0.0:
+                self._follow_decodes(seconds / calibrated)
             self._learn(right, seconds / predicted, parts)
 
     def _follow_decodes(self, ratio: float) -> None:
