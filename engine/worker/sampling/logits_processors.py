@@ -8,13 +8,18 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.step import SampleSpec
 from engine.worker.sampling.filters import Floats
+from engine.worker.sampling.token_counts import (
+    CountedTokens,
+    Int64s,
+    TokenCounts,
+    output_counts,
+    whole_counts,
+)
 
 Ids = tuple[int, ...]
-Int64s = NDArray[np.int64]
 
 
 class LogitIndices(NamedTuple):
@@ -52,11 +57,23 @@ def biased_ids(spec: SampleSpec) -> Ids:
     return tuple([token for token, _ in spec.sampling.logit_bias])
 
 
+def _prompt_ids(spec: SampleSpec) -> Ids:
+    """The ids of the prompt; where they are counted, the lowest and the highest."""
+    output = spec.output
+    return output.counts.prompt_extremes if isinstance(output, CountedTokens) else spec.prompt
+
+
+def _output_ids(spec: SampleSpec) -> Ids:
+    """The ids of the output; where they are counted, the lowest and the highest."""
+    output = spec.output
+    return output.counts.output.extremes if isinstance(output, CountedTokens) else output
+
+
 ID_FIELDS: dict[str, Callable[[SampleSpec], Ids]] = {
     "logit_bias": biased_ids,
     "banned": lambda spec: spec.banned,
-    "prompt": lambda spec: spec.prompt,
-    "output": lambda spec: spec.output,
+    "prompt": _prompt_ids,
+    "output": _output_ids,
     "end_ids": lambda spec: spec.end_ids,
 }
 
@@ -68,10 +85,46 @@ def indices_of(rows: Sequence[int], ids: Sequence[Ids]) -> LogitIndices:
     return LogitIndices(np.repeat(np.array(rows, dtype=np.int64), lengths), flat)
 
 
-def distinct(places: LogitIndices, vocab_size: int) -> tuple[LogitIndices, Int64s]:
-    """Each index once, and how often it occurred."""
-    keys, counts = np.unique(places.rows * vocab_size + places.ids, return_counts=True)
-    return LogitIndices(*np.divmod(keys, vocab_size)), counts
+def counted(
+    rows: Sequence[int], counts: Sequence[TokenCounts | None]
+) -> tuple[LogitIndices, Int64s]:
+    """Each id of `counts[i]` once in row `rows[i]`, and how often it occurs; none for None."""
+    found = [(row, each.distinct) for row, each in zip(rows, counts, strict=True) if each]
+    if not found:
+        nothing = np.zeros(0, dtype=np.int64)
+        return LogitIndices(nothing, nothing), nothing
+    lengths = [len(each.ids) for _, each in found]
+    numbers = np.repeat(np.array([row for row, _ in found], dtype=np.int64), lengths)
+    places = LogitIndices(numbers, np.concatenate([each.ids for _, each in found]))
+    return places, np.concatenate([each.counts for _, each in found])
+
+
+def seen_by_repetition(
+    rows: Sequence[int], specs: Sequence[SampleSpec]
+) -> tuple[LogitIndices, Int64s]:
+    """The ids of prompt and output in the rows with a repetition penalty, as `counted` does."""
+    return counted(
+        rows,
+        [
+            whole_counts(s.prompt, s.output) if s.sampling.repetition_penalty != 1.0 else None
+            for s in specs
+        ],
+    )
+
+
+def seen_by_presence_and_frequency(
+    rows: Sequence[int], specs: Sequence[SampleSpec]
+) -> tuple[LogitIndices, Int64s]:
+    """The ids of the output in the rows with one of these penalties, as `counted` does."""
+    return counted(
+        rows,
+        [
+            output_counts(s.output)
+            if s.sampling.presence_penalty or s.sampling.frequency_penalty
+            else None
+            for s in specs
+        ],
+    )
 
 
 def _of_rows(values: Floats, rows: Sequence[int], numbers: Sequence[float]) -> Floats:
@@ -93,11 +146,7 @@ def _repetition(values: Floats, rows: Sequence[int], specs: Sequence[SampleSpec]
     penalties = [spec.sampling.repetition_penalty for spec in specs]
     if all(penalty == 1.0 for penalty in penalties):
         return
-    seen = [
-        spec.prompt + spec.output if penalty != 1.0 else ()
-        for spec, penalty in zip(specs, penalties, strict=True)
-    ]
-    places, _ = distinct(indices_of(rows, seen), values.shape[1])
+    places, _ = seen_by_repetition(rows, specs)
     penalty = _of_rows(values, rows, penalties)[places.rows]
     found = values[places]
     values[places] = np.where(found > 0, found / penalty, found * penalty)
@@ -111,10 +160,6 @@ def _presence_and_frequency(
     frequency = [spec.sampling.frequency_penalty for spec in specs]
     if not (any(presence) or any(frequency)):
         return
-    output = [
-        spec.output if once or each else ()
-        for spec, once, each in zip(specs, presence, frequency, strict=True)
-    ]
-    places, counts = distinct(indices_of(rows, output), values.shape[1])
+    places, counts = seen_by_presence_and_frequency(rows, specs)
     each = _of_rows(values, rows, frequency)[places.rows] * counts.astype(np.float32)
     values[places] -= each + _of_rows(values, rows, presence)[places.rows]

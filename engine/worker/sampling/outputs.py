@@ -12,7 +12,17 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine.step import OUTPUT_KEPT_STEPS, Grammar, RequestId, SampleSpec, Step, StepEntry, StepId
+from engine.step import (
+    OUTPUT_KEPT_STEPS,
+    Grammar,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+)
+from engine.worker.sampling.token_counts import PenaltyCounts
 
 
 class _Output(NamedTuple):
@@ -23,6 +33,7 @@ class _Output(NamedTuple):
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     grammar: Grammar | None
+    counts: PenaltyCounts | None = None  # if a penalty reads them
 
 
 class OutputMemory:
@@ -71,7 +82,7 @@ class OutputMemory:
         spec = entry.sample
         if spec is None or not spec.reads_output:
             return entry
-        found = self._outputs.pop(entry.request_id, None)
+        found, length = self._outputs.pop(entry.request_id, None), 0
         if not spec.continues:
             self._failed.pop(entry.request_id, None)
             found = _first(step_id, entry, spec)
@@ -85,6 +96,8 @@ class OutputMemory:
             found = found._replace(used_at=step_id, tokens=tokens)
         self._outputs[entry.request_id] = found
         output = found.tokens[: len(found.tokens) - entry.num_drafts]
+        if found.counts is not None:
+            output = found.counts.follow(output, length)
         sample = spec._replace(prompt=found.prompt, output=output, grammar=found.grammar)
         return entry._replace(sample=sample)
 
@@ -95,4 +108,11 @@ def _first(step_id: StepId, entry: StepEntry, spec: SampleSpec) -> _Output:
     num_known = len(entry.tokens) - entry.num_drafts
     first = entry.start + num_known - len(spec.output)
     tokens = spec.output + entry.tokens[num_known:]
-    return _Output(step_id, first, spec.prompt, tokens, spec.grammar)
+    return _Output(step_id, first, spec.prompt, tokens, spec.grammar, _counts(spec))
+
+
+def _counts(spec: SampleSpec) -> PenaltyCounts | None:
+    sampling: SamplingParams = spec.sampling
+    if not sampling.reads_output:
+        return None
+    return PenaltyCounts(spec.prompt, counts_prompt=sampling.repetition_penalty != 1.0)

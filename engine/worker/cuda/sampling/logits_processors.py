@@ -16,7 +16,13 @@ from torch import Tensor
 from engine.grammar import Mask
 from engine.step import SampleSpec
 from engine.worker.cuda.sampling.sampling_kernels import Put
-from engine.worker.sampling.logits_processors import LogitIndices, biased_ids, distinct, indices_of
+from engine.worker.sampling.logits_processors import (
+    LogitIndices,
+    biased_ids,
+    indices_of,
+    seen_by_presence_and_frequency,
+    seen_by_repetition,
+)
 from engine.worker.sampling.sampler import RowFault
 
 Bools = NDArray[np.bool_]
@@ -65,8 +71,8 @@ def edit(
         _forbid(logits, allowed, put)
     rows, some, vocab = list(specs), list(specs.values()), logits.shape[1]
     bias, amounts = _bias(rows, some, vocab)
-    seen, penalties = _repetition(rows, some, vocab)
-    told, costs = _presence_and_frequency(rows, some, vocab)
+    seen, penalties = _repetition(rows, some)
+    told, costs = _presence_and_frequency(rows, some)
     places, numbers = _UploadedEdits(np.int64), _UploadedEdits(np.float32)
     for one in (bias, indices_of(rows, [spec.banned for spec in some]), seen, told):
         places.load(one.rows * vocab + one.ids)
@@ -105,29 +111,21 @@ def _bias(
 
 
 def _repetition(
-    rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int
+    rows: Sequence[int], specs: Sequence[SampleSpec]
 ) -> tuple[LogitIndices, NDArray[Any]]:
     """Each distinct token of prompt and output, with its row's repetition penalty."""
     penalties = [spec.sampling.repetition_penalty for spec in specs]
-    seen = [
-        spec.prompt + spec.output if penalty != 1.0 else ()
-        for spec, penalty in zip(specs, penalties, strict=True)
-    ]
-    places, _ = distinct(indices_of(rows, seen), vocab)
+    places, _ = seen_by_repetition(rows, specs)
     return places, _of_rows(rows, penalties, places)
 
 
 def _presence_and_frequency(
-    rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int
+    rows: Sequence[int], specs: Sequence[SampleSpec]
 ) -> tuple[LogitIndices, NDArray[Any]]:
     """Each distinct output token, with its presence and frequency penalty."""
     presence = [spec.sampling.presence_penalty for spec in specs]
     frequency = [spec.sampling.frequency_penalty for spec in specs]
-    output = [
-        spec.output if once or each else ()
-        for spec, once, each in zip(specs, presence, frequency, strict=True)
-    ]
-    places, counts = distinct(indices_of(rows, output), vocab)
+    places, counts = seen_by_presence_and_frequency(rows, specs)
     each = _of_rows(rows, frequency, places) * counts.astype(np.float32)
     return places, each + _of_rows(rows, presence, places)
 

@@ -1,5 +1,9 @@
 """Outputs that penalties and grammars read are remembered by the worker, not sent in each step."""
 
+from collections import Counter
+from random import Random
+
+import numpy as np
 import pytest
 
 from engine.control.scheduler import IterationScheduler
@@ -18,7 +22,14 @@ from engine.step import (
     StepResult,
 )
 from engine.transport.wire import RunStep, frame
+from engine.worker.sampling.logits_processors import invalid_id_fields, process
 from engine.worker.sampling.outputs import OutputMemory
+from engine.worker.sampling.token_counts import (
+    CountedTokens,
+    PenaltyCounts,
+    output_counts,
+    whole_counts,
+)
 from tests.scheduling import a_scheduler, a_spec
 
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.2)
@@ -140,3 +151,52 @@ def test_without_a_penalty_nothing_is_remembered() -> None:
         step = decode(scheduler)
         assert memory.complete(step) is step
     assert len(memory) == 0
+
+
+def test_ids_are_counted_as_the_output_grows_and_is_cut() -> None:
+    """As if they were counted anew; a step may continue behind some of the drafts only."""
+    random, memory = Random(3), OutputMemory()
+    prompt = tuple(random.randrange(20) for _ in range(9))
+    sampling = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
+    first = SampleSpec(sampling, prompt=prompt, output=(7,))
+    entry = StepEntry(RequestId(0), 9, (7,), b"", first)
+    length = 1
+    for step_id in range(300):
+        (found,) = memory.complete(Step(StepId(step_id), (entry,))).entries
+        spec = found.sample
+        assert spec is not None
+        assert isinstance(spec.output, CountedTokens)
+        by_id = dict(zip(*map(np.ndarray.tolist, output_counts(spec.output).distinct), strict=True))
+        assert by_id == Counter(spec.output)
+        whole = whole_counts((), spec.output)
+        by_id = dict(zip(*map(np.ndarray.tolist, whole.distinct), strict=True))
+        assert by_id == Counter(prompt + spec.output)
+        lowest, highest = whole.extremes  # of all that were ever counted
+        assert 0 <= lowest <= min(prompt + spec.output)
+        assert max(prompt + spec.output) <= highest < 40
+        length = max(1, len(spec.output) + random.choice([-1, 0, 0, 0, entry.num_drafts]))
+        num_drafts = random.randrange(4)
+        tokens = tuple(random.randrange(40) for _ in range(1 + num_drafts))
+        spec = SampleSpec(sampling, continues=True)
+        entry = StepEntry(RequestId(0), 9 + length, tokens, b"", spec, num_drafts=num_drafts)
+
+
+def test_counted_outputs_are_processed_as_others() -> None:
+    specs = [
+        SampleSpec(SamplingParams(repetition_penalty=1.2), prompt=(1, 2, 2), output=(3, 5, 3)),
+        SampleSpec(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), output=(4, 4, 0)),
+        SampleSpec(SamplingParams(frequency_penalty=-1.0), output=()),
+    ]
+    counted = []
+    for spec in specs:
+        counts = PenaltyCounts(spec.prompt, counts_prompt=spec.sampling.repetition_penalty != 1.0)
+        counts.follow(spec.output[:1], 0)
+        counted.append(spec._replace(output=counts.follow(spec.output, 1)))
+    logits = np.linspace(-2.0, 2.0, 24, dtype=np.float32).reshape(3, 8)
+    expected, found = logits.copy(), logits.copy()
+    process(expected, [0, 1, 2], specs)
+    process(found, [0, 1, 2], counted)
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, logits)
+    assert invalid_id_fields(counted, 5) == {0: "output"} == invalid_id_fields(specs, 5)
+    assert invalid_id_fields(counted, 2) == invalid_id_fields(specs, 2)
