@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 
-LOWER = 5  # the niceness of threads that write the store, compile grammars or compute slow masks
+LOWER = 5  # the niceness of threads that write the store or compile grammars
+LOWEST = 19  # of threads that compute slow masks
 
 
-def lower_thread_priority() -> None:
+def lower_thread_priority(niceness: int = LOWER) -> None:
     """Lower the priority of the calling thread. On Linux only: elsewhere the call would be for the
     whole process."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -8,9 +8,11 @@ again from the output. Grammars are compiled in a thread of their own.
 
 A row whose grammar is not compiled yet, or whose mask takes long, is late: the other rows of the
 batch do not wait for it, and its token is sampled in a later step, which takes the mask that is
-still being computed. If that takes more than `MASK_SECONDS` the row fails. Rows whose last mask
-was slow are not waited for at all, unless no row of the batch has its mask. They have a thread of
-their own, at a lower priority, so that other rows do not queue behind them.
+still being computed. If that takes more than `MASK_SECONDS` of CPU time, or `WITHOUT_CORE` times as
+long on a busy machine, the row fails. Rows whose last mask was slow are not waited for at all,
+unless no row of the batch has its mask. They have a thread of their own, so that other rows do not
+queue behind them. It has the lowest priority: it uses what the compute threads leave of the cores,
+since a step waits for each of these threads.
 
 Drafts of a request are rows behind its own, with equal request id. Their masks are computed after
 its mask, by a copy of its matcher that reads the drafts. They are only waited for as late rows are:
@@ -23,13 +25,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
 from engine.errors import EngineError
 from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
-from engine.priority import lower_thread_priority
+from engine.priority import LOWEST, lower_thread_priority
 from engine.step import Grammar, RequestId, SampleSpec, Step
 from engine.worker.sampling.sampler import Masks, RowFault
 
@@ -38,20 +41,21 @@ MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
 MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows; a mask that takes more is slow
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
-MASK_SECONDS = 2.0  # after which a row fails
+MASK_SECONDS = 2.0  # of CPU time, after which a row fails
+WITHOUT_CORE = 10.0  # times `MASK_SECONDS`, after which it fails in any case
 
 
 class _MatcherPosition:
     """A request's matcher and the output tokens that it has read, or is reading."""
 
-    __slots__ = ("began_at", "drafts", "grammar", "is_slow", "mask", "matcher", "seen")
+    __slots__ = ("clock", "drafts", "grammar", "is_slow", "mask", "matcher", "seen")
 
     def __init__(self, grammar: Grammar, matcher: Matcher) -> None:
         self.grammar = grammar
         self.matcher = matcher
         self.seen: tuple[int, ...] = ()
         self.mask: Future[Mask] | None = None  # after the tokens `seen`
-        self.began_at: float | None = None  # while a thread computes the mask
+        self.clock: _ThreadClock | None = None  # while a thread computes the mask
         self.is_slow = False  # whether the last mask was
         self.drafts: _DraftMasks | None = None  # of the last step, if it had any
 
@@ -69,17 +73,42 @@ class _MatcherPosition:
 
     @property
     def is_overdue(self) -> bool:
-        began_at = self.began_at
-        return began_at is not None and time.perf_counter() - began_at > MASK_SECONDS
+        clock = self.clock
+        if clock is None:
+            return False
+        return clock.seconds > MASK_SECONDS or clock.age > WITHOUT_CORE * MASK_SECONDS
 
     def _compute(self, unread: tuple[int, ...]) -> Mask:
-        self.began_at = began_at = time.perf_counter()
+        self.clock = clock = _ThreadClock()
         try:
             self.matcher.feed(unread)
             return self.matcher.mask()
         finally:
-            self.began_at = None
-            self.is_slow = time.perf_counter() - began_at > MASK_WAIT_SECONDS
+            self.clock = None
+            self.is_slow = clock.seconds > MASK_WAIT_SECONDS
+
+
+class _ThreadClock:
+    """The CPU time of the thread that makes it, which other threads can read; elsewhere than on
+    Linux, wall time. A thread that has to wait for a core is not slow."""
+
+    def __init__(self) -> None:
+        has_clock = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else None
+        self._made_at, self._began_at = time.perf_counter(), self._now()
+
+    @property
+    def age(self) -> float:
+        """Seconds of wall time since it was made."""
+        return time.perf_counter() - self._made_at
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of CPU time since it was made; the thread still exists."""
+        return self._now() - self._began_at
+
+    def _now(self) -> float:
+        return time.perf_counter() if self._clock is None else time.clock_gettime(self._clock)
 
 
 class _DraftMasks:
@@ -166,7 +195,8 @@ class Constraints:
         self._opened: Future[GrammarCompiler] | None = None
         self._compiling = ThreadPoolExecutor(1, "grammar", lower_thread_priority)
         self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
-        self._slow_masking = ThreadPoolExecutor(1, "slow mask", lower_thread_priority)
+        lowest = partial(lower_thread_priority, LOWEST)
+        self._slow_masking = ThreadPoolExecutor(1, "slow mask", lowest)
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
