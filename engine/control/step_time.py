@@ -21,8 +21,9 @@ No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SH
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
 P / (LEAST_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
 as a decode.) A share of time and not a number of tokens: the excess over the goal stays below a
-tenth on any machine, except where `LEAST_FIRST` tokens take more. Far behind the start of a prompt
-16 tokens can take longer than all decodes, because each of them reads the whole context. And one
+tenth on any machine, except where `LEAST_PIECE` tokens take more. (Without a goal `LEAST_FIRST`
+tokens: far behind the start of a prompt 16 tokens can take longer than all decodes, because each of
+them reads the whole context.) And one
 request may always start, also if no step can meet the goal: the bound for starting is at least
 `LEAST_BATCH` times a decode alone.
 """
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 READY = State.READY
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
-LEAST_FIRST = 4  # tokens of the first prompt's piece, which it gets in any case
+LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
@@ -104,7 +105,7 @@ class StepTime:
         in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
         enough = LEAST_PIECE
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
-            enough = LEAST_FIRST
+            enough = LEAST_PIECE if decodes.goal < inf else LEAST_FIRST
             least = model.tokens(beside) + LEAST_SHARE * (
                 decodes.goal if decodes.goal < inf else goal
             )

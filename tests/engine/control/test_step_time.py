@@ -72,7 +72,7 @@ def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -
     scheduler.add(a_spec(400, 2), now)
     iteration = planned(scheduler, now)
     least = int(LEAST_SHARE * 100.0 / 0.5)
-    assert sizes(iteration)[-1] == max(LEAST_FIRST, least) == 20
+    assert sizes(iteration)[-1] == max(LEAST_PIECE, least) == 20
 
 
 def test_a_second_prompt_gets_only_the_time_that_is_left() -> None:
