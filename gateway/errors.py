@@ -75,6 +75,16 @@ class BodyTooLarge(InvalidRequest):
         super().__init__(f"The request body is larger than this server's limit of {limit} bytes.")
 
 
+class TooManyValues(InvalidRequest):
+    """Decoding the JSON body would block the event loop for too long."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The request body has more than {limit} commas, this server's limit on the number of "
+            "values in its arrays and objects."
+        )
+
+
 class BodyTooSlow(InvalidRequest):
     """The body did not arrive in time."""
 
@@ -212,6 +222,7 @@ TABLE: dict[type[EngineError], HttpError] = {
     MethodNotAllowed: HttpError(405, _INVALID, "method_not_allowed"),
     BodyTooSlow: HttpError(408, _INVALID, "request_timeout"),
     BodyTooLarge: HttpError(413, _INVALID, "request_too_large"),
+    TooManyValues: HttpError(413, _INVALID, "request_too_large"),
     StoreFull: HttpError(413, _INVALID, "storage_full"),
     WrongMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
     RequestCancelled: HttpError(499, _INVALID, "request_cancelled"),

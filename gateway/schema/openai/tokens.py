@@ -7,7 +7,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import decode
-from gateway.schema.fields.sampling import Vocabulary, check_token
+from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.messages import Message
 from gateway.schema.openai.tools import Tool
@@ -61,8 +61,8 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Raise `InvalidRequest` for the first id that is not in the vocabulary."""
-        for i, token_id in enumerate(self.tokens):
-            check_token(token_id, f"tokens[{i}]", vocabulary)
+        if self.tokens:
+            check_ids(self.tokens, "tokens", vocabulary)
 
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
