@@ -71,6 +71,7 @@ class WorkerSettings:
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
     `max_lora_rank`. `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant.
     `draft_model` is a smaller checkpoint with the same vocabulary, which proposes drafts; "": none.
+    With `has_mtp` the checkpoint's own layer for multi-token prediction proposes them.
     """
 
     model: str
@@ -104,6 +105,7 @@ class WorkerSettings:
     max_lora_rank: int = 64
     task: str = "auto"
     draft_model: str = ""
+    has_mtp: bool = False
     placement: Placement = Placement()
 
 
@@ -116,8 +118,8 @@ class WorkerReport:
     tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
     in their order. `windows` has the sliding window of each layer group, None for a group that
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
-    None if the model generates text. `num_draft_parameters` is the size of the draft model, 0
-    without one.
+    None if the model generates text. `num_draft_parameters` is the size of the draft model, or
+    of the layer for multi-token prediction and the head; 0 without one.
     """
 
     architecture: str

@@ -20,6 +20,7 @@ from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
+from engine.speculation.settings import MTP
 from engine.speculation.suffix import SuffixProposer
 from engine.step import LAST_TOKEN, ProposalSpec
 
@@ -46,6 +47,7 @@ PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = 
     "suffix": (SuffixProposer,),
     "prediction": (),
     "draft_model": (),
+    MTP: (),
 }
 
 
@@ -107,10 +109,12 @@ class Drafter(NullObserver):
     ) -> "Drafter":
         """A drafter with the proposers of a method, and the one for predictions.
 
-        `size_ratio` is that of the draft model's parameters to the model's.
+        `size_ratio` is that of the parameters of what proposes in the worker to the model's.
         """
         proposers = [new(settings) for new in PROPOSERS[settings.method]]
-        draft_model = DraftModelProposer(cost, size_ratio) if settings.model else None
+        draft_model = None
+        if settings.model or settings.method == MTP:
+            draft_model = DraftModelProposer(cost, size_ratio)
         return cls([PredictionProposer(), *proposers], settings.num_drafts, cost, draft_model)
 
     def choose(

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-METHODS = ("ngram", "suffix", "prediction", "draft_model")
+MTP = "mtp"
+METHODS = ("ngram", "suffix", "prediction", "draft_model", MTP)
+ALIASES = {"qwen3_5_mtp": MTP, "qwen3_next_mtp": MTP}  # vLLM's names for models of one family
 MAX_DRAFTS = 64
 LOOKUP_MIN, LOOKUP_MAX = 2, 16
 MAX_CACHED_REQUESTS = 10_000
-DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16, "prediction": 16, "draft_model": 4}
+DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16, "prediction": 16, "draft_model": 4, MTP: 1}
 _FIELDS = {
     "prompt_lookup_min": "lookup_min",
     "prompt_lookup_max": "lookup_max",
@@ -29,6 +31,7 @@ _KEYS = {
     ),
     "prediction": (),
     "draft_model": ("model",),
+    MTP: (),
 }
 
 
@@ -40,7 +43,8 @@ class SpeculationSettings:
     `lookup_min` to `lookup_max` tokens. `suffix` also looks in the outputs
     of the last `max_cached_requests` requests, proposes at most `max_spec_factor` times as many
     drafts as tokens matched, and only drafts with at least a share of `min_token_prob` among the
-    continuations found. `draft_model` lets the checkpoint `model` propose tokens in the worker.
+    continuations found. `draft_model` lets the checkpoint `model` propose tokens in the worker,
+    `mtp` the model's own layer for multi-token prediction.
     """
 
     method: str
@@ -55,7 +59,8 @@ class SpeculationSettings:
     @classmethod
     def parse(cls, config: "Mapping[str, object]") -> "SpeculationSettings":
         """From the keys of vLLM's `--speculative-config`; ValueError names a wrong key or value."""
-        method = config.get("method")
+        given = config.get("method")
+        method = ALIASES.get(given, given) if isinstance(given, str) else given
         if method not in METHODS:
             raise ValueError(f"method is {method!r}; supported: {', '.join(METHODS)}")
         known = ("method", "num_speculative_tokens", *_KEYS[str(method)])

@@ -20,6 +20,7 @@ from platformdirs import user_cache_path
 from engine.cost.profiler import ProbeLimits
 from engine.errors import StartupError
 from engine.lora import LoraSpec
+from engine.speculation.settings import MTP
 from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.process import LocalLauncher
@@ -252,6 +253,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         loras=lora_specs(settings),
         max_lora_rank=settings.max_lora_rank,
         draft_model=str(_directory(draft_model)) if draft_model else "",
+        has_mtp=speculation is not None and speculation.method == MTP,
     )
 
 

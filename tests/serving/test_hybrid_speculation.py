@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,15 +17,14 @@ from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
 from tests.checkpoints import make_checkpoint
-from tests.drafts import a_drafter
+from tests.drafts import a_drafter, a_model_drafter
 from tests.inline import RequestOutcome, play
+from tests.mtp import make_mtp_checkpoint
 
 BLOCK_SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    directory = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5")
+def load(directory: Path, *, has_mtp: bool = False) -> Worker:
     kept = WorkerSettings(
         str(directory),
         block_size=BLOCK_SIZE,
@@ -32,8 +32,20 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
         host_kv_bytes=1 << 18,
         threads=1,
         lookahead=1,
+        has_mtp=has_mtp,
     )
     return Worker.load(kept, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    return load(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5"))
+
+
+@pytest.fixture(scope="module")
+def worker_with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    """The same model; the layer for multi-token prediction has random weights."""
+    return load(make_mtp_checkpoint(tmp_path_factory.mktemp("mtp")), has_mtp=True)
 
 
 @st.composite
@@ -88,6 +100,31 @@ def test_any_drafts_leave_every_output_as_it_is(worker: Worker, data: st.DataObj
         reuses_prefixes=data.draw(st.booleans()),
     )
     assert results(drafted) == results(plain)
+
+
+@settings(
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_multi_token_prediction_leaves_every_output_as_it_is(
+    worker: Worker, worker_with_mtp: Worker, data: st.DataObject
+) -> None:
+    specs = data.draw(spec_lists())
+    drafter = a_model_drafter(data.draw(st.integers(1, 4)))
+    drafted = play(
+        worker_with_mtp,
+        specs,
+        drafter=drafter,
+        num_blocks=data.draw(st.sampled_from((0, 12))),
+        num_states=data.draw(st.sampled_from((0, 5))),
+        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
+        lookahead=data.draw(st.sampled_from((0, 1))),
+        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
+        max_batch_size=8,
+    )
+    assert results(drafted) == results(play(worker, specs))
 
 
 def test_drafts_are_accepted_and_the_next_turn_starts_behind_the_output(worker: Worker) -> None:

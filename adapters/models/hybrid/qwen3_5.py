@@ -15,15 +15,20 @@ from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
 from engine.errors import StartupError
 from engine.worker.model.delta_net import GatedDeltaNet
-from engine.worker.model.layers import AttentionBlock, GatedAttentionBlock, Mixer
+from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
+from engine.worker.model.mtp import MtpLayer
 from engine.worker.ports import (
     AttentionOptions,
     DeltaWeights,
     LinearWeight,
     ModelShape,
+    Operators,
     RankPart,
     RecurrentShape,
+    Shard,
+    StageModel,
     TensorSlice,
+    WeightSource,
 )
 
 logger = logging.getLogger(__name__)
@@ -33,7 +38,8 @@ PERIOD = 4  # every fourth layer has attention
 
 
 class Qwen35(Qwen3):
-    """The text model (`Qwen3_5ForCausalLM`). Its layers for multi-token prediction are skipped."""
+    """The text model (`Qwen3_5ForCausalLM`). Its layer for multi-token prediction is loaded for
+    speculation only."""
 
     ignored_weights = (*Qwen3.ignored_weights, "mtp.*")
 
@@ -66,6 +72,28 @@ class Qwen35(Qwen3):
         types = _layer_types(fields, shape.num_layers)
         layers = tuple(recurrent if each == LINEAR else None for each in types)
         return replace(shape, recurrent=layers)
+
+    def build_mtp(
+        self, weights: WeightSource, shard: Shard, operators: Operators, model: StageModel
+    ) -> MtpLayer:
+        """The layer `mtp.*`, which has attention."""
+        if not isinstance(model, Decoder):
+            raise TypeError("a model that this family has built")
+        if weights.has("mtp.layers.1.input_layernorm.weight"):
+            raise StartupError("one layer for multi-token prediction is supported, not several")
+        projections = Projections(weights, shard, operators, "mtp")
+        hidden = shard.shape.hidden_size
+        join = weights.weight(TensorSlice("mtp.fc.weight", (hidden, 2 * hidden)))
+        return MtpLayer(
+            replace(
+                model,
+                blocks=(self._block(projections, 0),),
+                norm=self._norm(projections, "mtp.norm"),
+            ),
+            embedding_norm=self._norm(projections, "mtp.pre_fc_norm_embedding"),
+            features_norm=self._norm(projections, "mtp.pre_fc_norm_hidden"),
+            join=operators.linear([join], None),
+        )
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
         shape = projections.shard.shape

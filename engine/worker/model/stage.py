@@ -48,12 +48,22 @@ class Stage:
         part = self.model.logits(hidden)
         return part if self.gather is None else self.gather(part)
 
-    def read(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+    def read(
+        self,
+        layout: RaggedLayout,
+        hidden: Tensor | None = None,
+        keep: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """Hidden states that the result needs: `[sampled, then scored, then pooled rows, hidden]`.
 
-        A step has sampled or pooled rows, not both.
+        A step has sampled or pooled rows, not both. With `keep` those of all rows are computed, and
+        it is called with them.
         """
         rows = np.concatenate((layout.sampled_rows, layout.scored_rows, layout.pooled.rows))
+        if keep is not None:
+            every = self._run(layout, hidden, None)
+            keep(every)
+            return every.index_select(0, self._put(rows))
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
         most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order

@@ -17,7 +17,14 @@ from engine.worker.ports.attention import (
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
-from engine.worker.ports.model import ModelFamily, ReadsFamily, StageModel, StepContext
+from engine.worker.ports.model import (
+    BuildsMtp,
+    ModelFamily,
+    MtpModel,
+    ReadsFamily,
+    StageModel,
+    StepContext,
+)
 from engine.worker.ports.operators import (
     Argmax,
     Linear,
@@ -67,6 +74,7 @@ __all__ = [
     "AttentionOptions",
     "AttentionSpec",
     "BlockMover",
+    "BuildsMtp",
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",
@@ -89,6 +97,7 @@ __all__ = [
     "MakesAttention",
     "ModelFamily",
     "ModelShape",
+    "MtpModel",
     "Norm",
     "Operators",
     "PoolingConfig",

@@ -67,6 +67,37 @@ class StageModel(Protocol):
         ...
 
 
+class MtpModel(Protocol):
+    """The layer for multi-token prediction of a model, with the model's embedding and head.
+
+    Its row i has the final hidden state of the model at position i, and the token at i + 1; from
+    them it predicts the token at i + 2. It has attention over its own KV of positions up to i.
+    """
+
+    def layers(self, ids: Tensor, features: Tensor, context: StepContext) -> Tensor:
+        """Hidden states `[context.rows, hidden]` from the next tokens, int64 `[rows]`, and
+        `StageModel.features` `[rows, hidden]`."""
+        ...
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What stands for the model's features when the predicted token is the next one."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, vocab]` in float32."""
+        ...
+
+
+class BuildsMtp(Protocol):
+    """A family whose checkpoints may have a layer for multi-token prediction."""
+
+    def build_mtp(
+        self, weights: WeightSource, shard: Shard, operators: Operators, model: StageModel
+    ) -> MtpModel:
+        """The layer, a shard of one layer, behind a `model` that `build` has made."""
+        ...
+
+
 class ModelFamily(Protocol):
     """How one architecture is read and built; made as `Family(config)` from `config.json`.
 

@@ -29,6 +29,7 @@ from engine.worker.ports import (
 from engine.worker.process.attention_choice import StageAttention, attention_specs
 from engine.worker.process.draft_model import DraftModel, LoadedDraft, load_draft
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
+from engine.worker.process.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.constraints import Constraints
@@ -45,6 +46,8 @@ def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShap
             f"--max-model-len {settings.max_model_len} is beyond the checkpoint's "
             f"{shape.max_positions} positions"
         )
+    if settings.has_mtp:
+        check_mtp(settings, shape)
     usual = shape.max_positions
     if pooling is not None and pooling.max_tokens is not None:
         usual = min(usual, pooling.max_tokens)
@@ -121,9 +124,9 @@ def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -
 
 
 def _beside(
-    draft: LoadedDraft | None, kv: StageKV, capacity: KVCapacity
+    draft: LoadedDraft | LoadedMtp | None, kv: StageKV, capacity: KVCapacity
 ) -> tuple[StageKV, KVCapacity]:
-    """The KV cache and the memory for it beside a draft model, if there is one."""
+    """The KV cache and the memory for it beside what proposes drafts, if anything does."""
     if draft is None:
         return kv, capacity
     return replace(kv, draft_block_bytes=draft.block_bytes), capacity.without(draft.num_bytes)
@@ -148,7 +151,7 @@ class WorkerParts:
     shard: Shard
     plane: DataPlane | None
     lookahead: int
-    draft: DraftModel | None
+    draft: DraftModel | MtpHead | None
 
 
 def build_worker(
@@ -178,16 +181,18 @@ def build_worker(
 
     device.prepare(progress)
     weights = checkpoint.open_weights(device.dtype, progress)
-    num_parameters = checkpoint.survey(weights, shard)
-    own_bytes = _weight_bytes(checkpoint, device, num_parameters) // placement.num_workers
+    num_parameters, num_mtp = checkpoint.survey(weights, shard, has_mtp=settings.has_mtp)
+    own_bytes = _weight_bytes(checkpoint, device, num_parameters + num_mtp) // placement.num_workers
     is_cached = checkpoint.files is not None
     idle_bytes = own_bytes * shape.idle_parameters // num_parameters if is_cached else 0
     device.check_weights(own_bytes, idle_bytes)
     packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
-    model, operators, head = build_model(checkpoint, weights, shard, device, packed, own_bytes)
+    built = build_model(
+        checkpoint, weights, shard, device, packed, own_bytes, has_mtp=settings.has_mtp
+    )
     loras = Loras(
-        model,
-        operators,
+        built.model,
+        built.operators,
         partial(linear_sizes_of, checkpoint, weights, shape),
         settings.max_lora_rank,
         "LoRA is not supported with --batch-invariant" if settings.batch_invariant else "",
@@ -195,11 +200,13 @@ def build_worker(
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(model, over, device.place, _gathering(shard, plane), states)
+        return Stage(built.model, over, device.place, _gathering(shard, plane), states)
 
-    sampler = device.sampler(shape.vocab_size, operators)
+    sampler = device.sampler(shape.vocab_size, built.operators)
     profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
-    draft = load_draft(settings, checkpoint, max_model_len, progress)
+    draft = load_mtp(settings, device, built, shape, num_mtp) or load_draft(
+        settings, checkpoint, max_model_len, progress
+    )
     capacity = device.kv_capacity(profile_run)
     kv, capacity = _beside(draft, kv, capacity)
     counts = kv.choose_counts(capacity, max_model_len, plane)
@@ -221,7 +228,7 @@ def build_worker(
         device=device,
         stage=whole.stage,
         sampler=sampler,
-        pooler=Pooler.of(checkpoint.pooling, model.features, head),
+        pooler=Pooler.of(checkpoint.pooling, built.model.features, built.head),
         constraints=constraints,
         mover=whole.mover,
         files=files,

@@ -62,9 +62,11 @@ class DraftModel:
 
     def propose(self, step: Step, output: LogitsOutput) -> tuple[tuple[int, ...], ...]:
         """The proposals of each entry of `step` with a `ProposalSpec`. `output` has its tokens."""
+        if not step.has_proposals:
+            return ()
         entries = [
             self._row(entry, sampled)
-            for entry, sampled in _sampled(step, output)
+            for entry, sampled in sampled_tokens(step, output)
             if entry.proposal is not None
         ]
         rows = [_Row(place, *row) for place, row in enumerate(entries) if row is not None]
@@ -87,7 +89,7 @@ class DraftModel:
         assert spec is not None, "other entries have no row"
         tokens, count, sample = spec.tokens, 0, None
         if spec.num_tokens and sampled and entry.sample is not None:
-            count, sample = spec.num_tokens, _draft_sample(entry.sample)
+            count, sample = spec.num_tokens, draft_sample(entry.sample)
             num_rejected = entry.num_drafts - (len(sampled) - 1)
             tokens += (*entry.tokens[: len(entry.tokens) - num_rejected], sampled[-1])
         if not tokens:
@@ -120,7 +122,7 @@ class DraftModel:
         return self.sampler.sample(logits, specs, positions).tokens
 
 
-def _draft_sample(spec: SampleSpec) -> SampleSpec:
+def draft_sample(spec: SampleSpec) -> SampleSpec:
     """The same temperature, filters and random numbers, without what reads the output."""
     sampling = spec.sampling
     return SampleSpec(
@@ -134,7 +136,7 @@ def _draft_sample(spec: SampleSpec) -> SampleSpec:
     )
 
 
-def _sampled(step: Step, output: LogitsOutput) -> Iterator[tuple[StepEntry, Sequence[int]]]:
+def sampled_tokens(step: Step, output: LogitsOutput) -> Iterator[tuple[StepEntry, Sequence[int]]]:
     """Each entry with its tokens in the output of `accept_drafts`: none if it failed or is late."""
     without_token = {fault.entry for fault in output.faults} | set(output.late)
     at, num_accepted = 0, iter(output.num_accepted)
@@ -203,7 +205,7 @@ def load_draft(
     specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=False)
     device.prepare(progress)
     weights = checkpoint.open_weights(device.dtype, progress)
-    num_parameters = checkpoint.survey(weights, shard)
+    num_parameters = checkpoint.survey(weights, shard).num_parameters
     bits = device.dtype.itemsize * 8 if device.linear_format is None else device.linear_format.bits
     num_bytes = num_parameters * int(bits) // 8
     device.check_weights(num_bytes, 0)

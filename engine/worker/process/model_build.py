@@ -10,7 +10,7 @@ from engine.worker.device import Device, Progress
 from engine.worker.lora.loading import Loras
 from engine.worker.lora.model import LoraModel, linear_sizes, with_loras
 from engine.worker.lora.named_linears import NamedLinears
-from engine.worker.ports import ModelShape, Operators, Shard, StageModel
+from engine.worker.ports import ModelShape, MtpModel, Operators, Shard, StageModel
 from engine.worker.weights.checkpoint import Checkpoint, NoOperators
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
@@ -19,11 +19,13 @@ from engine.worker_settings import WorkerSettings
 
 
 class BuiltModel(NamedTuple):
-    """This worker's layers, and the layers behind the pooling, None without any."""
+    """This worker's layers, and the layers behind the pooling and for multi-token prediction, None
+    without any."""
 
     model: LoraModel
     operators: Operators
     head: Callable[[Tensor], Tensor] | None
+    mtp: MtpModel | None
 
 
 def build_model(
@@ -33,18 +35,21 @@ def build_model(
     device: Device,
     packed: PackedCache,
     own_bytes: int,
+    *,
+    has_mtp: bool = False,
 ) -> BuiltModel:
     """This worker's layers, whose linears can have LoRA adapters."""
     operators, named = device.operators(), NamedLinears()
     with device.source(weights, packed, own_bytes) as source:
         built = checkpoint.family.build(named.source(source), shard, named.operators(operators))
         head = checkpoint.build_head(source, shard)
+        mtp = checkpoint.build_mtp(source, shard.shape, operators, built) if has_mtp else None
     weights.drop_pages()
 
     def recorded(model: StageModel) -> StageModel:
         return device.recorded(model, operators, shard.num_ranks)
 
-    return BuiltModel(with_loras(recorded(built), built, named, recorded), operators, head)
+    return BuiltModel(with_loras(recorded(built), built, named, recorded), operators, head, mtp)
 
 
 def linear_sizes_of(

@@ -32,6 +32,7 @@ from engine.worker.ports import RaggedLayout
 from engine.worker.process.build import WorkerParts, build_worker
 from engine.worker.process.draft_rows import accept_drafts, last_tokens, split_drafts
 from engine.worker.process.inbox import Inbox
+from engine.worker.process.mtp_head import MtpHead
 from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
 from engine.worker.sampling.logits_output import LogitsOutput, OutputReader
@@ -66,6 +67,7 @@ class Worker:
         self._return = TokenReturn(parts.placement, parts.plane, self._held, parts.lookahead)
         self._outputs = OutputMemory()
         self._draft = parts.draft
+        self._keep = parts.draft.keep if isinstance(parts.draft, MtpHead) else None
         self._inbox = Inbox(self._prepare)
         self._owes_step = False  # whether the next stage waits for the current step
         self._is_in_collective = False  # whether other ranks may wait for this one
@@ -159,7 +161,7 @@ class Worker:
         self._return.send(last)
         drafting_at = time.monotonic()
         proposals: tuple[tuple[int, ...], ...] = ()
-        if self._draft is not None and step.has_proposals:
+        if self._draft is not None:
             proposals = self._draft.propose(step, output)
         seconds = self._seconds(prepared)
         self.times = self.times._replace(ended_at=time.monotonic())
@@ -227,7 +229,7 @@ class Worker:
             received.synchronize()
         hidden = None if received is None else received.hidden
         if self._shard.is_last:
-            hidden = self._stage.read(layout, hidden)
+            hidden = self._stage.read(layout, hidden, self._keep)
         else:
             hidden = self._stage.run(layout, hidden)
             self._send_on(step.step_id, hidden, self._seconds(prepared))

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,18 @@ from engine.errors import StartupError
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
 from engine.worker.ports import (
+    BuildsMtp,
     LinearWeight,
     ModelFamily,
+    ModelShape,
+    MtpModel,
+    Operators,
     PoolingConfig,
     PoolingMethod,
     PreferredFormat,
     ReadsFamily,
     Shard,
+    StageModel,
     WeightSource,
     dequantize,
 )
@@ -84,6 +89,19 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
         is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
         return ExpertFiles(checkpoint, is_interleaved=is_gpt_oss)
     return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
+
+
+def mtp_shard(shape: ModelShape) -> Shard:
+    """The shard of the layer for multi-token prediction, which has attention, of such a model."""
+    return Shard.whole(replace(shape, num_layers=1, attention=(), recurrent=(None,)))
+
+
+class Survey(NamedTuple):
+    """Parameters of a whole model, and of its layer for multi-token prediction, 0 if that is not
+    loaded."""
+
+    num_parameters: int
+    num_mtp_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +165,42 @@ class Checkpoint:
             return RandomWeights(dtype, progress)
         return Weights(self.files, dtype, progress)
 
-    def survey(self, weights: Weights | RandomWeights, shard: Shard) -> int:
-        """Check names and shapes of all tensors, including those that other shards load.
-
-        Returns the number of parameters of the whole model. Raises `StartupError`.
+    def survey(
+        self, weights: Weights | RandomWeights, shard: Shard, *, has_mtp: bool = False
+    ) -> Survey:
+        """Check names and shapes of all tensors, including those that other shards load; `has_mtp`
+        if the layer for multi-token prediction is loaded too. Raises `StartupError`.
         """
         whole, own = weights.outline(), weights.outline()
         all_of_it = replace(Shard.whole(shard.shape), has_logits=shard.has_logits)
-        self.family.build(whole, all_of_it, NoOperators())
+        model = self.family.build(whole, all_of_it, NoOperators())
         self.build_head(whole, all_of_it)
+        num_parameters = num_mtp = whole.num_parameters
+        if has_mtp:
+            self.build_mtp(whole, shard.shape, NoOperators(), model)
+            num_mtp = whole.num_parameters
         whole.check_all_requested(self.family.ignored_weights)
         self.family.build(own, shard, NoOperators())
         self.build_head(own, shard)
-        weights.expect(len(own.requested))
-        return whole.num_parameters
+        weights.expect(len(whole.requested) if has_mtp else len(own.requested))
+        return Survey(num_parameters, num_mtp - num_parameters)
+
+    def build_mtp(
+        self, weights: WeightSource, shape: ModelShape, operators: Operators, model: StageModel
+    ) -> MtpModel:
+        """The layer for multi-token prediction behind a model that the family has built. Raises
+        `StartupError` if there is none."""
+        if not hasattr(self.family, "build_mtp"):
+            raise StartupError(
+                f"{self.architecture} has no layer for multi-token prediction that is supported; "
+                'use another method than "mtp" in --speculative-config'
+            )
+        if self.files is not None and not weights.has("mtp.fc.weight"):
+            raise StartupError(
+                "the checkpoint has no layer for multi-token prediction (tensors mtp.*); use "
+                'another method than "mtp" in --speculative-config'
+            )
+        return cast(BuildsMtp, self.family).build_mtp(weights, mtp_shard(shape), operators, model)
 
     def build_head(self, weights: WeightSource, shard: Shard) -> Callable[[Tensor], Tensor] | None:
         """The layers behind the pooling, on the last stage; None if there are none."""

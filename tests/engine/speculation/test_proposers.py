@@ -240,7 +240,7 @@ def test_no_draft_is_behind_the_last_token_or_an_end_token_or_the_least_length()
     [
         (
             {"method": "eagle"},
-            "method is 'eagle'; supported: ngram, suffix, prediction, draft_model",
+            "method is 'eagle'; supported: ngram, suffix, prediction, draft_model, mtp",
         ),
         ({"method": "draft_model"}, "model is None; the draft model must be named"),
         ({"method": "draft_model", "model": "m", "prompt_lookup_min": 2}, "is no key of draft_m"),
@@ -267,3 +267,6 @@ def test_the_config_has_vllms_keys() -> None:
         {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
     )
     assert (parsed.num_drafts, parsed.model) == (3, "a/b")
+    for method in ("mtp", "qwen3_5_mtp", "qwen3_next_mtp"):
+        parsed = SpeculationSettings.parse({"method": method, "num_speculative_tokens": 2})
+        assert (parsed.method, parsed.num_drafts) == ("mtp", 2)
