@@ -15,9 +15,14 @@ from numba import cfunc, njit, types
 
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
-# Fast-math flags, for leaf functions only: functions that they call inherit the flags, and tiles
-# must add in a fixed order. Without `nnan`, so that NaN in gives NaN out.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Functions that kernels call. They are compiled into each kernel: a function of its own would be
+# optimized again in every library that calls it, and which of these copies a kernel calls would
+# depend on the libraries loaded before it. So kernels that are compiled now had other bits than
+# kernels that are loaded from the cache.
+leaf = njit(forceinline=True)
+# With fast-math flags, which functions that they call inherit: tiles must add in a fixed order.
+# Without `nnan`, so that NaN in gives NaN out.
+fast_leaf = njit(forceinline=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 
 @cache

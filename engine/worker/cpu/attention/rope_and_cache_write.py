@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 from numba import njit
 
-from engine.worker.cpu.build import FAST
+from engine.worker.cpu.build import fast_leaf
 from engine.worker.cpu.intrinsics import float32s, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, store_one
 from engine.worker.cpu.kernels.elementwise import BYTES, rotate_head
@@ -48,7 +48,7 @@ class RopeWriteOperands(ctypes.Structure):
 _rope_write_operands = make_reader(RopeWriteOperands)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _scale_of(numbers):
     """The scale with which the largest magnitude becomes 127; NaN if any number is not finite."""
     largest, nan = np.float32(0), np.float32(0)

@@ -7,13 +7,13 @@ merged in the order of their spans (Milakov and Gimelshein, arXiv:1805.02867).
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import numpy as np
-from numba import njit
 from numba.extending import register_jitable
 
-from engine.worker.cpu.attention.tiles import KEYS, largest_of
-from engine.worker.cpu.build import FAST
+from engine.worker.cpu.attention.tiles import KEYS
+from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
+from engine.worker.cpu.kernels.vectors import largest_of
 
 SPAN = 256  # tokens of context
 SCORES = SPAN + KEYS  # floats of a row of scores: a tile may run over the end
@@ -25,7 +25,7 @@ def partial_floats(max_rows: int, dim: int) -> int:
     return max_rows * (dim + 2)
 
 
-@njit
+@leaf
 def clear(address, count):
     """Zero `count` floats."""
     numbers = float32s(address, count)
@@ -33,7 +33,7 @@ def clear(address, count):
         numbers[i] = 0
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _exponentials(scores, largest):
     """`exp(score - largest)` in place; returns the sum."""
     total = np.float32(0)
@@ -44,7 +44,7 @@ def _exponentials(scores, largest):
     return total
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _cap(scores, cap):
     """`cap * tanh(score / cap)` in place.
 
@@ -61,14 +61,14 @@ def _cap(scores, cap):
         scores[i] = cap * (small if y < one else large)
 
 
-@njit
+@leaf
 def cap_scores(scores, rows, length, cap):
     """Soft cap of the first `length` scores of each row, in place."""
     for row in range(rows):
         _cap(float32s(scores + row * SCORES * BYTES, length), cap)
 
 
-@njit
+@leaf
 def softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows):
     """Softmax of each row in place, not normalized, over what its token sees of [start, end).
 
@@ -90,7 +90,7 @@ def softmax_rows(scores, rows, group, position, start, end, window, ahead, stats
             clear(line, end - start)
 
 
-@njit
+@leaf
 def rescale(weights, scales, length, rows):
     """Multiply the softmax weights of each row by the scales of the int8 values they weigh."""
     factors = float32s(scales, length)
@@ -100,7 +100,7 @@ def rescale(weights, scales, length, rows):
             line[t] *= factors[t]
 
 
-@njit
+@leaf
 def scale_queries(q, q_stride, head, group, dim, scale, scaled, rows):
     """Copy the queries of a task, one after the other, multiplied by the scale of the scores."""
     for row in range(rows):
@@ -111,7 +111,7 @@ def scale_queries(q, q_stride, head, group, dim, scale, scaled, rows):
             target[i] = source[i] * scale
 
 
-@njit
+@leaf
 def merge(merged, partial, rows, max_rows, dim):
     """Merge a span's partial result into that of the spans before it."""
     stats = max_rows * dim * BYTES
@@ -136,7 +136,7 @@ def merge(merged, partial, rows, max_rows, dim):
         tops[row], sums[row] = top, sums[row] * old_factor + new_sums[row] * new_factor
 
 
-@njit
+@leaf
 def write_output(merged, max_rows, out, out_stride, head, group, dim, rows, sinks):
     """The weighted values of all spans, divided by the sums of the weights.
 

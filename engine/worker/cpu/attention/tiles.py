@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
+from engine.worker.cpu.intrinsics import FLOAT, int64
 from engine.worker.cpu.kernels.dtypes import FLOAT32, INT8, ITEM_BYTES, load
 from engine.worker.cpu.kernels.vectors import FLOATS, LANES, broadcast, fma, pointer, prefetch
 
@@ -121,34 +121,3 @@ def make_value_tile(rows, width):
         return types.void(dtype, *[types.int64] * 8), build
 
     return intrinsic(prefer_literal=True)(value_tile)
-
-
-@intrinsic
-def largest_of(typing, address, count):
-    """The largest of `count` floats at an address; NaN is ignored.
-
-    LLVM finds no vectors for this loop by itself.
-    """
-
-    def larger(builder, a, b):
-        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-    def build(context, builder, signature, args):
-        address, count = args
-        least = float("-inf")
-        lanes = cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [least] * LANES))
-        end = builder.mul(builder.and_(count, int64(-LANES)), int64(4))
-        with cgutils.for_range_slice(builder, int64(0), end, int64(4 * LANES)) as (at, _):
-            found = load(builder, FLOAT32, builder.add(address, at), LANES)
-            builder.store(larger(builder, found, builder.load(lanes)), lanes)
-        top = cgutils.alloca_once_value(builder, ir.Constant(FLOAT, least))
-        for lane in range(LANES):
-            one = builder.extract_element(builder.load(lanes), ir.Constant(INT32, lane))
-            builder.store(larger(builder, one, builder.load(top)), top)
-        stop = builder.mul(count, int64(4))
-        with cgutils.for_range_slice(builder, end, stop, int64(4)) as (at, _):
-            one = load(builder, FLOAT32, builder.add(address, at), 0)
-            builder.store(larger(builder, one, builder.load(top)), top)
-        return builder.load(top)
-
-    return types.float32(types.int64, types.int64), build

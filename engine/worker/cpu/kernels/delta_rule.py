@@ -11,9 +11,8 @@ import ctypes
 import math
 
 import numpy as np
-from numba import njit
 
-from engine.worker.cpu.build import FAST
+from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.delta_tiles import PANEL, predict, update
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
@@ -63,7 +62,7 @@ def scratch_floats(key_dim: int) -> int:
     return key_dim * PANEL + 4 * key_dim + 3 * PANEL
 
 
-@njit
+@leaf
 def _input(a, first, source, row, channel, count):
     """`count` inputs of a row of a run, which may lie before the run; empty if there are none."""
     if row >= first:
@@ -74,7 +73,7 @@ def _input(a, first, source, row, channel, count):
     return float32s(a.inputs + (place * a.channels + channel) * BYTES, count)
 
 
-@njit
+@leaf
 def _convolve(a, first, source, row, channel, count):
     """The causal convolution of some channels of one row, then SiLU."""
     mixed = float32s(a.mixed + (row * a.channels + channel) * BYTES, count)
@@ -89,7 +88,7 @@ def _convolve(a, first, source, row, channel, count):
         mixed[j] = mixed[j] / (np.float32(1) + exp_float(-mixed[j]))
 
 
-@njit
+@leaf
 def _keep_inputs(a, first, source, row, slot, channel, count):
     """Write the last inputs of some channels up to a row to a slot, which may be the source."""
     for place in range(a.kernel - 1):
@@ -117,7 +116,7 @@ def delta_convolution(operands, chunk, thread):
             _keep_inputs(a, first, source, row, slots[0], channel, count)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _unit(x, factor, y):
     """`y = factor * x / |x|`."""
     total = np.float32(UNIT_EPS)
@@ -128,7 +127,7 @@ def _unit(x, factor, y):
         y[i] = x[i] * scale
 
 
-@njit
+@leaf
 def _units(a, row, head, address):
     """q and k of one head of a row, of unit length, q times `key_dim ** -0.5`."""
     key_head = head // (a.heads // a.key_heads)
@@ -139,7 +138,7 @@ def _units(a, row, head, address):
     _unit(float32s(k, a.key_dim), np.float32(1), float32s(address + a.key_dim * BYTES, a.key_dim))
 
 
-@njit
+@leaf
 def _decay(a, row, head):
     """What the state of a head is multiplied by: `exp(decay_rate * softplus(a + bias))`."""
     place = a.y + (row * a.y_stride + a.channels + a.heads * a.value_dim + a.heads + head) * BYTES
@@ -148,14 +147,14 @@ def _decay(a, row, head):
     return np.float32(math.exp(np.float64(float32s(a.decay_rate, a.heads)[head]) * soft))
 
 
-@njit
+@leaf
 def _rate(a, row, head):
     """How far a token corrects the state of a head: `sigmoid(b)`."""
     place = a.y + (row * a.y_stride + a.channels + a.heads * a.value_dim + head) * BYTES
     return np.float32(1.0 / (1.0 + math.exp(-np.float64(float32s(place, 1)[0]))))
 
 
-@njit
+@leaf
 def _load_panel(a, panel, source, head, column, width):
     """A panel of a head's matrix in a slot, padded with zeros on the right."""
     base = a.matrices + ((source * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
@@ -168,7 +167,7 @@ def _load_panel(a, panel, source, head, column, width):
             line[j] = np.float32(0)
 
 
-@njit
+@leaf
 def _keep_panel(a, panel, slot, head, column, width):
     """Write a panel of a head's matrix to a slot."""
     base = a.matrices + ((slot * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
@@ -220,7 +219,7 @@ def delta_rule(operands, chunk, thread):
             _keep_panel(a, panel, slots[0], head, column, width)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _gated_norm(x, gate, weight, eps):
     """`x / sqrt(mean(x²) + eps) * weight * silu(gate)` in place."""
     total = np.float32(0)

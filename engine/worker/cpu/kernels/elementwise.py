@@ -8,9 +8,8 @@ Strides are in floats.
 import ctypes
 
 import numpy as np
-from numba import njit
 
-from engine.worker.cpu.build import FAST
+from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s, power_of_two
 from engine.worker.cpu.operands import make_reader, operands
 
@@ -40,7 +39,7 @@ class NormOperands(ctypes.Structure):
 _norm_operands = make_reader(NormOperands)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _mean_square(x):
     total = np.float32(0)
     for value in x:
@@ -48,7 +47,7 @@ def _mean_square(x):
     return total / np.float32(len(x))
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _mean(x):
     total = np.float32(0)
     for value in x:
@@ -56,7 +55,7 @@ def _mean(x):
     return total / np.float32(len(x))
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _variance(x, mean):
     total = np.float32(0)
     for value in x:
@@ -118,7 +117,7 @@ class RopeOperands(ctypes.Structure):
 _rope_operands = make_reader(RopeOperands)
 
 
-@njit
+@leaf
 def rotate_head(head, cos, sin, half):
     """RoPE in place on one head of `2 * half` floats at an address."""
     first, second = float32s(head, half), float32s(head + half * BYTES, half)
@@ -138,7 +137,7 @@ def apply_rope(operands, chunk, thread):
             rotate_head(a.x + (row * a.x_stride + 2 * head * a.half) * BYTES, cos, sin, a.half)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def exp_float(x):
     """e to a float32 with a relative error of about 1e-7; NaN gives NaN."""
     x = x * np.float32(1.44269504)
@@ -156,7 +155,7 @@ def exp_float(x):
     return y * power_of_two(whole)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _gelu(x):
     """`x * Φ(x)`, by the complementary error function `erfcc` of Numerical Recipes, section 6.2,
     which has a relative error below 2e-7."""
@@ -197,7 +196,7 @@ class ActivationOperands(ctypes.Structure):
 _activation_operands = make_reader(ActivationOperands)
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _activate(function, x, y):
     """SiLU or GELU in its tanh form, which are x times a sigmoid; ReLU; GELU."""
     one, twice = np.float32(1), np.float32(2 * 0.7978845608028654)

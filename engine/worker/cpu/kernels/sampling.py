@@ -8,11 +8,11 @@ the order of token ids, so the sampled token depends on its row only.
 import ctypes
 
 import numpy as np
-from numba import njit
 
-from engine.worker.cpu.build import FAST
+from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s, float64s, int32s, int64s
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
+from engine.worker.cpu.kernels.vectors import largest_of
 from engine.worker.cpu.operands import make_reader, operands
 
 RUN = 512  # ids whose sum or maximum is computed at once
@@ -37,40 +37,34 @@ class ArgmaxOperands(ctypes.Structure):
 _argmax_operands = make_reader(ArgmaxOperands)
 
 
-@njit(fastmath={"nnan", "nsz"})
-def _largest(x, first, end):
-    largest = x[first]
-    for i in range(first, end):
-        largest = x[i] if x[i] > largest else largest
-    return largest
-
-
-@njit(fastmath=FAST)
-def _sum(x, first, end):
+@fast_leaf
+def _sum(numbers):
     total = np.float64(0)
-    for i in range(first, end):
-        total += np.float64(x[i])
+    for number in numbers:
+        total += np.float64(number)
     return total
 
 
-@njit(fastmath=FAST)
-def _zero_or_nan(x, first, end):
-    """NaN if any value is not finite, else 0."""
+@fast_leaf
+def _zero_or_nan(numbers):
+    """NaN if any number is not finite, else 0."""
     total = np.float32(0)
-    for i in range(first, end):
-        total += x[i] * np.float32(0)
+    for number in numbers:
+        total += number * np.float32(0)
     return total
 
 
 def argmax(operands, chunk, thread):
     """`ArgmaxOperands` for row `chunk`."""
     a = _argmax_operands(operands)
-    x = float32s(a.logits + chunk * a.stride * BYTES, a.vocab)
+    row = a.logits + chunk * a.stride * BYTES
+    x = float32s(row, a.vocab)
     best, start, nan = x[0], 0, np.float32(0)
     for first in range(0, a.vocab, RUN):
-        end = min(first + RUN, a.vocab)
-        nan += _zero_or_nan(x, first, end)
-        largest = _largest(x, first, end)
+        # Views, because LLVM finds no vectors for a loop whose first index it does not know.
+        run, count = row + first * BYTES, min(RUN, a.vocab - first)
+        nan += _zero_or_nan(float32s(run, count))
+        largest = largest_of(run, count)
         if largest > best:
             best, start = largest, first
     at = start
@@ -114,7 +108,7 @@ def scratch_bytes(vocab: int) -> int:
     return (BUCKETS * 8 + vocab * BYTES + 63) // 64 * 64
 
 
-@njit(fastmath=FAST)
+@fast_leaf
 def _weigh(x, weights, count, largest, temperature, min_p):
     """`weights = exp((x - largest) / temperature)`, 0 below `min_p`."""
     for i in range(count):
@@ -124,7 +118,7 @@ def _weigh(x, weights, count, largest, temperature, min_p):
         weights[i] = weight if is_kept else np.float32(0)
 
 
-@njit
+@leaf
 def _find_cutoff(weights, pattern, count, wanted, is_mass, buckets):
     """The bits of the smallest weight that is kept, and the count or mass of larger weights.
 
@@ -148,7 +142,7 @@ def _find_cutoff(weights, pattern, count, wanted, is_mass, buckets):
     return prefix, above
 
 
-@njit
+@leaf
 def _filter(weights, pattern, count, cutoff, above, wanted):
     """Zero the weights below the cutoff, and those equal to it once `wanted` is reached."""
     taken = above
@@ -162,15 +156,15 @@ def _filter(weights, pattern, count, cutoff, above, wanted):
                 taken += weights[i]
 
 
-@njit
+@leaf
 def _pick(weights, count, point):
     """The id at which the cumulative weight passes `point` of the total."""
     total, runs = 0.0, (count + RUN - 1) // RUN
     for run in range(runs):
-        total += _sum(weights, run * RUN, min(count, (run + 1) * RUN))
+        total += _sum(weights[run * RUN : (run + 1) * RUN])
     target, passed, run = point * total, 0.0, 0
     while run < runs - 1:
-        mass = _sum(weights, run * RUN, min(count, (run + 1) * RUN))
+        mass = _sum(weights[run * RUN : (run + 1) * RUN])
         if passed + mass > target:
             break
         passed += mass
@@ -193,18 +187,19 @@ def sample(operands, chunk, thread):
     a = _sample_operands(operands)
     params = _sample_params(a.params + chunk * PARAMS_BYTES)
     vocab, top_k, top_p = a.vocab, params.top_k, params.top_p
-    x = float32s(a.logits + params.row * a.stride * BYTES, vocab)
+    row = a.logits + params.row * a.stride * BYTES
+    x = float32s(row, vocab)
     buckets_at = a.scratch + thread * a.scratch_bytes
     weights_at = buckets_at + BUCKETS * 8
     buckets = float64s(buckets_at, BUCKETS)
     weights, pattern = float32s(weights_at, vocab), int32s(weights_at, vocab)
     temperature, min_p = np.float32(params.temperature), np.float32(params.min_p)
-    _weigh(x, weights, vocab, _largest(x, 0, vocab), temperature, min_p)
+    _weigh(x, weights, vocab, largest_of(row, vocab), temperature, min_p)
     if top_k > 0 and top_k < vocab:
         cutoff, above = _find_cutoff(weights, pattern, vocab, float(top_k), False, buckets)
         _filter(weights, pattern, vocab, cutoff, 0.0, np.inf)
     if top_p < 1.0:
-        wanted = top_p * _sum(weights, 0, vocab)
+        wanted = top_p * _sum(weights)
         cutoff, above = _find_cutoff(weights, pattern, vocab, wanted, True, buckets)
         _filter(weights, pattern, vocab, cutoff, above, wanted)
     int64s(a.ids, chunk + 1)[chunk] = _pick(weights, vocab, params.point)
