@@ -4,6 +4,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 from engine.worker.cpu.build import kernel
 from engine.worker.ports import ThreadPool
 
@@ -15,15 +17,23 @@ T = TypeVar("T", bound=ctypes.Structure)
 class KernelCall(Generic[T]):
     """Runs one kernel on `operands`, whose fields the caller updates between calls."""
 
-    def __init__(self, pool: ThreadPool, function: Callable[..., None], operands: T) -> None:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        function: Callable[..., None],
+        operands: T,
+        weights: Tensor | None = None,
+    ) -> None:
+        """`weights` are those that the kernel reads from memory in every call."""
         self.operands = operands
+        self._weights = weights
         self._pool = pool
         self._kernel: int = kernel(function).address
         self._address = ctypes.addressof(operands)
 
     def __call__(self, chunks: int) -> None:
         if self._pool.graph is not None:
-            self._pool.graph.add(self._kernel, self.operands, chunks)
+            self._pool.graph.add(self._kernel, self.operands, chunks, self._weights)
         self._pool.run(self._kernel, self._address, chunks)
 
     def over_rows(self, rows: int) -> None:

@@ -27,9 +27,12 @@ class Call(ctypes.Structure):
     kernel: int  # address
     operands: int  # address
     chunks: int
+    ahead: int  # address of what the next linear reads first
+    ahead_end: int
 
 
 read_call = make_reader(Call)
+MAX_AHEAD_BYTES = 512 << 10  # half of a core's L2 cache
 
 
 class KernelOutputs:
@@ -61,9 +64,10 @@ class KernelGraph:
     def __init__(self, memory: KernelOutputs) -> None:
         self._memory = memory
         self._calls: list[tuple[int, int, int]] = []
+        self._weights: list[Tensor | None] = []  # that each call reads
         self._operands: list[ctypes.Structure] = []
         self._outputs: list[Tensor] = []
-        self._table: NDArray[np.int64] = np.empty((0, 3), dtype=np.int64)
+        self._table: NDArray[np.int64] = np.empty((0, 5), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -74,14 +78,23 @@ class KernelGraph:
         self._outputs.append(taken)
         return taken
 
-    def add(self, kernel: int, operands: ctypes.Structure, chunks: int) -> None:
-        """Record a call with a copy of its operands."""
+    def add(
+        self, kernel: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
+    ) -> None:
+        """Record a call with a copy of its operands, and the weights that it reads."""
         copied = type(operands).from_buffer_copy(operands)
         self._operands.append(copied)
         self._calls.append((kernel, ctypes.addressof(copied), chunks))
+        self._weights.append(weights)
 
     def table(self) -> NDArray[np.int64]:
-        """The calls as an array of `Call`, int64 `[calls, 3]`."""
+        """The calls as an array of `Call`, int64 `[calls, 5]`."""
         if len(self._table) != len(self._calls):
-            self._table = np.array(self._calls, dtype=np.int64)
+            rows, ahead = [], (0, 0)
+            for call, weights in zip(reversed(self._calls), reversed(self._weights), strict=True):
+                rows.append((*call, *ahead))
+                if weights is not None:
+                    start = weights.data_ptr()
+                    ahead = start, start + min(weights.nbytes, MAX_AHEAD_BYTES)
+            self._table = np.array(rows[::-1], dtype=np.int64)
         return self._table

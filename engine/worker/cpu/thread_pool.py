@@ -6,6 +6,9 @@ that also carries the job's number, so a helper that comes late can claim nothin
 over. The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
 not schedule costs nothing. While a step runs (`awake`) helpers poll for jobs without sleeping for
 long; between steps they wait on a semaphore.
+
+A graph names the weights that its next linear reads. A helper without a chunk prefetches them, so
+that memory is read also while the leader computes a norm or the last chunk of a linear alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -30,11 +33,13 @@ from engine.worker.cpu.intrinsics import (
     store_release,
 )
 from engine.worker.cpu.kernel_graph import Call, KernelGraph, KernelOutputs, read_call
+from engine.worker.cpu.kernels.vectors import PREFETCHED_AT_ONCE, prefetch_lines
 
 # Fields of the control block, as byte offsets; those that threads contend for are on cache lines of
 # their own.
 CLAIM, DONE, KERNEL, OPERANDS, MAX_SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
-CONTROL_BYTES = 256
+AHEAD, AHEAD_END = 256, 264  # what helpers prefetch
+CONTROL_BYTES = 320
 CALL_BYTES = ctypes.sizeof(Call)
 
 COUNT_BITS = 24
@@ -66,6 +71,10 @@ def _work(control, thread):
 
 @njit(inline="always")
 def _lead(control, kernel, operands, chunks):
+    """Run a kernel; one chunk runs here, without a job for the helpers."""
+    if chunks == 1:
+        call_kernel(kernel, operands, 0, 0)
+        return
     int64s(control + KERNEL, 1)[0] = kernel
     int64s(control + OPERANDS, 1)[0] = operands
     max_spins = int64s(control + MAX_SPINS, 1)[0]
@@ -88,20 +97,31 @@ def lead(control, kernel, operands, chunks):
 
 def replay(control, calls, count):
     """Lead the calls of a graph's table, one after another."""
+    ahead = 0
     for number in range(count):
         call = read_call(calls + number * CALL_BYTES)
+        if call.ahead != ahead:
+            ahead = call.ahead
+            store_release(control + AHEAD_END, call.ahead_end)
+            store_release(control + AHEAD, ahead)
         _lead(control, call.kernel, call.operands, call.chunks)
 
 
 def follow(control, thread):
-    """Help with every job until the step is over."""
+    """Help with every job until the step is over; between jobs, prefetch the next weights."""
     spins, max_spins = 0, int64s(control + MAX_SPINS, 1)[0]
+    ahead = at = 0
     while load_acquire(control + IS_AWAKE) != 0:
         if _work(control, thread) > 0:
             spins = 0
         else:
             spins += 1
-        if spins > max_spins:
+        if load_acquire(control + AHEAD) != ahead:
+            ahead = at = load_acquire(control + AHEAD)
+        if at < load_acquire(control + AHEAD_END):
+            prefetch_lines(at)
+            at += PREFETCHED_AT_ONCE
+        elif spins > max_spins:
             _sleep(PAUSE_MICROSECONDS)
 
 

@@ -124,7 +124,11 @@ class CapturableAttention(AttentionBackend, Protocol):
 class KernelRecorder(Protocol):
     """Collects kernel calls so that they can be repeated later."""
 
-    def add(self, kernel: int, operands: ctypes.Structure, chunks: int) -> None: ...
+    def add(
+        self, kernel: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
+    ) -> None:
+        """A call with these operands, which reads `weights` from memory."""
+        ...
 
 
 class ThreadPool(Protocol):

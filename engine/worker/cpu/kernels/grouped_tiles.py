@@ -185,7 +185,8 @@ class _Tile:
                 builder.store(builder.load(one), pointer(builder, target, FLOATS), align=4)
 
     def _prefetch(self, ahead):
-        for line in range(0, self.panel.group_bytes, LINE):
+        """Prefetch a group's share of a block: a line left out would stall every block."""
+        for line in range(0, self.panel.block_bytes // self.layout.groups, LINE):
             prefetch(self.builder, self.plus(ahead, line))
 
     def _add_group(self, block, group, lines):

@@ -77,7 +77,7 @@ def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
     def at_most(most: int, chunks: int) -> int:
         return max(WIDTH, min(most, outputs // chunks // WIDTH * WIDTH))
 
-    for_few = at_most(COLUMNS_FOR_FEW_ROWS, 12 * threads)
+    for_few = at_most(COLUMNS_FOR_FEW_ROWS, 6 * threads)
     for_many = at_most(COLUMNS_FOR_MANY_ROWS, 4 * threads)
     return lambda rows: for_few if rows <= ROWS_AT_ONCE else for_many
 
@@ -116,7 +116,7 @@ class PackedLinear:
             inputs=weights.inputs,
             outputs=weights.outputs,
         )
-        self._linear = KernelCall(pool, linears.kernel, operands)
+        self._linear = KernelCall(pool, linears.kernel, operands, weights.packed)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)
 
     @property

@@ -89,3 +89,21 @@ def test_a_recording_that_fails_leaves_no_graph_in_the_pool(
     with pytest.raises(LookupError):
         fail()
     assert pool.graph is None
+
+
+def test_each_call_names_the_weights_of_the_next_linear(
+    pool: NativeThreadPool, operators: NativeOperators
+) -> None:
+    mlp, x = an_mlp(operators), noise(1, 32)
+    with pool.recording() as graph:
+        mlp(x)
+        mlp(x)
+    ahead = [(first, end - first) for *_, first, end in graph.table().tolist()]
+    places = list(dict.fromkeys(ahead))
+    up, down, none = places
+    assert ahead[0] == up
+    assert up[1] > 0
+    assert down[1] > 0
+    assert none == (0, 0) == ahead[-1]
+    changes = [now for now, before in zip(ahead, [none, *ahead], strict=False) if now != before]
+    assert changes == [up, down, up, down, none]
