@@ -16,6 +16,7 @@ from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import describe, linears_of
 from engine.worker.cpu.linears.packed import CpuLinears
+from engine.worker.cpu.native_formats import native_format
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -190,7 +191,7 @@ class CpuDevice:
             self._store.open(file)
             torch.set_num_threads(self.threads)  # packing is torch's work; steps use the pool
             try:
-                yield DeferredWeights(weights, self.linear_format)
+                yield DeferredWeights(weights, native_format(self._pool, self.linear_format))
             finally:
                 torch.set_num_threads(1)
 
