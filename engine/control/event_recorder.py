@@ -125,8 +125,9 @@ class RecordingHeader:
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
-        """The first line of a recording, without tiers that are not there, scheduler settings that
-        are infinite, windows if there are none, and a cost of prompt pieces that is 0."""
+        """The first line of a recording, without tiers that are not there, settings that are
+        infinite, fair shares and windows if there are none, and a cost of prompt pieces that is 0.
+        """
         row = asdict(self)
         if not self.cost.per_piece:
             del row["cost"]["per_piece"]
@@ -135,6 +136,9 @@ class RecordingHeader:
                 del row[name]
         if self.windows == (None,):
             del row["windows"]
+        for name, default in (("ttft_goal", inf), ("fair_keys", False)):
+            if row["policies"][name] == default:
+                del row["policies"][name]
         bounds = row["scheduler"].items()
         row["scheduler"] = {
             key: value.value if isinstance(value, Enum) else value

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 class BackgroundLast:
-    """Wraps every policy made by `engine.policy.build`; `inner` orders the foreground requests."""
+    """Wraps every policy made by `engine.policy.build`; `inner` orders the foreground requests. It
+    is `base`, the policy of the name, or is made of instances of it."""
 
-    def __init__(self, inner: "Policy", settings: "PolicySettings") -> None:
+    def __init__(
+        self, inner: "Policy", settings: "PolicySettings", base: "Policy | None" = None
+    ) -> None:
         self.inner = inner
+        self.base = base or inner
         self.settings = settings  # that `inner` was made with
         self._background: dict[Request, SortKey] = {}
         self._num_arrived = 0

@@ -2,23 +2,26 @@
 
 Each tenant has a counter of the tokens computed for it; the tenant with the smallest counter goes
 first. The counter of a tenant that comes back is lifted to the smallest counter of the active
-tenants, so that absence earns no credit. Within a tenant, first come, first served.
+tenants, so that absence earns no credit. Within a tenant, first come, first served, or the order of
+any other policy (`PolicySettings.fair_keys`), of which each tenant has an instance.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
+from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.policy.port import SortKey
+    from engine.policy.port import Policy, SortKey
     from engine.ports import Cost
-    from engine.request import Request
+    from engine.request import Request, RequestSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +29,8 @@ class _Tenant:
     name: str
     index: int  # breaks ties between equal counters
     counter: float
-    requests: "dict[Request, None]" = field(default_factory=dict)
+    order: "Policy"  # of its requests
+    num_live: int = 0
 
 
 class VirtualTokenCounter(PolicyBase):
@@ -37,8 +41,15 @@ class VirtualTokenCounter(PolicyBase):
 
     preemption = Preemption.NEVER
 
-    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self,
+        cost: "Cost | None" = None,
+        settings: PolicySettings | None = None,
+        make: "Callable[[], Policy]" = FirstComeFirstServed,
+    ) -> None:
+        """`make` makes an empty policy, which orders the requests of one tenant."""
         self._settings = settings or PolicySettings()
+        self._make = make
         self._active: dict[str, _Tenant] = {}
         self._absent: dict[str, float] = {}  # counters that are ahead of the floor
         self._last_counter = 0.0  # of the last tenant to leave
@@ -50,9 +61,18 @@ class VirtualTokenCounter(PolicyBase):
         tenant = self._active.get(name)
         if tenant is None:
             counter = self._lifted(name)
-            tenant = self._active[name] = _Tenant(name, self._num_tenants, counter)
+            tenant = self._active[name] = _Tenant(name, self._num_tenants, counter, self._make())
             self._num_tenants += 1
-        tenant.requests[request] = None
+        tenant.num_live += 1
+        tenant.order.arrive(request, now)
+
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+        tenant = self._active.get(spec.tenant)
+        order = self._make() if tenant is None else tenant.order
+        order.validate(spec, num_tokens, now)
+
+    def start(self, request: "Request") -> None:
+        self._active[request.spec.tenant].order.start(request)
 
     def _lifted(self, name: str) -> float:
         """The counter of a tenant that comes back. Forgets counters that would be lifted anyway."""
@@ -64,18 +84,21 @@ class VirtualTokenCounter(PolicyBase):
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         is_decode = num_tokens == 1 and bool(request.output) and not request.remaining
         charge = self._charge(request, num_tokens, is_decode)
-        self._active[request.spec.tenant].counter += charge
+        tenant = self._active[request.spec.tenant]
+        tenant.counter += charge
+        tenant.order.ran(request, num_tokens, seconds, now)
 
     def leave(self, request: "Request", now: float) -> None:
         tenant = self._active[request.spec.tenant]
-        del tenant.requests[request]
-        if not tenant.requests:
+        tenant.order.leave(request, now)
+        tenant.num_live -= 1
+        if not tenant.num_live:
             del self._active[tenant.name]
             self._absent[tenant.name] = self._last_counter = tenant.counter
 
     def order(self, now: float) -> "Iterator[Request]":
         """Always the next request of the tenant whose counter would be smallest by then."""
-        heap = [(t.counter, t.index, iter(t.requests)) for t in self._active.values()]
+        heap = [(t.counter, t.index, t.order.order(now)) for t in self._active.values()]
         heapify(heap)
         while len(heap) > 1:
             counter, index, queue = heap[0]
@@ -97,7 +120,7 @@ class VirtualTokenCounter(PolicyBase):
         for name, others in wanted.items():
             tenant = self._active[name]
             counter = tenant.counter
-            for place, request in enumerate(tenant.requests):
+            for place, request in enumerate(tenant.order.order(now)):
                 if request in others:
                     keys[request] = (counter, tenant.index, place)
                     others.discard(request)

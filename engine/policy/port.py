@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from engine.policy.estimates.lengths import LearnedLengths
+    from engine.policy.estimates.work_variation import WorkVariation
     from engine.request import Request, RequestSpec
 
 
@@ -78,9 +79,11 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearnsLengths(Protocol):
-    """A policy that learns how long outputs are."""
+    """A policy that learns how long outputs are, and how much the work of requests varies.
+    Instances may share what they learn."""
 
     lengths: "LearnedLengths"
+    variation: "WorkVariation"
 
 
 @runtime_checkable

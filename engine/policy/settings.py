@@ -1,6 +1,7 @@
 """The settings of all policies; each policy reads those that concern it."""
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,9 @@ class PolicySettings:
     gittins: the order is first come, first served until `min_outputs` outputs have ended by
     themselves. Without `starvation_seconds` a request goes first if its JCT is about to exceed the
     p99 that first come, first served would have.
+    Over any policy: requests that can have their first token within `ttft_goal` precede those that
+    cannot (`GoodputFirst`); with `fair_keys` API keys get equal shares, and the policy orders the
+    requests of each key (`VirtualTokenCounter`, as under fair).
     fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
@@ -27,6 +31,8 @@ class PolicySettings:
     min_outputs: int = 50
     input_weight: float = 1.0
     output_weight: float = 2.0
+    ttft_goal: float = inf
+    fair_keys: bool = False
 
     def __post_init__(self) -> None:
         limit = self.starvation_seconds
@@ -34,5 +40,6 @@ class PolicySettings:
         assert self.ratio > 1.0, "ratio is above 1"
         assert self.num_levels > 0, "num_levels is positive"
         assert self.min_outputs > 0, "min_outputs is positive"
+        assert self.ttft_goal > 0.0, "ttft_goal is positive"
         assert self.input_weight > 0.0, "input_weight is positive"
         assert self.output_weight > 0.0, "output_weight is positive"

@@ -1,13 +1,19 @@
 """Policies by name. An oracle knows more than a server can know: for simulation only."""
 
+from functools import partial
 from importlib import import_module
+from math import inf
 from typing import TYPE_CHECKING, cast
 
 from engine.policy.background import BackgroundLast
+from engine.policy.fair import VirtualTokenCounter
+from engine.policy.goodput import GoodputFirst
 from engine.policy.port import LearnsLengths, MultiLevel
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.ports import Cost
@@ -33,8 +39,9 @@ def build(
     serves: bool = True,
     lengths: "LearnedLengths | None" = None,
 ) -> "Policy":
-    """An empty policy of that name, behind which background requests are ordered. A policy that
-    learns output lengths continues with `lengths`.
+    """An empty policy of that name, with the TTFT goal and the fair shares of the settings over it,
+    behind which background requests are ordered. A policy that learns output lengths continues with
+    `lengths`.
 
     ValueError if there is no such policy, or if it is an oracle and `serves` is True.
     """
@@ -42,17 +49,41 @@ def build(
     if name not in known:
         reason = " (simulation only)" if name in ORACLES else ""
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
-    module, _, kind = known[name].partition(":")
     settings = settings or PolicySettings()
-    policy = getattr(import_module(module), kind)(cost, settings)
-    if lengths is not None and isinstance(policy, LearnsLengths):
-        policy.lengths = lengths
-    return BackgroundLast(cast("Policy", policy), settings)
+    first = _make(known[name], cost, settings)
+    if lengths is not None and isinstance(first, LearnsLengths):
+        first.lengths = lengths
+    policy, another = first, partial(_another, known[name], cost, settings, first)
+    if settings.ttft_goal < inf:
+        policy = GoodputFirst(first, another(), cost, settings)
+        another = partial(_within_goal, another, cost, settings)
+    if settings.fair_keys and name != "fair":
+        policy = VirtualTokenCounter(cost, settings, another)
+    return BackgroundLast(policy, settings, first)
+
+
+def _make(target: str, cost: "Cost", settings: PolicySettings) -> "Policy":
+    module, _, kind = target.partition(":")
+    return cast("Policy", getattr(import_module(module), kind)(cost, settings))
+
+
+def _another(target: str, cost: "Cost", settings: PolicySettings, first: "Policy") -> "Policy":
+    """Another instance of a policy, which learns together with the first one."""
+    policy = _make(target, cost, settings)
+    if isinstance(first, LearnsLengths) and isinstance(policy, LearnsLengths):
+        policy.lengths, policy.variation = first.lengths, first.variation
+    return policy
+
+
+def _within_goal(
+    another: "Callable[[], Policy]", cost: "Cost", settings: PolicySettings
+) -> "Policy":
+    return GoodputFirst(another(), another(), cost, settings)
 
 
 def name_of(policy: "Policy") -> str:
     """The policy's name in the tables; its class name if it is in none."""
-    kind = type(policy.inner if isinstance(policy, BackgroundLast) else policy)
+    kind = type(policy.base if isinstance(policy, BackgroundLast) else policy)
     target = f"{kind.__module__}:{kind.__qualname__}"
     names = (name for name, known in (POLICIES | ORACLES).items() if known == target)
     return next(names, kind.__name__)
@@ -65,11 +96,12 @@ def settings_of(policy: "Policy") -> PolicySettings:
 
 def lengths_of(policy: "Policy") -> "LearnedLengths | None":
     """What a policy has learned about output lengths; None if it learns nothing."""
-    inner = policy.inner if isinstance(policy, BackgroundLast) else policy
-    return inner.lengths if isinstance(inner, LearnsLengths) else None
+    base = policy.base if isinstance(policy, BackgroundLast) else policy
+    return base.lengths if isinstance(base, LearnsLengths) else None
 
 
 def levels_of(policy: "Policy") -> MultiLevel | None:
-    """The queues of a policy that has several; background requests are in none of them."""
+    """The queues of a policy that has several, unless a goal or fair shares are over it; background
+    requests are in none of them."""
     inner = policy.inner if isinstance(policy, BackgroundLast) else policy
     return inner if isinstance(inner, MultiLevel) else None

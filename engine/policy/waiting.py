@@ -19,6 +19,7 @@ class WaitingTimes:
         """A request starves after it has waited `limit` seconds."""
         self._limit = limit
         self._since: dict[Request, float] = {}
+        self._reported_at: float | None = None
 
     def restart(self, request: "Request", now: float) -> None:
         """The request arrived or was just in an iteration: its wait starts now."""
@@ -33,16 +34,20 @@ class WaitingTimes:
         """Seconds until the request starves."""
         return self._since[request] + self._limit - now
 
-    def starving(self, now: float) -> "list[Request]":
-        """Requests that have waited for the limit or longer, at most `MOST_AT_ONCE`, the longest
-        wait first. Their wait restarts, so that each is reported once per limit."""
+    def starving(self, now: float, most: int = MOST_AT_ONCE) -> "list[Request]":
+        """Requests that have waited for the limit or longer, at most `most`, the longest wait
+        first. Their wait restarts, so that each is reported once per limit. None at a time for
+        which this was called before: a second walk of an order changes nothing."""
+        if now == self._reported_at:
+            return []
+        self._reported_at = now
         found: list[Request] = []
         for request, since in self._since.items():
             if now - since < self._limit:
                 break
             if request.state not in IN_FLIGHT:
                 found.append(request)
-                if len(found) == MOST_AT_ONCE:
+                if len(found) == most:
                     break
         for request in found:
             self.restart(request, now)

@@ -331,6 +331,8 @@ def _policy_settings(settings: Settings) -> PolicySettings:
         min_outputs=settings.min_outputs,
         input_weight=settings.input_weight,
         output_weight=settings.output_weight,
+        fair_keys=settings.fair_keys,
+        ttft_goal=settings.ttft_goal or inf,
     )
 
 

@@ -246,8 +246,25 @@ class EngineSettings(BaseSettings):
         "N",
         ge=1,
     )
-    input_weight: float = _option(1.0, "scheduling", "fair: cost of a prompt token", "W", gt=0)
-    output_weight: float = _option(2.0, "scheduling", "fair: cost of an output token", "W", gt=0)
+    input_weight: float = _option(
+        1.0, "scheduling", "fair, --fair-keys: cost of a prompt token", "W", gt=0
+    )
+    output_weight: float = _option(
+        2.0, "scheduling", "fair, --fair-keys: cost of an output token", "W", gt=0
+    )
+    fair_keys: bool = _option(
+        False,
+        "scheduling",
+        "API keys get equal shares, and --policy orders the requests of each key",
+    )
+    ttft_goal: Annotated[float, BeforeValidator(duration)] = _option(
+        0.0,
+        "scheduling",
+        "goal for the time to the first token, such as 2s: requests that can meet it run before "
+        "those that cannot, under any policy; 0: no goal",
+        "DURATION",
+        ge=0,
+    )
     admission: Literal["grow", "reserve", "request"] = _option(
         "grow",
         "scheduling",

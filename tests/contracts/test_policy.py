@@ -1,6 +1,7 @@
 """The contract of `Policy`: no request is lost, doubled, or starved beyond the bound."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from random import Random
 from typing import cast
@@ -24,12 +25,20 @@ from tests.scheduling import (
     run_iteration,
 )
 
-NAMES = [*POLICIES, *ORACLES]
 STARVATION_SECONDS = 20.0
+DEFAULT = PolicySettings()
+OVER = {  # a goal and fair shares over a policy
+    "mlfq, goal": ("mlfq", replace(DEFAULT, ttft_goal=6.0)),
+    "gittins, goal": ("gittins", replace(DEFAULT, ttft_goal=6.0)),
+    "gittins, fair": ("gittins", replace(DEFAULT, fair_keys=True)),
+    "gittins, goal, fair": ("gittins", replace(DEFAULT, ttft_goal=6.0, fair_keys=True)),
+}
+NAMES = [*POLICIES, *ORACLES, *OVER]
 
 
-def make(name: str) -> Policy:
-    settings = PolicySettings(STARVATION_SECONDS)
+def make(name: str, starvation_seconds: float | None = STARVATION_SECONDS) -> Policy:
+    name, settings = OVER.get(name, (name, DEFAULT))
+    settings = replace(settings, starvation_seconds=starvation_seconds)
     return build(name, HAND_COST, settings, serves=False, lengths=learned_lengths())
 
 
@@ -178,7 +187,7 @@ class CountingPolicy:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_walks_a_bounded_part_of_the_order(name: str, num_host_slots: int) -> None:
     """Blocks are short, some started requests are at the end of the order, and 3,000 wait."""
-    policy = CountingPolicy(build(name, HAND_COST, serves=False))
+    policy = CountingPolicy(make(name, starvation_seconds=None))
     scheduler = a_scheduler(
         cast("Policy", policy),
         num_slots=150,
@@ -205,7 +214,8 @@ def test_one_order_promotes_a_bounded_number_of_starving_requests() -> None:
     policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=5.0))
     for number in range(1000):
         policy.arrive(a_request(number, 7, 9), 0.0)
-    for num_promoted in (MOST_AT_ONCE, 2 * MOST_AT_ONCE):
-        order = list(policy.order(6.0))
+    for now, num_promoted in ((6.0, MOST_AT_ONCE), (7.0, 2 * MOST_AT_ONCE)):
+        order = list(policy.order(now))
+        assert list(policy.order(now)) == order
         assert sum(policy.level(request) == 0 for request in order) == num_promoted
         assert [request.request_id for request in order] == list(range(1000))

@@ -94,6 +94,10 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
     )
     add("--input-weight", type=above_zero, metavar="W", help=weights[0])
     add("--output-weight", type=above_zero, metavar="W", help=weights[1])
+    fair = "tenants get equal shares; the policy orders the requests of each"
+    add("--fair-keys", action="store_true", default=None, help=fair)
+    timely = "TTFT goal, such as 2s: requests that can meet it run before those that cannot"
+    add("--ttft-goal", type=seconds, metavar="DURATION", help=timely)
 
 
 def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
@@ -197,6 +201,8 @@ def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySetti
         "min_outputs": args.min_outputs,
         "input_weight": args.input_weight,
         "output_weight": args.output_weight,
+        "fair_keys": args.fair_keys,
+        "ttft_goal": args.ttft_goal,
     }
     return replace(settings, **{name: value for name, value in flags.items() if value is not None})
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.policy import PolicySettings
+from engine.policy import PolicySettings, build
 from engine.policy.fair import VirtualTokenCounter
 from engine.request import Request
-from tests.scheduling import a_request, a_scheduler, a_spec, ends, play, run_iteration
+from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, ends, play, run_iteration
 
 
 def names(policy: VirtualTokenCounter) -> list[str]:
@@ -112,3 +112,14 @@ def test_weights_of_input_and_output_can_be_set() -> None:
     request.num_computed = 5
     policy.ran(request, 1, 1.0, 0.0)
     assert policy.counter("a") == 3.0 * 4 + 7.0
+
+
+def test_any_policy_orders_the_requests_of_each_tenant() -> None:
+    """Shortest first within a tenant; tenants alternate by their counters."""
+    settings = PolicySettings(fair_keys=True)
+    policy = build("srpt", HAND_COST, settings, serves=False)
+    lengths = {0: ("a", 9), 1: ("a", 2), 2: ("b", 7), 3: ("b", 3)}
+    requests = [a_request(n, 2, length, tenant=name) for n, (name, length) in lengths.items()]
+    for request in requests:
+        policy.arrive(request, 0.0)
+    assert [request.request_id for request in policy.order(0.0)] == [1, 3, 0, 2]

@@ -88,6 +88,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "min_outputs": "7",
         "input_weight": "0.5",
         "output_weight": "4",
+        "fair_keys": "true",
+        "ttft_goal": "2s",
         "admission": "reserve",
         "max_batch_size": "4",
         "max_batch_tokens": "32",

@@ -20,6 +20,8 @@ SETTINGS = {
     "min_outputs": 50,
     "input_weight": 1.0,
     "output_weight": 2.0,
+    "fair_keys": False,
+    "ttft_goal": None,
 }
 
 
@@ -76,6 +78,18 @@ def test_settings_are_changed_with_or_without_the_policy_and_the_others_are_kept
     play(scene)
 
 
+def test_a_goal_and_fair_shares_are_set_over_a_policy_and_taken_back() -> None:
+    async def scene(rig: Rig) -> None:
+        over = {"policy": "gittins", "fair_keys": True, "ttft_goal": 2.5}
+        _, result = await ask(rig, over)
+        changed = SETTINGS | {"fair_keys": True, "ttft_goal": 2.5}
+        assert (result["policy"], result["settings"]) == ("gittins", changed)
+        _, result = await ask(rig, {"policy": "gittins", "fair_keys": False, "ttft_goal": 0})
+        assert (result["policy"], result["settings"]) == ("gittins", SETTINGS)
+
+    play(scene)
+
+
 def test_switching_to_the_current_policy_changes_nothing() -> None:
     async def scene(rig: Rig) -> None:
         before = rig.engine.scheduler.policy
@@ -98,6 +112,8 @@ def test_switching_to_the_current_policy_changes_nothing() -> None:
         ({"policy": "mlfq", "num_levels": 65}, "num_levels"),
         ({"policy": "gittins", "min_outputs": 0}, "min_outputs"),
         ({"policy": "fair", "output_weight": -1}, "output_weight"),
+        ({"policy": "gittins", "ttft_goal": -1}, "ttft_goal"),
+        ({"policy": "gittins", "fair_keys": "yes"}, "fair_keys"),
         ({"policy": "mlfq", "skip_join": 1}, "skip_join"),
         (b"mlfq", None),
     ],

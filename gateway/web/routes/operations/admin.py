@@ -31,13 +31,16 @@ _FIELDS = {  # of a POST, named as in the settings file: the field of `PolicySet
     "min_outputs": "min_outputs",
     "input_weight": "input_weight",
     "output_weight": "output_weight",
+    "fair_keys": "fair_keys",
+    "ttft_goal": "ttft_goal",
 }
 
 
 class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a POST: a name of `engine.policy.POLICIES`, and settings to change.
 
-    A setting that is absent or null keeps its value. Seconds and ratios as in the settings file.
+    A setting that is absent or null keeps its value. Seconds and ratios as in the settings file;
+    a goal of 0 is none.
     """
 
     policy: str
@@ -49,6 +52,8 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
     min_outputs: int | None = None
     input_weight: float | None = None
     output_weight: float | None = None
+    fair_keys: bool | None = None
+    ttft_goal: float | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` if the policy is unknown or a setting is out of range."""
@@ -60,10 +65,13 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
         check_range(self.min_outputs, "min_outputs", 1, 1_000_000)
         check_range(self.input_weight, "input_weight", 0.001, 1e6)
         check_range(self.output_weight, "output_weight", 0.001, 1e6)
+        check_range(self.ttft_goal, "ttft_goal", 0.0, 1e6)
 
     def applied_to(self, settings: PolicySettings) -> PolicySettings:
         """These settings, changed by those that the body has."""
         values = {own: getattr(self, name) for name, own in _FIELDS.items()}
+        if self.ttft_goal == 0.0:
+            values["ttft_goal"] = inf
         return replace(settings, **{k: value for k, value in values.items() if value is not None})
 
 
@@ -84,7 +92,10 @@ async def policy(http: "HttpRequest") -> "Response":
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
         "itl_goal": _finite(scheduler.settings.itl_goal),
-        "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
+        "settings": {
+            name: getattr(settings, own) for name, own in _FIELDS.items() if own != "ttft_goal"
+        }
+        | {"ttft_goal": _finite(settings.ttft_goal)},
         "learned_lengths": _learned(service.lengths),
     }
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
