@@ -21,7 +21,7 @@ from adapters.models.base.traits import (
     layer_types,
 )
 from engine.errors import StartupError
-from engine.worker.model.layer_inputs import LayerInput, LayerInputs
+from engine.worker.model.layer_inputs import LayerInput, LayerInputs, StageInputs
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mixer
 from engine.worker.ports import (
     AttentionOptions,
@@ -66,9 +66,10 @@ class Gemma4(RotaryFamily):
             for layer, options in enumerate(self.shape.attention)
             if options.kv_layer is not None
         ]
-        needs_ids = self._input_width > 0
         largest = max(options.head_dim or 0 for options in self.shape.attention)
-        self.shape = replace(self.shape, head_dim=largest, in_one_stage=needs_ids or bool(shared))
+        self.shape = replace(
+            self.shape, head_dim=largest, layer_input_width=self._input_width
+        )
         self.ignored_weights = (
             *type(self).ignored_weights,
             *(f"*.layers.{layer}.self_attn.[kv]_*" for layer in shared),
@@ -133,7 +134,9 @@ class Gemma4(RotaryFamily):
         decoder = super().build(weights, shard, operators)
         if not self._input_width:
             return decoder
-        return replace(decoder, layer_inputs=self._layer_inputs(weights, operators))
+        source = self._layer_inputs(weights, operators) if shard.is_first else None
+        width, hidden = self._input_width, self.shape.hidden_size
+        return replace(decoder, inputs=StageInputs(hidden, width, len(shard.span), source))
 
     def _layer_inputs(self, weights: WeightSource, operators: Operators) -> LayerInputs:
         root, width, hidden = self.root_of(weights), self._input_width, self.shape.hidden_size
@@ -167,7 +170,7 @@ class Gemma4(RotaryFamily):
             )
         )
         own = LayerInput(
-            layer=layer,
+            layer=layer - projections.shard.span.start,
             gate=operators.linear([gate], None),
             activation=operators.gate(self._settings.activation),
             projection=operators.linear([projection], None),

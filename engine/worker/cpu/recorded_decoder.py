@@ -54,7 +54,7 @@ class RecordedDecoder:
         is_other = context.rows is not None or context.states is not None
         if not plan or is_other or len(hidden) > MAX_ROWS:
             return self._decoder.layers(hidden, context)
-        context = self._decoder.prepared(hidden, context)
+        hidden, context = self._decoder.prepared(hidden, context)
         key = (len(hidden), plan, context.loras)
         recording = self._recordings.get(key)
         if recording is None:
@@ -64,7 +64,7 @@ class RecordedDecoder:
         else:
             recording.fill(hidden, context)
             self._pool.replay(recording.graph)
-        return hidden.copy_(recording.hidden)
+        return self._decoder.sent(hidden.copy_(recording.hidden), context)
 
     def _record(self, hidden: Tensor, context: StepContext) -> DecodeRecording:
         """Run the step while recording it, on memory that the recording keeps."""

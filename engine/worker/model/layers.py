@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.model.layer_inputs import LayerInput, LayerInputs
+from engine.worker.model.layer_inputs import LayerInput, StageInputs
 from engine.worker.model.rope import Rope
 from engine.worker.ports import AllReduce, Linear, Norm, RankPart, RopeAngles, StepContext
 
@@ -253,7 +253,7 @@ class Decoder:
     head: Linear | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
-    layer_inputs: LayerInputs | None = None
+    inputs: StageInputs | None = None
 
     def embed(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         assert self.tokens is not None, "only the first stage embeds"
@@ -265,15 +265,22 @@ class Decoder:
         return hidden
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
-        return self.run_blocks(hidden, self.prepared(hidden, context))
+        hidden, context = self.prepared(hidden, context)
+        return self.sent(self.run_blocks(hidden, context), context)
 
-    def prepared(self, hidden: Tensor, context: StepContext) -> StepContext:
-        """The context with what all layers of this stage share: RoPE angles and layer inputs."""
+    def prepared(self, hidden: Tensor, context: StepContext) -> tuple[Tensor, StepContext]:
+        """Hidden states without the layer inputs that came with them, and the context with what
+        all layers of this stage share: RoPE angles and layer inputs."""
         ropes, inputs = self.rope_angles(context.positions), None
-        if self.layer_inputs is not None:
-            assert context.ids is not None, "such models are in one stage"
-            inputs = self.layer_inputs(context.ids, hidden)
-        return replace(context, ropes=ropes, layer_inputs=inputs)
+        if self.inputs is not None:
+            hidden, inputs = self.inputs.split(hidden, context.ids)
+        return hidden, replace(context, ropes=ropes, layer_inputs=inputs)
+
+    def sent(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """The hidden states, with the inputs of later stages' layers behind them."""
+        if self.inputs is None or context.layer_inputs is None:
+            return hidden
+        return self.inputs.joined(hidden, context.layer_inputs)
 
     def rope_angles(self, positions: Tensor) -> tuple[RopeAngles, ...]:
         """The angles of each kind of RoPE that layers of this stage use."""

@@ -49,7 +49,8 @@ class ModelShape:
     instead of attention, None for the others; empty means none has. With LongRoPE,
     `original_positions` is the context length beyond which other frequencies are used. Workers
     lower `max_positions` to the served context length. `head_dim` is the largest of any layer.
-    Models whose layers need token ids or the KV of other layers must be `in_one_stage`.
+    With `layer_input_width` each layer has an input of its own, which stages send on with the
+    hidden states (Gemma 4).
     """
 
     num_layers: int
@@ -64,7 +65,7 @@ class ModelShape:
     attention: tuple[AttentionOptions, ...] = ()
     original_positions: int | None = None
     experts: ExpertShape | None = None
-    in_one_stage: bool = False
+    layer_input_width: int = 0
     recurrent: tuple[RecurrentShape | None, ...] = ()
 
     @property

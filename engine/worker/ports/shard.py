@@ -58,11 +58,6 @@ class Shard:
     @classmethod
     def of(cls, shape: ModelShape, placement: Placement, all_reduce: AllReduce | None) -> Self:
         """The share of a placement; raises `StartupError` if the model cannot be split that way."""
-        if shape.in_one_stage and placement.num_stages > 1:
-            raise StartupError(
-                "the layers of this model cannot be divided among stages: all of them read token "
-                "embeddings, or some read the KV of others"
-            )
         span = layer_spans(shape, placement.num_stages)[placement.stage]
         shard = cls(shape, span, placement.rank, placement.num_ranks, all_reduce)
         shard._check()
@@ -75,6 +70,21 @@ class Shard:
     @property
     def is_last(self) -> bool:
         return self.span.stop == self.shape.num_layers
+
+    @property
+    def received_width(self) -> int:
+        """Elements of each token that the previous stage sends."""
+        return self._width(self.span.start)
+
+    @property
+    def sent_width(self) -> int:
+        """Elements of each token that the next stage receives."""
+        return self._width(self.span.stop)
+
+    def _width(self, layer: int) -> int:
+        """Of the hidden states before a layer, and of the inputs of the layers from there on."""
+        rest = self.shape.num_layers - layer
+        return self.shape.hidden_size + rest * self.shape.layer_input_width
 
     @property
     def heads(self) -> RankPart:
@@ -152,20 +162,28 @@ def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
     """The layers of each stage, so that the busiest stage reads as few weights as possible.
 
     Counted are the weights read per iteration: those of the layers, and the head's on the last
-    stage. The embedding is a lookup and is not counted. Raises `StartupError` if there are more
-    stages than layers.
+    stage. The embedding is a lookup and is not counted. The last stage holds all layers that read
+    the KV of others, and these others. Raises `StartupError` if there are more stages than layers
+    that can be divided.
     """
     layers = shape.num_layers
-    if num_stages > layers:
-        raise StartupError(f"{layers} layers cannot be divided among {num_stages} stages")
     if num_stages == 1:
         return [range(layers)]
-    before = num_stages - 1
+    before, together = num_stages - 1, _first_shared(shape)
+    if before > min(layers - 1, together):
+        shared = f", and layers from {together} on share KV" if together < layers else ""
+        raise StartupError(f"{layers} layers cannot be divided among {num_stages} stages{shared}")
     head = shape.vocab_size * shape.hidden_size / shape.layer_parameters  # in layers
 
     def busiest(last: int) -> float:
         return max(last + head, -(-(layers - last) // before))
 
-    rest = layers - min(range(1, layers - before + 1), key=busiest)
+    rest = layers - min(range(max(1, layers - together), layers - before + 1), key=busiest)
     bounds = [*(rest * stage // before for stage in range(num_stages)), layers]
     return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _first_shared(shape: ModelShape) -> int:
+    """The first layer whose KV a later one reads; the number of layers if there is none."""
+    found = [options.kv_layer for options in shape.attention if options.kv_layer is not None]
+    return min(found, default=shape.num_layers)

@@ -43,7 +43,7 @@ class ProfileRun:
         hidden = None
         with torch.inference_mode(), self.device.awake():
             if not self.shard.is_first:
-                hidden = self.device.zeros(layout.num_tokens, shape.hidden_size)
+                hidden = self.device.zeros(layout.num_tokens, self.shard.received_width)
             if not self.shard.is_last:
                 stage.run(layout, hidden)
                 return

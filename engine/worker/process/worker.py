@@ -197,7 +197,7 @@ class Worker:
             )
         self._is_in_collective = False
         if self._owes_step:
-            nothing = self._device.zeros(step.num_tokens, self._shard.shape.hidden_size)
+            nothing = self._device.zeros(step.num_tokens, self._shard.sent_width)
             self._send_on(step.step_id, nothing, 0.0, line)
         self._return.send(())
 
@@ -207,8 +207,8 @@ class Worker:
         if self._shard.is_first:
             return Prepared(layout, None)
         assert self._plane is not None, "the only stage sends and receives nothing"
-        hidden_size = self._shard.shape.hidden_size
-        return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, hidden_size))
+        width = self._shard.received_width
+        return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, width))
 
     def _take(self, step: Step) -> Prepared:
         """The prepared step; from here on the next stage waits for it."""

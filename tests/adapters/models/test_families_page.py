@@ -12,18 +12,16 @@ from adapters.models.base.pooling import GENERATORS
 from tests.adapters.gguf.test_logits import VARIANTS as GGUF_VARIANTS
 from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS
 from tests.checkpoints import VARIANTS
-from tests.engine.worker.model.test_shards import ONE_STAGE
 from tests.engine.worker.model.test_shards import VARIANTS as SHARD_VARIANTS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "adapters" / "models" / "FAMILIES.md").read_text()
 ROW = re.compile(r"^\| [^|]+ \| `(\w+)` \|((?: [✓—] \|)+)$", re.M)
 NAMED = re.compile(r"`(tests/\S+\.py)::(test_\w+)`")
-RANK_VARIANTS = (*SHARD_VARIANTS, *ONE_STAGE)
 # Parametrised over the variants of a list, in the order of the columns.
 COLUMNS = (
     *(VARIANTS, VARIANTS, VARIANTS),
-    *(SHARD_VARIANTS, RANK_VARIANTS),
+    *(SHARD_VARIANTS, SHARD_VARIANTS),
     GGUF_VARIANTS,
     *(ENGINE_VARIANTS, ENGINE_VARIANTS, ENGINE_VARIANTS),
 )

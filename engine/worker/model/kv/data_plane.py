@@ -202,13 +202,14 @@ class DataPlane:
                 (header, hidden),
             )
 
-    def receive(self, step_id: StepId, num_tokens: int, hidden_size: int) -> ReceivedHidden:
-        """Wait for what the previous stage sends for this step, the next in order."""
+    def receive(self, step_id: StepId, num_tokens: int, width: int) -> ReceivedHidden:
+        """Wait for the `[num_tokens, width]` that the previous stage sends for this step, the next
+        in order."""
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         peer = self._placement.index - self._placement.num_ranks
         with _lost_on_error("waiting for hidden states"):
             work = self._hosts.recv([header], peer, HEADER_TAG)
-            sizes = (num_tokens, hidden_size)
+            sizes = (num_tokens, width)
             hidden, synchronize = self._transport.receive(self._world, work, sizes, peer)
         at = time.monotonic()
         packed = header.numpy().tobytes()

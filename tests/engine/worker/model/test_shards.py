@@ -56,6 +56,7 @@ VARIANTS = {
     "olmo3": "reference",
     "gemma2": "cpu",
     "gemma3": "cpu",
+    "gemma4": "cpu",
     "olmoe": "cpu",
     "gpt_oss": "cpu",
     "qwen3_5": "cpu",
@@ -63,7 +64,6 @@ VARIANTS = {
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }
-ONE_STAGE = ("gemma4",)  # variants that cannot be divided among stages
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -114,17 +114,12 @@ def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> 
     assert many.tokens((1, prompt, sampled)) == one.tokens((1, prompt, sampled))
 
 
-@pytest.mark.parametrize("variant", ONE_STAGE)
-def test_ranks_divide_models_that_are_in_one_stage(tmp_path: Path, variant: str) -> None:
-    make_checkpoint(tmp_path, variant)
-    alone = Driver(load_worker(tmp_path, attention="cpu"))
-    prompts = [text(11, seed=8), text(4, seed=9)]
-    expected = [alone.generate(at, prompt, 20) for at, prompt in enumerate(prompts)]
-    with fleet(tmp_path, 1, 2, attention="cpu") as workers:
-        driver = Driver(workers)
-        assert [driver.generate(at, prompt, 20) for at, prompt in enumerate(prompts)] == expected
-    with pytest.raises(StartupError, match="cannot be divided among stages"):
-        Shard.of(Checkpoint.open(str(tmp_path)).family.shape, Placement(num_stages=2), None)
+def test_layers_that_read_the_kv_of_others_are_in_the_last_stage_with_them(tmp_path: Path) -> None:
+    shape = Checkpoint.open(str(make_checkpoint(tmp_path, "gemma4"))).family.shape
+    assert layer_spans(shape, 2) == [range(2), range(2, 6)]
+    assert layer_spans(shape, 3) == [range(1), range(1, 2), range(2, 6)]
+    with pytest.raises(StartupError, match="among 4 stages, and layers from 2 on share KV"):
+        layer_spans(shape, 4)
 
 
 def test_a_prompt_chunk_yields_no_token_on_any_worker(together: Fleet) -> None:
