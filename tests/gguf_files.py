@@ -27,6 +27,10 @@ ARCHITECTURES = {
     "mistral": "llama",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
 PARTIAL = ("phi3", "stablelm")
@@ -52,6 +56,7 @@ class Gguf:
         model = make_model(self.variant, **self.changes)
         family = model.config.model_type
         architecture = ARCHITECTURES.get(family, family)
+        model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's head size
         writer = gguf.GGUFWriter(path, architecture)
         values = _sizes(model.config, architecture) | (
             {} if self.tokenizer is None else _byte_level(self.tokenizer, self.pre)
@@ -72,33 +77,33 @@ class Gguf:
             model.config.num_hidden_layers,
         )
         tensors = dict(model.named_parameters())
+        tensors |= {name: each for name, each in model.named_buffers() if "layer_scalar" in name}
         for name, tensor in tensors.items():
             if ".experts." in name:
                 self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
-                continue
-            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            own = f"{own}.weight" if name.endswith("sinks") else own
-            assert own is not None, name
-            values = tensor.detach()
-            if architecture == "gpt2" and _is_conv(name):
-                values = values.t()
-            is_reordered = architecture in INTERLEAVED and any(
-                f"{part}_proj" in name for part in "qk"
-            )
-            if architecture.startswith("gemma") and name.endswith("norm.weight"):
-                values = values + 1
-            if is_reordered:
-                values = _turned(values, model.config, is_key="k_proj" in name)
-            stored = self._store(writer, own, values.contiguous())
-            if architecture.startswith("gemma") and name.endswith("norm.weight"):
-                stored = stored - 1
-            if is_reordered:
-                stored = _turned_back(stored, model.config, is_key="k_proj" in name)
-            if architecture == "gpt2" and _is_conv(name):
-                stored = stored.t()
-            tensor.data.copy_(stored)
+            elif ".linear_attn." in name:
+                _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
+            else:
+                own = _own_name(names, name)
+                stored = self._add_tensor(writer, own, name, tensor.detach(), model.config)
+                tensor.data.copy_(stored)
         for own, values in self.extra.items():
             writer.add_tensor(own, values.numpy())
+
+    def _add_tensor(
+        self, writer: gguf.GGUFWriter, own: str, name: str, values: Tensor, config: Any
+    ) -> Tensor:
+        """Returns what the file's tensor stands for, in Hugging Face's layout."""
+        is_transposed = writer.arch == "gpt2" and _is_conv(name)
+        is_reordered = writer.arch in INTERLEAVED and any(f"{part}_proj" in name for part in "qk")
+        offset = 1 if _has_offset(writer.arch, name) else 0
+        values = values.t() if is_transposed else values + offset
+        if is_reordered:
+            values = _turned(values, config, is_key="k_proj" in name)
+        stored = self._store(writer, own, values.contiguous())
+        if is_reordered:
+            stored = _turned_back(stored, config, is_key="k_proj" in name)
+        return stored.t() if is_transposed else stored - offset
 
     def _add_experts(
         self, writer: gguf.GGUFWriter, name: str, tensor: Any, *, is_interleaved: bool
@@ -133,6 +138,47 @@ class Gguf:
         data = quantize(values.numpy(), kind)
         writer.add_tensor(own, data, raw_dtype=kind)
         return torch.from_numpy(gguf.quants.dequantize(data, kind))
+
+
+def _own_name(names: Any, name: str) -> str:
+    """llama.cpp's name; some tensors have another suffix than in Hugging Face's."""
+    renamed = name.replace(".dt_bias", ".dt_proj.bias")
+    own = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+    assert own is not None, name
+    return f"{own}.weight" if name.endswith(("sinks", "layer_scalar")) else str(own)
+
+
+def _has_offset(architecture: str, name: str) -> bool:
+    """Whether the converter adds 1 to this norm."""
+    if architecture in ("qwen35", "qwen35moe"):
+        return name.endswith("norm.weight") and ".linear_attn." not in name
+    return architecture in ("gemma2", "gemma3") and name.endswith("norm.weight")
+
+
+def _add_delta_net(writer: gguf.GGUFWriter, own: str, values: Tensor, config: Any) -> None:
+    """A tensor of a Gated DeltaNet as the converter writes it, but unquantized: value heads in the
+    order in which key heads repeat."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+
+    def tiled(each: Tensor, width: int) -> Tensor:
+        split = each.reshape(keys, heads // keys, width, *each.shape[1:])
+        return split.transpose(0, 1).reshape(each.shape)
+
+    part, width = own.split(".")[2], config.linear_value_head_dim
+    before = 2 * keys * config.linear_key_head_dim
+    match part:
+        case "ssm_a":
+            values = tiled(-values.exp(), 1)
+        case "ssm_dt" | "ssm_alpha" | "ssm_beta":
+            values = tiled(values, 1)
+        case "attn_gate":
+            values = tiled(values, width)
+        case "ssm_out":
+            values = tiled(values.t().contiguous(), width).t()
+        case "attn_qkv" | "ssm_conv1d":
+            values = values.reshape(len(values), -1)
+            values = torch.cat((values[:before], tiled(values[before:], width)))
+    writer.add_tensor(own, values.contiguous().numpy())
 
 
 def _is_conv(name: str) -> bool:
@@ -178,7 +224,19 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         sizes |= {
             key: getattr(config, name)
             for key, name in OTHERS.items()
-            if getattr(config, name, None) is not None and architecture not in ("qwen2", "qwen3")
+            if getattr(config, name, None) is not None
+            and architecture not in ("qwen2", "qwen2moe", "qwen3")
+        }
+    if architecture == "gemma4":
+        sizes |= _of_gemma4(config)
+    if architecture.startswith("qwen35"):
+        sizes |= _of_qwen35(config)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        sizes |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
         }
     return {f"{architecture}.{name}": value for name, value in sizes.items()}
 
@@ -196,7 +254,44 @@ OTHERS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
+
+
+def _of_gemma4(config: Any) -> dict[str, Any]:
+    """The keys of Gemma 4, whose layer types differ in head size and MLP."""
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    inner = config.intermediate_size
+    wide = 2 * inner if config.use_double_wide_mlp else inner
+    full = config.per_layer_config[config.layer_types.index("full_attention")].head_dim
+    return {
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "rope.dimension_count": full,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.sliding_window_pattern": [
+            each == "sliding_attention" for each in config.layer_types
+        ],
+        "feed_forward_length": [inner] * own + [wide] * config.num_kv_shared_layers,
+    }
+
+
+def _of_qwen35(config: Any) -> dict[str, Any]:
+    """The keys of Qwen 3.5 that are not equal to a field."""
+    return {
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "attention.recurrent_layers": [each == "linear_attention" for each in config.layer_types],
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 4,
+    }
 
 
 def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:

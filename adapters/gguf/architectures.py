@@ -24,6 +24,9 @@ ROTARY_FIELDS = {
 WINDOW = {"attention.sliding_window": "sliding_window"}
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+# Keys that repeat a head size, and the fields that have it.
+HEAD_SIZES = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
 GPT2_FIELDS = {
     "block_count": "n_layer",
     "context_length": "n_positions",
@@ -52,6 +55,35 @@ STABLELM_FIELDS = {
     "use_parallel_residual": "use_parallel_residual",
 }
 OLMO2_FIELDS = {**ROTARY_FIELDS, **WINDOW, "attention.sliding_window_pattern": "layer_types"}
+GEMMA4_FIELDS = {
+    **ROTARY_FIELDS,
+    **WINDOW,
+    "attention.key_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.sliding_window_pattern": "layer_types",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+GEMMA4_HEAD_SIZES = {
+    "attention.value_length": "global_head_dim",
+    "rope.dimension_count": "global_head_dim",
+    "attention.value_length_swa": "head_dim",
+    "rope.dimension_count_swa": "head_dim",
+}
+QWEN35_FIELDS = {
+    **ROTARY_FIELDS,
+    "attention.recurrent_layers": "layer_types",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim",  # of all heads
+    "rope.dimension_sections": "mrope_section",  # equal for text
+    "nextn_predict_layers": "mtp_num_hidden_layers",
+}
 # Layers of the Gemmas with 27 B parameters, whose scores have another scale than head_dim ** -0.5.
 GEMMA_27B_LAYERS = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -63,6 +95,7 @@ class Architecture(NamedTuple):
     family: str
     fields: Mapping[str, str] = ROTARY_FIELDS
     has_partial_rope: bool = False
+    head_sizes: Mapping[str, str] = HEAD_SIZES
     finish: Callable[[GgufFile, Config], None] | None = None
 
 
@@ -114,6 +147,40 @@ def _gemma3(file: GgufFile, config: Config) -> None:
     _by_type(config, config["rope_parameters"], sliding)
 
 
+def _gemma4(file: GgufFile, config: Config) -> None:
+    """Layers without KV of their own may have an MLP twice as wide. Full attention's RoPE has
+    divisors as Llama 3's, of which those that are not 1 stop the rotation."""
+    config["layer_types"] = _types(config["layer_types"], "sliding_attention", "full_attention")
+    for name in ("intermediate_size", "num_key_value_heads"):
+        if isinstance(config[name], list):
+            config[name], *others = dict.fromkeys(config[name])
+            is_double = name == "intermediate_size" and others == [2 * config[name]]
+            if others and not is_double:
+                raise file.error(f"layers have {name} of {config[name]} and {others[0]}")
+            config["use_double_wide_mlp"] = config.get("use_double_wide_mlp", False) or is_double
+    local = config.pop("rope_local_base_freq", 10000.0)
+    sliding = {"rope_type": "default", "rope_theta": local}
+    _by_type(config, config["rope_parameters"], sliding)
+
+
+def _types(flags: list[bool], if_set: str, otherwise: str) -> list[str]:
+    return [if_set if each else otherwise for each in flags]
+
+
+def _qwen2_moe(file: GgufFile, config: Config) -> None:
+    config["norm_topk_prob"] = False
+
+
+def _qwen3_5(file: GgufFile, config: Config) -> None:
+    """The layers for multi-token prediction are behind the others, and counted with them."""
+    config["norms_include_one"] = True
+    config["num_hidden_layers"] -= config.get("mtp_num_hidden_layers", 0)
+    config["linear_value_head_dim"] //= config["linear_num_value_heads"]
+    if "layer_types" in config:
+        own = config["layer_types"][: config["num_hidden_layers"]]
+        config["layer_types"] = _types(own, "linear_attention", "full_attention")
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture("GPT2LMHeadModel", GPT2_FIELDS),
     "llama": Architecture(
@@ -137,4 +204,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("Olmo2ForCausalLM", OLMO2_FIELDS, finish=_olmo),
     "gemma2": Architecture("Gemma2ForCausalLM", GEMMA2_FIELDS, finish=_gemma),
     "gemma3": Architecture("Gemma3ForCausalLM", GEMMA3_FIELDS, finish=_gemma3),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", GEMMA4_FIELDS, head_sizes=GEMMA4_HEAD_SIZES, finish=_gemma4
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        {**ROTARY_FIELDS, **EXPERTS, **EXPERT_WIDTH, **SHARED_EXPERT},
+        finish=_qwen2_moe,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", QWEN35_FIELDS, has_partial_rope=True, finish=_qwen3_5
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        {**QWEN35_FIELDS, **EXPERTS, **EXPERT_WIDTH, **SHARED_EXPERT},
+        has_partial_rope=True,
+        finish=_qwen3_5,
+    ),
 }

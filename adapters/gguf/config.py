@@ -9,7 +9,7 @@ from adapters.gguf.architectures import ARCHITECTURES, Architecture
 from adapters.gguf.file import GgufFile, shortest_decimal
 from adapters.gguf.rope import SCALING_KEYS, read_rope
 
-CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}
+CHECKED = {"vocab_size"}
 
 
 def read_config(file: GgufFile) -> dict[str, object]:
@@ -28,7 +28,7 @@ def read_config(file: GgufFile) -> dict[str, object]:
         "architectures": [architecture.family],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_fields(file, name, architecture.fields),
+        **_fields(file, name, architecture),
     }
     if name == "gpt2":
         return config
@@ -45,12 +45,13 @@ def read_config(file: GgufFile) -> dict[str, object]:
     return config
 
 
-def _fields(file: GgufFile, architecture: str, names: Mapping[str, str]) -> dict[str, object]:
+def _fields(file: GgufFile, name: str, architecture: Architecture) -> dict[str, object]:
     """The Hugging Face fields. Raises `StartupError` for unknown keys of the architecture."""
     fields: dict[str, object] = {}
+    names = architecture.fields
     for key in file.keys:
         root, _, rest = key.partition(".")
-        if root != architecture or rest in CHECKED | SCALING_KEYS:
+        if root != name or rest in CHECKED | SCALING_KEYS | architecture.head_sizes.keys():
             continue
         if rest not in names:
             raise file.error(f"{key}={str(file.value(key))[:40]} is not supported")
@@ -68,9 +69,9 @@ def _rotated_share(
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return None  # the model family rejects this
-    head_dim = config.get("head_dim", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        found = file.integer(f"{name}.{key}")
+    head_dim = hidden // heads
+    for key, field in architecture.head_sizes.items():
+        found, head_dim = file.integer(f"{name}.{key}"), config.get(field, hidden // heads)
         if found in (None, head_dim) or (key.startswith("rope") and architecture.has_partial_rope):
             continue
         raise file.error(f"{name}.{key}={found} is not supported; only {head_dim} is")

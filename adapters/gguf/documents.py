@@ -5,12 +5,15 @@ from pathlib import Path
 
 from adapters.gguf.config import read_config
 from adapters.gguf.file import GgufFile
-from adapters.gguf.vocabulary import CONTROL, read_tokenizer, special_token
+from adapters.gguf.vocabulary import CONTROL, USER_DEFINED, read_tokenizer, special_token
 
 SPECIAL = ("bos", "eos", "unknown", "padding")
 ENDS = ("eos", "eot", "eom")
 # Control tokens with these texts end an output even if the metadata names only one end token.
-ENDING_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>"}
+ENDING_TEXTS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
+}
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -27,7 +30,7 @@ def _generation(file: GgufFile) -> dict[str, object]:
     ends += [
         place
         for place, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == CONTROL and token in ENDING_TEXTS and place not in ends
+        if kind in (CONTROL, USER_DEFINED) and token in ENDING_TEXTS and place not in ends
     ]
     return {"eos_token_id": ends}
 

@@ -37,9 +37,36 @@ GPT_OSS_BLOCK = {
     **EXPERTS,
     "ffn_gate_inp": "mlp.router",
     "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks",
 }
-WITHOUT_KIND = {"attn_sinks"}  # whose Hugging Face names do not end in `.weight`
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}
+GEMMA_4_BLOCK = {
+    **FOUR_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+# Tensors of a block whose Hugging Face names have no `.weight` or `.bias`.
+EXACT = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 GPT2_BLOCK = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -67,21 +94,24 @@ class Names(NamedTuple):
         root, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
         part, _, expert = part.partition(".")
+        exact = EXACT.get(name.removeprefix("blk.").partition(".")[2])
+        if exact is not None:
+            return f"{self.block_root}.{name.split('.')[1]}.{exact}"
         if root != "blk" or not layer.isdecimal() or part not in self.block:
             return name
-        found = f"{self.block_root}.{layer}.{self.block[part].format(expert)}"
-        return found if part in WITHOUT_KIND else f"{found}{dot}{kind}"
+        return f"{self.block_root}.{layer}.{self.block[part].format(expert)}{dot}{kind}"
 
     def is_interleaved(self, name: str) -> bool:
-        return _part(name) in self.interleaved
+        return part_of(name) in self.interleaved
 
     def is_transposed(self, name: str) -> bool:
-        return name.endswith(".weight") and _part(name) in self.transposed
+        return name.endswith(".weight") and part_of(name) in self.transposed
 
 
-def _part(name: str) -> str:
-    """The name of a tensor within its block."""
-    return name.rpartition(".")[0].rpartition(".")[2]
+def part_of(name: str) -> str:
+    """The name of a tensor within its block, without `.weight` or `.bias`."""
+    stem = name.removesuffix(".weight").removesuffix(".bias")
+    return stem.rpartition(".")[2]
 
 
 _ROTARY_WHOLE = {
@@ -125,6 +155,17 @@ NAMES = {
     "olmo2": _with(POST_NORMS),
     "gemma2": _with(FOUR_NORMS),
     "gemma3": _with(FOUR_NORMS),
+    "gemma4": _with(GEMMA_4_BLOCK)._replace(
+        whole={
+            **_ROTARY_WHOLE,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        }
+    ),
+    "qwen2moe": _with({**EXPERTS, **SHARED_EXPERT}),
+    "qwen35": _with(DELTA_NET),
+    "qwen35moe": _with({**DELTA_NET, **EXPERTS, **SHARED_EXPERT}),
 }
 
 

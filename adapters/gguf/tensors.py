@@ -15,7 +15,8 @@ from torch import Tensor
 
 from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
-from adapters.gguf.names import NAMES, Names
+from adapters.gguf.names import NAMES, Names, part_of
+from adapters.gguf.orders import ValueHeads, interleaved_rows
 from adapters.gguf.rope import ROPE_TENSORS
 from engine.errors import StartupError
 from engine.worker.ports import PreferredFormat, Weight
@@ -38,8 +39,10 @@ class GgufTensors:
         self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
         self._entries = split_experts(file.tensors)
         self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
+        self._value_heads = _value_heads(file, self._architecture)
+        self._num_layers = _num_layers(file, self._architecture)
         self._stored = {
-            self._names.of(name): name for name in self._entries if name not in ROPE_TENSORS
+            self._name(name): name for name in self._entries if name not in ROPE_TENSORS
         }
 
     @property
@@ -77,6 +80,11 @@ class GgufTensors:
         if entry.kind not in {*FLOATS, *FORMATS, *OTHERS}:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
+        match part_of(own):
+            case "ssm_conv1d":
+                return (shape[0], 1, shape[-1])
+            case "ffn_gate_inp_shexp":
+                return (1, shape[-1])
         return shape[::-1] if self._names.is_transposed(own) else shape
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
@@ -84,9 +92,16 @@ class GgufTensors:
         entry = self._entries[own]
         if entry.kind in FORMATS and self._computes_stored and len(index) == 2:
             columns = range(*index[1].indices(entry.shape[1]))
-            if _has_whole_blocks(entry, columns):
+            if _has_whole_blocks(entry, columns) and self._column_order(own) is None:
                 return self._stored_weight(own, entry, index[0], columns)
         return self._read_floats(own, entry, index)
+
+    def _name(self, own: str) -> str:
+        """The Hugging Face name; layers for multi-token prediction begin with `mtp`."""
+        root, layer, *rest = (*own.split(".", 2), "")
+        if root != "blk" or not layer.isdecimal() or int(layer) < self._num_layers:
+            return self._names.of(own)
+        return f"mtp.{int(layer) - self._num_layers}.{rest[0]}"
 
     def _stored_weight(
         self, own: str, entry: TensorEntry, rows: slice, columns: range
@@ -110,21 +125,40 @@ class GgufTensors:
             return self._rows(entry, rows)[:, columns].t()
         rows, *rest = index
         found = self._in_order(own, entry, rows, lambda rows: self._rows(entry, rows))
-        return found[(slice(None), *rest)]
+        match part_of(own):
+            case "ssm_conv1d":
+                found = found[:, None]
+            case "ssm_a":
+                found = (-found).log()
+            case "ffn_gate_inp_shexp":
+                found = found.view(1, -1)
+        columns = self._column_order(own)
+        return (found if columns is None else found[:, columns])[(slice(None), *rest)]
 
     def _in_order(
         self, own: str, entry: TensorEntry, rows: slice, read: Callable[[slice], Tensor]
     ) -> Tensor:
         """Some rows in Hugging Face's order, of what `read` gives for rows of the file."""
-        if not self._names.is_interleaved(own):
+        order = self._row_order(own, entry)
+        wanted = None if order is None else order[rows]
+        if wanted is None or not len(wanted):
             return read(rows)
-        first, last, _ = rows.indices(entry.shape[0])
-        width = entry.shape[0] // self._num_heads(own)
-        start, stop = first // width * width, -(-last // width) * width
-        found = read(slice(start, stop))
-        pairs = found.reshape(-1, width // 2, 2, *found.shape[1:])
-        halves = pairs.transpose(1, 2).reshape(found.shape)
-        return halves[first - start : last - start]
+        start, last = int(wanted.min()), int(wanted.max())
+        return read(slice(start, last + 1))[wanted - start]
+
+    def _row_order(self, own: str, entry: TensorEntry) -> Tensor | None:
+        """For each row in Hugging Face's order, its row in the file; None if the order is equal."""
+        if self._names.is_interleaved(own):
+            return interleaved_rows(entry.shape[0], self._num_heads(own))
+        part = part_of(own)
+        if self._value_heads is None or part == "ssm_out":
+            return None
+        return self._value_heads.order(part)
+
+    def _column_order(self, own: str) -> Tensor | None:
+        if self._value_heads is None or part_of(own) != "ssm_out":
+            return None
+        return self._value_heads.order("ssm_out")
 
     def drop_pages(self) -> None:
         drop_pages([self._file.path])
@@ -161,6 +195,21 @@ class GgufTensors:
             return torch.empty((len(rows), 0), dtype=torch.uint8)
         found = torch.frombuffer(self._file.data, dtype=torch.uint8, count=num_bytes, offset=start)
         return found.view(len(rows), entry.row_bytes)
+
+
+def _value_heads(file: GgufFile, architecture: str) -> ValueHeads | None:
+    """The heads of a model with Gated DeltaNet layers; None for other models."""
+    names = ("group_count", "time_step_rank", "state_size", "inner_size")
+    keys, values, key_dim, width = (file.integer(f"{architecture}.ssm.{name}") for name in names)
+    if keys is None or values is None or key_dim is None or width is None:
+        return None
+    return ValueHeads(keys, values, key_dim, width // max(1, values))
+
+
+def _num_layers(file: GgufFile, architecture: str) -> int:
+    """The layers of the model without those for multi-token prediction."""
+    count = file.integer(f"{architecture}.block_count") or 0
+    return count - (file.integer(f"{architecture}.nextn_predict_layers") or 0)
 
 
 def split_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -3,7 +3,7 @@
 A byte-level vocabulary has its merges and the name of its pre-tokenization; the regular
 expressions are those of the Hugging Face tokenizers that llama.cpp's names refer to. A
 SentencePiece vocabulary has scores: every split of a piece into two other pieces is a merge, the
-highest score first, as `transformers` converts such files.
+highest score first, as `transformers` converts such files. Gemma 4's has its merges instead.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,17 @@ from adapters.gguf.file import GgufFile
 Section = dict[str, Any]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+SENTENCEPIECE = ("llama", "gemma4")
 MARK = "▁"  # a space in SentencePiece
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
+QWEN_3_5 = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST, _LAST = r"[^\r\n\p{L}\p{N}]?", _CONTRACTIONS + "?"
@@ -48,6 +54,7 @@ PRE_TOKENIZATIONS = {
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "qwen2": PreTokenization(QWEN_2, normalizes=True),
+    "qwen35": PreTokenization(QWEN_3_5),
     "smollm": PreTokenization(None, splits_digits=True),
     "refact": PreTokenization(None, splits_digits=True),  # Granite 3
     "smaug-bpe": PreTokenization(LLAMA_3, ignores_merges=True),  # SmolLM 3
@@ -73,13 +80,14 @@ def read_tokenizer(file: GgufFile) -> Section:
     added = [
         _added(place, tokens[place], is_special=kind != USER_DEFINED)
         for place, kind in enumerate(kinds)
-        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and model == "llama")
+        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and model in SENTENCEPIECE)
     ]
     if model == "gpt2":
         return _byte_level(file, vocabulary, added)
-    if model == "llama":
+    if model in SENTENCEPIECE:
         return _sentencepiece(file, vocabulary, added)
-    raise file.error(f"tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+    known = ", ".join(("gpt2", *SENTENCEPIECE))
+    raise file.error(f"tokenizer.ggml.model {model!r} is not supported; known: {known}")
 
 
 def special_token(file: GgufFile, name: str) -> str | None:
@@ -137,7 +145,7 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int], added: list[Secti
         "decoder": {**by_bytes, "use_regex": True},
         "model": _bpe_model(
             vocabulary,
-            [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")],
+            _stored_merges(file),
             ignore_merges=pre.ignores_merges,
         ),
     }
@@ -151,9 +159,9 @@ def _pair(file: GgufFile, merge: str) -> list[str]:
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]) -> Section:
-    scores = file.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(file.texts("tokenizer.ggml.tokens")):
-        raise file.error("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
+    merges = _stored_merges(file)
+    if file.text("tokenizer.ggml.model") == "llama":
+        merges = _merges_by_score(file, vocabulary, {token["content"] for token in added})
     adds_space = file.flag("tokenizer.ggml.add_space_prefix") is not False
     unknown = special_token(file, "unknown")
     replacing = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
@@ -176,7 +184,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], added: list[Se
         },
         "model": _bpe_model(
             vocabulary,
-            _merges_by_score(vocabulary, scores, {token["content"] for token in added}),
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -184,9 +192,16 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], added: list[Se
     }
 
 
+def _stored_merges(file: GgufFile) -> list[list[str]]:
+    return [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
+
+
 def _merges_by_score(
-    vocabulary: Mapping[str, int], scores: list[float], added: set[str]
+    file: GgufFile, vocabulary: Mapping[str, int], added: set[str]
 ) -> list[list[str]]:
+    scores = file.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(file.texts("tokenizer.ggml.tokens")):
+        raise file.error("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
     found: list[tuple[float, int, str, str]] = []
     for piece, place in vocabulary.items():
         if piece in added:

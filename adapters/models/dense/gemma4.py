@@ -67,9 +67,7 @@ class Gemma4(RotaryFamily):
             if options.kv_layer is not None
         ]
         largest = max(options.head_dim or 0 for options in self.shape.attention)
-        self.shape = replace(
-            self.shape, head_dim=largest, layer_input_width=self._input_width
-        )
+        self.shape = replace(self.shape, head_dim=largest, layer_input_width=self._input_width)
         self.ignored_weights = (
             *type(self).ignored_weights,
             *(f"*.layers.{layer}.self_attn.[kv]_*" for layer in shared),

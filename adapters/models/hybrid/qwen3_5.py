@@ -44,7 +44,8 @@ class Qwen35(Qwen3):
     ignored_weights = (*Qwen3.ignored_weights, "mtp.*")
 
     def traits(self, fields: Fields) -> FamilyTraits:
-        return replace(super().traits(fields), norm_offset=1.0)
+        includes_one = fields.flag("norms_include_one", False)  # in GGUF files
+        return replace(super().traits(fields), norm_offset=0.0 if includes_one else 1.0)
 
     def head_dim(self, fields: Fields, default: int) -> int:
         return fields.integer("head_dim", 256)

@@ -28,7 +28,8 @@ class StepContext:
     skips what it would compute for other rows only. `ropes` is filled in by models that use RoPE:
     one set of angles for each kind of RoPE among their layers. `ids` are the token ids, int64
     `[tokens]`, on the first stage; from them models with embeddings per layer fill in
-    `layer_inputs` `[tokens, layers, width]` from the stage's first layer on. The rows of `loras` are computed with LoRA adapters.
+    `layer_inputs` `[tokens, layers, width]`, from the stage's first layer on. The rows of `loras`
+    are computed with LoRA adapters.
     `states` is given to models with recurrent layers.
     """
 

@@ -23,11 +23,14 @@ LONG_TENSORS = {
     f"rope_factors_{each}.weight": torch.tensor(LONGROPE[f"{each}_factor"])
     for each in ("short", "long")
 }
+# Divisors of the frequencies of full attention: those that are not 1 are not rotated.
+PROPORTIONAL = {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)}
 PLAIN = (
     *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads", "mistral"),
     *("qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
     *("granite", "phi3", "stablelm", "olmo2", "gemma2"),
     *("mixtral", "mixtral_window", "qwen3_moe_renormalized", "olmoe"),
+    *("qwen2_moe", "qwen3_5", "qwen3_5_grouped", "qwen3_5_moe"),
 )
 # Variants of `tests.checkpoints`, with what llama.cpp's form of the model needs beside them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -41,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "phi3_short": {"extra": LONG_TENSORS},
     "phi3_long": {"extra": LONG_TENSORS},
+    "gemma4": {"extra": PROPORTIONAL},
+    "gemma4_plain": {"extra": PROPORTIONAL},
     # every fourth layer has no RoPE, every sixth one of Gemma 3 has full attention
     "smollm3": {"changes": {"no_rope_layer_interval": 4}},
     "gemma3": {"changes": {"num_hidden_layers": 6, "layer_types": None}},
@@ -136,6 +141,26 @@ def test_a_slice_of_columns_is_stored_only_if_it_has_whole_blocks(tmp_path: Path
         part = tensors.read(name, (rows, columns))
         assert isinstance(part, Tensor) != is_stored
         assert torch.equal(dequantize(part), whole[rows, columns])
+
+
+def test_layers_for_multi_token_prediction_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    extra = {f"blk.6.{name}.weight": torch.zeros(4, 4) for name in ("attn_norm", "nextn.eh_proj")}
+    more = {"qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
+    model = Gguf("qwen3_5", extra=extra, more=more).write(path)
+    assert (found(path) - expected(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("columns", [slice(0, 24), slice(12, 40), slice(48)])
+def test_columns_of_value_heads_equal_those_of_the_whole_tensor(
+    tmp_path: Path, columns: slice
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = Gguf("qwen3_5_grouped").write(path)
+    name, rows = "model.layers.0.linear_attn.out_proj.weight", slice(3, 9)
+    whole = dict(model.named_parameters())[name]
+    read = dequantize(GgufTensors(path).read(name, (rows, columns)))
+    assert torch.equal(read, whole[rows, columns])
 
 
 def test_a_llama_file_with_a_sliding_window_is_a_mistral_model(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def same(path: Path, tok: tokenizers.Tokenizer) -> None:
     [
         (families.gpt_2, "gpt-2", None),
         (families.qwen_2, "qwen2", None),
+        (families.qwen_3_5, "qwen35", None),
         (families.llama_3, "llama-bpe", "<|begin_of_text|>"),
     ],
 )
@@ -76,6 +77,24 @@ def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", more=pieces_of(tok)).write(path)
     same(path, tok)
+
+
+def test_a_vocabulary_of_gemma_4_has_its_merges(tmp_path: Path) -> None:
+    """Spaces are ▁ as in a SentencePiece vocabulary, and none is prepended."""
+    tok = families.llama_2()
+    data = json.loads(tok.to_str())
+    data["normalizer"]["normalizers"] = data["normalizer"]["normalizers"][1:]
+    data["decoder"]["decoders"] = data["decoder"]["decoders"][:3]
+    merges = [each if isinstance(each, str) else " ".join(each) for each in data["model"]["merges"]]
+    more = pieces_of(tok) | {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.scores": [-1000.0] * len(data["model"]["vocab"]),
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    path = tmp_path / "model.gguf"
+    Gguf("llama", more=more).write(path)
+    same(path, tokenizers.Tokenizer.from_str(json.dumps(data)))
 
 
 def test_end_tokens_and_chat_template_are_read(tmp_path: Path) -> None:

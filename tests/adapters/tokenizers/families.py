@@ -14,6 +14,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
+QWEN_3_5 = (
+    CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    + r"|\s+(?!\S)|\s+"
+)
 QWEN_2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST
 
 PIECES = [
@@ -83,6 +88,11 @@ def qwen_2(vocab_size: int = 700) -> tokenizers.Tokenizer:
     shown = ["<tool_call>", "</tool_call>"]
     tok.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in shown])
     return tok
+
+
+def qwen_3_5(vocab_size: int = 700) -> tokenizers.Tokenizer:
+    """Qwen 3.5: marks belong to words, nothing is normalized."""
+    return byte_level(QWEN_3_5, vocab_size)
 
 
 def byte_level(
