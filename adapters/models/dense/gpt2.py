@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
+from adapters.models.base.equal_heads import SizeNames, equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections, embedding_and_head
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
 from engine.worker.ports import (
     Linear,
-    ModelShape,
     Norm,
     Operators,
     RankPart,
@@ -17,6 +17,8 @@ from engine.worker.ports import (
     TensorSlice,
     WeightSource,
 )
+
+NAMES = SizeNames("n_embd", "n_head", "n_inner", "n_layer", "n_positions")
 
 
 class Gpt2:
@@ -26,22 +28,10 @@ class Gpt2:
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
-        hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
-        inner = fields.integer("n_inner", 4 * hidden)
         fields.reject_unless("scale_attn_weights", True)
         fields.reject_unless("scale_attn_by_inverse_layer_idx", False)
         fields.reject_unless("add_cross_attention", False)
-        self.shape = ModelShape(
-            num_layers=fields.integer("n_layer"),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            hidden_size=hidden,
-            inner_size=inner,
-            layer_parameters=hidden * (4 * hidden + 2 * inner),
-            vocab_size=fields.integer("vocab_size"),
-            max_positions=fields.integer("n_positions"),
-        )
+        self.shape = equal_heads(fields, NAMES, default_inner=4)
         self._eps = fields.number("layer_norm_epsilon", 1e-5)
         self._activation = fields.activation("activation_function", "gelu_new")
         self._tied = fields.flag("tie_word_embeddings", True)

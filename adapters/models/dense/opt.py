@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from adapters.models.base.equal_heads import SizeNames, equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections, embedding_and_head
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
-from engine.worker.ports import ModelShape, Norm, Operators, Shard, TensorSlice, WeightSource
+from engine.worker.ports import Norm, Operators, Shard, TensorSlice, WeightSource
 
 OFFSET = 2  # rows of the position embeddings before that of position 0
 EPS = 1e-5
@@ -20,24 +21,12 @@ class Opt:
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
-        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        inner = fields.integer("ffn_dim")
+        self.shape = equal_heads(fields, SizeNames(inner="ffn_dim"))
         fields.reject_unless("do_layer_norm_before", True)
-        fields.reject_unless("word_embed_proj_dim", hidden)
+        fields.reject_unless("word_embed_proj_dim", self.shape.hidden_size)
         fields.reject_unless("enable_bias", True)
         fields.reject_unless("layer_norm_elementwise_affine", True)
         fields.reject_unless("_remove_final_layer_norm", False)
-        self.shape = ModelShape(
-            num_layers=fields.integer("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            hidden_size=hidden,
-            inner_size=inner,
-            layer_parameters=hidden * (4 * hidden + 2 * inner),
-            vocab_size=fields.integer("vocab_size"),
-            max_positions=fields.integer("max_position_embeddings"),
-        )
         self._activation = fields.activation("activation_function", "relu")
         self._tied = fields.flag("tie_word_embeddings", True)
 

@@ -4,16 +4,16 @@ MiniLM, BGE, E5 and GTE are BERT; multilingual E5 and BGE-M3 are XLM-RoBERTa.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from adapters.models.base.equal_heads import equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
 from engine.worker.model.encoder import Encoder, PostNormLayer
 from engine.worker.model.layers import AttentionBlock, Embedding, Mlp
 from engine.worker.ports import (
     AttentionOptions,
-    ModelShape,
     Norm,
     Operators,
     Shard,
@@ -45,23 +45,15 @@ class Bert:
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
-        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        inner, layers = fields.integer("intermediate_size"), fields.integer("num_hidden_layers")
+        shape = equal_heads(fields)
         fields.reject_unless("position_embedding_type", "absolute")
         fields.reject_unless("is_decoder", False)
-        fields.reject_unless("embedding_size", hidden)
+        fields.reject_unless("embedding_size", shape.hidden_size)
         self._first_position = self.first_position(fields)
-        self.shape = ModelShape(
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            hidden_size=hidden,
-            inner_size=inner,
-            layer_parameters=hidden * (4 * hidden + 2 * inner),
-            vocab_size=fields.integer("vocab_size"),
-            max_positions=fields.integer("max_position_embeddings") - self._first_position,
-            attention=(AttentionOptions(is_causal=False),) * layers,
+        self.shape = replace(
+            shape,
+            max_positions=shape.max_positions - self._first_position,
+            attention=(AttentionOptions(is_causal=False),) * shape.num_layers,
         )
         self._settings = BertSettings(
             eps=fields.number("layer_norm_eps", 1e-12),

@@ -1,9 +1,11 @@
 """ModernBERT (Warner et al., 2024): an encoder with RoPE, gated MLPs, windows in most layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from adapters.models.base.equal_heads import equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from engine.errors import StartupError
@@ -12,7 +14,6 @@ from engine.worker.model.layers import AttentionBlock, DecoderLayer, Embedding, 
 from engine.worker.model.rope import Rope, inverse_frequencies
 from engine.worker.ports import (
     AttentionOptions,
-    ModelShape,
     Norm,
     Operators,
     Shard,
@@ -31,29 +32,17 @@ class ModernBert:
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
-        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        inner, layers = fields.integer("intermediate_size"), fields.integer("num_hidden_layers")
+        shape = equal_heads(fields, mlp_matrices=3)
         for name in ("attention_bias", "mlp_bias", "norm_bias"):
             fields.reject_unless(name, False)
-        self._types = self._layer_types(fields, layers)
+        self._types = self._layer_types(fields, shape.num_layers)
         # A token sees half of the window on each side, and itself.
         window = fields.integer("local_attention", 128) // 2 + 1
         options = {
             "full_attention": AttentionOptions(is_causal=False),
             "sliding_attention": AttentionOptions(window=window, is_causal=False),
         }
-        self.shape = ModelShape(
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            hidden_size=hidden,
-            inner_size=inner,
-            layer_parameters=hidden * (4 * hidden + 3 * inner),
-            vocab_size=fields.integer("vocab_size"),
-            max_positions=fields.integer("max_position_embeddings"),
-            attention=tuple(options[kind] for kind in self._types),
-        )
+        self.shape = replace(shape, attention=tuple(options[kind] for kind in self._types))
         self._eps = fields.number("norm_eps", 1e-5)
         self._activation = fields.activation("hidden_activation", "gelu")
         self._thetas = {kind: self._theta(fields, kind) for kind in THETAS}

@@ -1,0 +1,37 @@
+"""Models with recurrent layers."""
+
+from collections.abc import Mapping
+
+from adapters.models.named_shapes.llama_like import Config, llama_like
+
+
+def qwen3_5(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, values: int) -> Config:
+    """A dense Qwen 3.5 without its vision tower: `values` value heads in each Gated DeltaNet."""
+    return llama_like(
+        "Qwen3_5ForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=248320,
+        positions=262144,
+        theta=10000000.0,
+        tied=True,
+        head_dim=256,
+        rms_norm_eps=1e-6,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=values,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    )
+
+
+SHAPES: Mapping[str, Config] = {
+    "Qwen3.5-0.8B": qwen3_5(24, 1024, 3584, heads=8, kv_heads=2, values=16),
+    "Qwen3.5-2B": qwen3_5(24, 2048, 6144, heads=8, kv_heads=2, values=16),
+    "Qwen3.5-4B": qwen3_5(32, 2560, 9216, heads=16, kv_heads=4, values=32),
+}
