@@ -61,7 +61,7 @@ class FlashInferKernels:
         except ImportError as error:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self.has_norm = has_norm
-        self._package = package
+        self.package = package
         self._norm = package.rmsnorm
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -72,13 +72,13 @@ class FlashInferKernels:
     ) -> Tensor:
         """An `AddNorm` without post norms. The sum enters the norm before it is rounded."""
         assert post is None, "FlashInfer's kernel has no post norm"
-        self._package.fused_add_rmsnorm(delta, residual, norm.weight, norm.eps)
+        self.package.fused_add_rmsnorm(delta, residual, norm.weight, norm.eps)
         return delta
 
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
         if name not in GATED:
             return None
-        return cast("Callable[[Tensor, Tensor], None]", getattr(self._package, GATED[name]))
+        return cast("Callable[[Tensor, Tensor], None]", getattr(self.package, GATED[name]))
 
 
 class TritonRowKernels:

@@ -108,7 +108,7 @@ def test_sums_without_a_post_norm_use_the_library_and_others_our_kernel() -> Non
         reference.rms_norm(residual, weight, eps, delta)
 
     library = object.__new__(FlashInferKernels)
-    library._package = cast(Any, SimpleNamespace)(fused_add_rmsnorm=fused_add_rmsnorm)
+    library.package = cast(Any, SimpleNamespace)(fused_add_rmsnorm=fused_add_rmsnorm)
     rows = CountedRows()
     kernels = ResidualKernels(cast(Any, rows), library.add_norm)
     norm = reference.RowNorm(torch.rand(16).half(), 1e-5)
