@@ -39,7 +39,7 @@ class Fleet:
         results = self.on_all(lambda worker: worker.run(step))
         answers = [result for result in results if result.tokens]
         assert len(answers) <= 1, "tokens come from one worker"
-        return answers[0] if answers else results[-1]
+        return answers[0] if answers else results[-self.num_ranks]
 
     def logits(self, step: Step) -> Tensor | None:
         found = self.on_all(lambda worker: worker.logits(step))
@@ -98,6 +98,7 @@ def fleet(
     lookahead: int = 0,
     host_kv_bytes: int = 0,
     num_states: int = 0,
+    task: str = "auto",
 ) -> Iterator[Fleet]:
     """Workers on a small cache; they meet on a port of this machine."""
     with socket.socket() as listener, ThreadPoolExecutor(stages * ranks) as threads:
@@ -113,6 +114,7 @@ def fleet(
                 lookahead=lookahead,
                 host_kv_bytes=host_kv_bytes,
                 num_states=num_states,
+                task=task,
             )
             return Worker.load(settings, lambda what, done, total: None)
 
