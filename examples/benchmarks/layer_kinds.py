@@ -1,21 +1,27 @@
 """KV memory of models with sliding windows, and reuse of a chat by a model with recurrent layers.
 
     python -m examples.benchmarks.layer_kinds memory [--out FILE]
-    python -m examples.benchmarks.layer_kinds chat [MODEL] [--out FILE]
+    python -m examples.benchmarks.layer_kinds chat [MODEL] [--llama-server PATH] [--out FILE]
 
 `memory` serves one long request in the scheduler of the server, without a model, and counts the
 blocks that it holds at most; the same layers without windows are the comparison. `chat` starts a
-server with a prefix cache and one without, and sends the same chat of `TURNS` messages to each.
+server with a prefix cache and one without, and sends the same chat of `TURNS` messages to each;
+with a GGUF file as MODEL, to llama-server too, with its default settings.
 """
 
 import argparse
 import json
 import os
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import httpx
 
 from adapters.models import FAMILIES
 from adapters.models.named_shapes import SHAPES
@@ -28,7 +34,7 @@ from engine.step import SamplingParams, StepResult
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.ports import ModelFamily, ModelShape
 from engine.worker.weights.checkpoint import load_by_name
-from examples.benchmarks.disk_tier import Server
+from examples.benchmarks.disk_tier import Reply, Server, free_port
 
 CONTEXT, ANSWER, CHUNK, SIZE = 32_768, 64, 512, 16
 KV_BYTES = 2  # of a number: bfloat16
@@ -39,6 +45,7 @@ WINDOWED: Mapping[str, Mapping[str, object]] = {
     "Mistral-7B": {"sliding_window": 4096},  # as in version 0.1
 }
 TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 100, 24
+MODEL_LEN = 4096
 
 
 def shape_of(name: str, changes: Mapping[str, object]) -> ModelShape:
@@ -90,7 +97,7 @@ def memory() -> dict[str, Any]:
     return {"context": CONTEXT, "chunk": CHUNK, "block_size": SIZE, "models": models}
 
 
-def talk(server: Server, answers: list[list[int]]) -> list[dict[str, Any]]:
+def talk(server: "Server | LlamaServer", answers: list[list[int]]) -> list[dict[str, Any]]:
     """The chat's turns: TTFT in seconds, prompt and cached tokens. The answers of the first chat
     are the history of all others, so that both servers get the same prompts."""
     random, history, turns = Random(0), [], []
@@ -104,18 +111,57 @@ def talk(server: Server, answers: list[list[int]]) -> list[dict[str, Any]]:
     return turns
 
 
-def chat(model: str) -> dict[str, Any]:
+class LlamaServer:
+    """llama-server with one slot, ready for requests."""
+
+    def __init__(self, program: str, model: str) -> None:
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}"
+        limits = ("-c", str(MODEL_LEN), "--parallel", "1")
+        command = [program, "-m", model, "--host", "127.0.0.1", "--port", port, *limits]
+        output = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdout=output, stderr=output)
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+
+    def complete(self, prompt: str | list[int], max_tokens: int) -> Reply:
+        """The greedy completion of a prompt."""
+        body = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body |= {"cache_prompt": True, "return_tokens": True}
+        reply = httpx.post(f"{self.url}/completion", json=body, timeout=120).json()
+        timings = reply["timings"]
+        cached, computed = timings["cache_n"], timings["prompt_n"]
+        return Reply(timings["prompt_ms"] / 1e3, cached + computed, cached, reply["tokens"])
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def shares(turns: Sequence[Mapping[str, Any]]) -> float:
+    """The share of the prompts' tokens from the second turn on that were computed."""
+    total = sum(turn["prompt_tokens"] for turn in turns[1:])
+    return 1 - float(sum(turn["cached_tokens"] for turn in turns[1:]) / total)
+
+
+def chat(model: str, llama_server: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model, "load": os.getloadavg()[0]}
     answers: list[list[int]] = []
     for name, flags in (("cached", ()), ("uncached", ("--no-prefix-cache",))):
-        server = Server(model, "--max-model-len", "4096", "--cost-model", "none", *flags)
+        server = Server(model, "--max-model-len", str(MODEL_LEN), "--cost-model", "none", *flags)
         found[name] = talk(server, answers)
         server.end()
-    later = found["cached"][1:]
-    total = sum(turn["prompt_tokens"] for turn in later)
-    computed = total - sum(turn["cached_tokens"] for turn in later)
-    found["share_computed"] = computed / total
-    found["share_new"] = QUESTION_TOKENS * len(later) / total
+    if llama_server is not None:
+        other = LlamaServer(llama_server, model)
+        found["llama_server"] = talk(other, answers)
+        other.end()
+        found["llama_server_share_computed"] = shares(found["llama_server"])
+    total = sum(turn["prompt_tokens"] for turn in found["cached"][1:])
+    found["share_computed"] = shares(found["cached"])
+    found["share_new"] = QUESTION_TOKENS * (TURNS - 1) / total
     last = TURNS - 1
     found["ttft_ratio"] = found["uncached"][last]["ttft"] / found["cached"][last]["ttft"]
     return found
@@ -126,8 +172,11 @@ def main() -> None:
     parser.add_argument("what", choices=["memory", "chat"])
     parser.add_argument("model", nargs="?", default="random:Qwen3.5-0.8B")
     parser.add_argument("--out", type=Path, default=Path("layer_kinds.json"))
+    parser.add_argument("--llama-server", metavar="PATH", help="its program, for `chat`")
     arguments = parser.parse_args()
-    found = memory() if arguments.what == "memory" else chat(arguments.model)
+    found = (
+        memory() if arguments.what == "memory" else chat(arguments.model, arguments.llama_server)
+    )
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
