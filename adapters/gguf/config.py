@@ -69,12 +69,13 @@ def _rotated_share(
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return None  # the model family rejects this
-    head_dim = hidden // heads
     for key, field in architecture.head_sizes.items():
-        found, head_dim = file.integer(f"{name}.{key}"), config.get(field, hidden // heads)
+        found = file.integer(f"{name}.{key}")
+        head_dim = config.get(field, hidden // heads)
         if found in (None, head_dim) or (key.startswith("rope") and architecture.has_partial_rope):
             continue
         raise file.error(f"{name}.{key}={found} is not supported; only {head_dim} is")
+    head_dim = config.get("head_dim", hidden // heads)
     rotated = file.integer(f"{name}.rope.dimension_count")
     if rotated is None or not architecture.has_partial_rope or not isinstance(head_dim, int):
         return None

@@ -132,8 +132,8 @@ class GgufTensors:
                 found = (-found).log()
             case "ffn_gate_inp_shexp":
                 found = found.view(1, -1)
-        columns = self._column_order(own)
-        return (found if columns is None else found[:, columns])[(slice(None), *rest)]
+        order = self._column_order(own)
+        return (found if order is None else found[:, order])[(slice(None), *rest)]
 
     def _in_order(
         self, own: str, entry: TensorEntry, rows: slice, read: Callable[[slice], Tensor]

@@ -34,7 +34,8 @@ from engine.step import SamplingParams, StepResult
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.ports import ModelFamily, ModelShape
 from engine.worker.weights.checkpoint import load_by_name
-from examples.benchmarks.disk_tier import Reply, Server, free_port
+from examples.benchmarks.disk_tier import Reply, Server
+from examples.benchmarks.routers import free_port
 
 CONTEXT, ANSWER, CHUNK, SIZE = 32_768, 64, 512, 16
 KV_BYTES = 2  # of a number: bfloat16
