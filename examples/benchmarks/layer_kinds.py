@@ -118,7 +118,7 @@ class LlamaServer:
     def __init__(self, program: str, model: str) -> None:
         port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
-        limits = ("-c", str(MODEL_LEN), "--parallel", "1")
+        limits = ("-c", str(MODEL_LEN), "--parallel", "1", "-t", "1")
         command = [program, "-m", model, "--host", "127.0.0.1", "--port", port, *limits]
         output = subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdout=output, stderr=output)
