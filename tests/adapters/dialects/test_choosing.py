@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
+from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
 from engine.errors import InvalidRequest, StartupError
 from engine.grammar import GrammarError
@@ -49,6 +49,12 @@ def test_the_template_determines_the_dialect(
     assert dialect.has_tool_calls == (style is not None)
     assert dialect.tools == (TOOL_STYLES[style] if style else None)
     assert (dialect.reasoning.open if dialect.reasoning else None) == opened_by
+
+
+def test_the_page_lists_every_dialect() -> None:
+    page = (Path(__file__).parents[3] / "gateway" / "README.md").read_text()
+    assert [name for name in TOOL_STYLES if f"`{name}`" not in page] == []
+    assert [name for name in REASONING_MARKS if f"`{name}` (" not in page] == []
 
 
 def test_the_builtin_model_uses_the_hermes_dialect() -> None:
