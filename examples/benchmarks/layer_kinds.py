@@ -1,12 +1,15 @@
 """KV memory of models with sliding windows, and reuse of a chat by a model with recurrent layers.
 
     python -m examples.benchmarks.layer_kinds memory [--out FILE]
-    python -m examples.benchmarks.layer_kinds chat [MODEL] [--llama-server PATH] [--out FILE]
+    python -m examples.benchmarks.layer_kinds chat [MODEL] [--out FILE]
+    python -m examples.benchmarks.layer_kinds beside FILE.gguf --llama-server PATH [--out FILE]
 
 `memory` serves one long request in the scheduler of the server, without a model, and counts the
 blocks that it holds at most; the same layers without windows are the comparison. `chat` starts a
 server with a prefix cache and one without, and sends the same chat of `TURNS` messages to each;
-with a GGUF file as MODEL, to llama-server too, with its default settings.
+`beside` sends three kinds of chats to this server and to llama-server: one chat that continues, one
+whose answers come back without their first tokens, as a client sends them without their reasoning,
+and two chats in turns.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -98,7 +101,7 @@ def memory() -> dict[str, Any]:
     return {"context": CONTEXT, "chunk": CHUNK, "block_size": SIZE, "models": models}
 
 
-def talk(server: "Server | LlamaServer", answers: list[list[int]]) -> list[dict[str, Any]]:
+def talk(server: Server, answers: list[list[int]]) -> list[dict[str, Any]]:
     """The chat's turns: TTFT in seconds, prompt and cached tokens. The answers of the first chat
     are the history of all others, so that both servers get the same prompts."""
     random, history, turns = Random(0), [], []
@@ -148,18 +151,61 @@ def shares(turns: Sequence[Mapping[str, Any]]) -> float:
     return 1 - float(sum(turn["cached_tokens"] for turn in turns[1:]) / total)
 
 
-def chat(model: str, llama_server: str | None) -> dict[str, Any]:
+class ChatKind(NamedTuple):
+    """How many chats take turns, and the tokens left out of each answer in the history."""
+
+    chats: int = 1
+    left_out: int = 0
+    seed: int = 0  # chats of different kinds share no prefix
+
+
+KINDS = {
+    "continued": ChatKind(seed=1),
+    "answers shortened": ChatKind(left_out=8, seed=2),
+    "two in turns": ChatKind(chats=2, seed=3),
+}
+
+
+def computed(server: Server | LlamaServer, kind: ChatKind, answers: list[list[int]]) -> list[int]:
+    """The prompt tokens that the server computed in each turn; `answers` as in `talk`."""
+    random, found = Random(kind.seed), []
+    histories: list[list[int]] = [[] for _ in range(kind.chats)]
+    for number in range(TURNS * kind.chats):
+        history = histories[number % kind.chats]
+        history += random.choices(range(1000, 30_000), k=QUESTION_TOKENS)
+        reply = server.complete(history, ANSWER_TOKENS)
+        if len(answers) == number:
+            answers.append(reply.token_ids)
+        history += answers[number][kind.left_out :]
+        found.append(reply.prompt_tokens - reply.cached_tokens)
+    return found
+
+
+def beside(model: str, llama_server: str) -> dict[str, Any]:
+    """Tokens computed by both servers, one after the other, for the same chats."""
+    found: dict[str, Any] = {"model": Path(model).name, "load": os.getloadavg()[0], "chats": {}}
+    answers: dict[str, list[list[int]]] = {name: [] for name in KINDS}
+    server: Server | LlamaServer
+    server = Server(model, "--max-model-len", str(MODEL_LEN), "--cost-model", "none")
+    own = {name: computed(server, kind, answers[name]) for name, kind in KINDS.items()}
+    server.end()
+    server = LlamaServer(llama_server, model)
+    other = {name: computed(server, kind, answers[name]) for name, kind in KINDS.items()}
+    server.end()
+    for name, kind in KINDS.items():
+        turn = QUESTION_TOKENS + ANSWER_TOKENS - kind.left_out
+        lengths = [QUESTION_TOKENS + n // kind.chats * turn for n in range(TURNS * kind.chats)]
+        found["chats"][name] = {"prompt": lengths, "podway": own[name], "llama_server": other[name]}
+    return found
+
+
+def chat(model: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model, "load": os.getloadavg()[0]}
     answers: list[list[int]] = []
     for name, flags in (("cached", ()), ("uncached", ("--no-prefix-cache",))):
         server = Server(model, "--max-model-len", str(MODEL_LEN), "--cost-model", "none", *flags)
         found[name] = talk(server, answers)
         server.end()
-    if llama_server is not None:
-        other = LlamaServer(llama_server, model)
-        found["llama_server"] = talk(other, answers)
-        other.end()
-        found["llama_server_share_computed"] = shares(found["llama_server"])
     total = sum(turn["prompt_tokens"] for turn in found["cached"][1:])
     found["share_computed"] = shares(found["cached"])
     found["share_new"] = QUESTION_TOKENS * (TURNS - 1) / total
@@ -170,14 +216,20 @@ def chat(model: str, llama_server: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("what", choices=["memory", "chat"])
+    parser.add_argument("what", choices=["memory", "chat", "beside"])
     parser.add_argument("model", nargs="?", default="random:Qwen3.5-0.8B")
     parser.add_argument("--out", type=Path, default=Path("layer_kinds.json"))
-    parser.add_argument("--llama-server", metavar="PATH", help="its program, for `chat`")
-    arguments = parser.parse_args()
-    found = (
-        memory() if arguments.what == "memory" else chat(arguments.model, arguments.llama_server)
+    parser.add_argument(
+        "--llama-server", metavar="PATH", help="its program", default="llama-server"
     )
+    arguments = parser.parse_args()
+    match arguments.what:
+        case "memory":
+            found = memory()
+        case "chat":
+            found = chat(arguments.model)
+        case _:
+            found = beside(arguments.model, arguments.llama_server)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

@@ -54,7 +54,9 @@ def test_the_template_determines_the_dialect(
 def test_the_page_lists_every_dialect() -> None:
     page = (Path(__file__).parents[3] / "gateway" / "README.md").read_text()
     assert [name for name in TOOL_STYLES if f"`{name}`" not in page] == []
-    assert [name for name in REASONING_MARKS if f"`{name}` (" not in page] == []
+    assert [
+        name for name in REASONING_MARKS if f"`{name}`" not in page.split("--reasoning-dialect")[1]
+    ] == []
 
 
 def test_the_builtin_model_uses_the_hermes_dialect() -> None:
