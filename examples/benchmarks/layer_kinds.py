@@ -7,9 +7,9 @@
 `memory` serves one long request in the scheduler of the server, without a model, and counts the
 blocks that it holds at most; the same layers without windows are the comparison. `chat` starts a
 server with a prefix cache and one without, and sends the same chat of `TURNS` messages to each;
-`beside` sends three kinds of chats to this server and to llama-server: one chat that continues, one
-whose answers come back without their first tokens, as a client sends them without their reasoning,
-and two chats in turns.
+`beside` sends four kinds of chats to this server and to llama-server: one that continues, one whose
+answers come back without their first tokens, as a client sends them without their reasoning, two
+chats in turns, and chats with a common beginning.
 """
 
 import argparse
@@ -152,9 +152,12 @@ def shares(turns: Sequence[Mapping[str, Any]]) -> float:
 
 
 class ChatKind(NamedTuple):
-    """How many chats take turns, and the tokens left out of each answer in the history."""
+    """How many chats take turns, the tokens with which all of them begin, and the tokens left out
+    of each answer in the history."""
 
     chats: int = 1
+    turns: int = TURNS  # of each chat
+    system: int = 0
     left_out: int = 0
     seed: int = 0  # chats of different kinds share no prefix
 
@@ -163,14 +166,16 @@ KINDS = {
     "continued": ChatKind(seed=1),
     "answers shortened": ChatKind(left_out=8, seed=2),
     "two in turns": ChatKind(chats=2, seed=3),
+    "a common beginning": ChatKind(chats=8, turns=1, system=400, seed=4),
 }
 
 
 def computed(server: Server | LlamaServer, kind: ChatKind, answers: list[list[int]]) -> list[int]:
     """The prompt tokens that the server computed in each turn; `answers` as in `talk`."""
     random, found = Random(kind.seed), []
-    histories: list[list[int]] = [[] for _ in range(kind.chats)]
-    for number in range(TURNS * kind.chats):
+    system = random.choices(range(1000, 30_000), k=kind.system)
+    histories = [system.copy() for _ in range(kind.chats)]
+    for number in range(kind.turns * kind.chats):
         history = histories[number % kind.chats]
         history += random.choices(range(1000, 30_000), k=QUESTION_TOKENS)
         reply = server.complete(history, ANSWER_TOKENS)
@@ -194,7 +199,8 @@ def beside(model: str, llama_server: str) -> dict[str, Any]:
     server.end()
     for name, kind in KINDS.items():
         turn = QUESTION_TOKENS + ANSWER_TOKENS - kind.left_out
-        lengths = [QUESTION_TOKENS + n // kind.chats * turn for n in range(TURNS * kind.chats)]
+        first, calls = kind.system + QUESTION_TOKENS, range(kind.turns * kind.chats)
+        lengths = [first + n // kind.chats * turn for n in calls]
         found["chats"][name] = {"prompt": lengths, "podway": own[name], "llama_server": other[name]}
     return found
 
