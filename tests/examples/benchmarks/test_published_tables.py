@@ -86,6 +86,18 @@ def test_the_reuse_of_a_hybrid_chat_is_that_of_its_run() -> None:
         )
 
 
+def test_chats_beside_llama_server_are_those_of_the_run() -> None:
+    page = plain((RESULTS / "layer_kinds" / "README.md").read_text())
+    found = read("layer_kinds/beside_llama_server.json")
+    assert f"beside llama-server, load average {found['load']:.1f}" in page
+    for name, row in found["chats"].items():
+        first = {"two in turns": 2}.get(name, 1)
+        total = sum(row["prompt"][first:])
+        own, other = (100 * sum(row[key][first:]) / total for key in ("podway", "llama_server"))
+        new = 100 * 100 * len(row["prompt"][first:]) / total
+        assert f"| {name} | {total:,} | {new:.1f} % | {own:.1f} % | {other:.1f} % |" in page, name
+
+
 # Behind routers
 
 
