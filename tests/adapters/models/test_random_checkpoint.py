@@ -90,7 +90,7 @@ def test_a_shape_may_be_a_directory_with_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "unknown shape '.*'; known: Llama-3.1-8B, .*TINY, and directories with"),
+        (None, "unknown shape '.*'; known: Llama-3.1-8B, .*TINY, .*and directories with"),
         ("[]", "config.json is not a JSON object"),
         ("{", "config.json is not JSON"),
         ('{"vocab_size": 300}', "vocab_size is 300, expected at least 2048"),
