@@ -136,7 +136,7 @@ class RecordingHeader:
                 del row[name]
         if self.windows == (None,):
             del row["windows"]
-        for name, default in (("ttft_goal", inf), ("fair_keys", False)):
+        for name, default in (("ttft_goal", inf), ("fair_keys", False), ("fcfs_slack", 0.0)):
             if row["policies"][name] == default:
                 del row["policies"][name]
         bounds = row["scheduler"].items()

@@ -15,22 +15,24 @@ while the work of requests varies too little for another order to gain (`WorkVar
 Against needless preemption, the rank of a started request is halved, ranks are grouped into levels
 a factor of `LEVEL_RATIO` apart, and within a level started requests precede waiting ones.
 
-A low mean is not to be paid with a long tail. So a request whose JCT is about to exceed the p99
-that FCFS would have (`FcfsEstimate`) goes first until it ends. With `starvation_seconds` instead, a
-request that waits so long for an iteration does.
+A low mean is not to be paid with a long tail. Beside the real schedule, `FcfsShadow` makes that of
+FCFS. A request whose tokens are later than there, by more than `fcfs_slack` times its age, goes
+first until it ends. So no JCT is much longer than 1 + `fcfs_slack` times that under FCFS; what the
+index has to give are the seats of requests that ended sooner than under FCFS. With
+`starvation_seconds` instead, a request that waits so long for an iteration goes first.
 """
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
+from itertools import islice, takewhile
 from math import floor, inf, log, log1p
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.policy.base import PolicyBase
 from engine.policy.estimates.course import Course, Outlook
-from engine.policy.estimates.fcfs_estimate import FcfsEstimate
+from engine.policy.estimates.fcfs_shadow import FcfsShadow
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
 from engine.policy.estimates.work_variation import WorkVariation
 from engine.policy.port import Preemption
@@ -49,10 +51,8 @@ NUM_LEVELS = 26  # level 0 is for requests that go first until they end
 STARTED = 0.5  # factor on the rank of a started request
 ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many
 SECONDS_PER_UPDATE = 1.0  # at most
-MARGIN = 0.8  # of FCFS's tail; a request whose expected JCT is above it goes first
-MOST_SAMPLED = 64  # started requests of a level whose work is predicted one by one
-MOST_AT_ONCE = 64  # requests of a kind that go first from one update on
-LEAST_WAIT = 0.3  # of FCFS's tail; no request goes first before
+PLANS_PER_CHECK = 4  # requests that lag behind FCFS are looked for in every fourth plan
+MOST_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
 
 class _Kind(NamedTuple):
@@ -67,7 +67,6 @@ class _Kind(NamedTuple):
 class _Job:
     number: int  # counts up with each arrival
     kind: _Kind
-    fcfs_wait: float  # seconds that it would wait under FCFS
     prefill: float  # units of prefill that are left
     age_bin: int = 0  # of the next output token
     next_edge: int = EDGES[1]  # the least output length beyond that bin
@@ -75,7 +74,6 @@ class _Job:
     version: int = -1  # of the ranks by which `level` was chosen
     is_started: bool = False
     is_first: bool = False  # goes first until it ends
-    seconds: float = 0.0  # spent in iterations
     waits_since: float = 0.0
 
 
@@ -90,7 +88,7 @@ class GittinsIndex(PolicyBase):
         self._settings = settings or PolicySettings()
         self._unit = cost.compute(1, 0)
         self.lengths = LearnedLengths()
-        self._fcfs = FcfsEstimate()
+        self._fcfs = FcfsShadow(self._settings.seats)
         self.variation = WorkVariation(self._settings.min_outputs)
         self._is_ranked = False  # else the order is FCFS
         self._jobs: dict[Request, _Job] = {}
@@ -107,13 +105,16 @@ class GittinsIndex(PolicyBase):
         self._late_level = NUM_LEVELS - 1  # by rank, of waiting requests that go first
         self._num_ends = 0  # of outputs since the last update
         self._update_at = 0.0
+        self._ordered_at: float | None = None
+        self._num_plans = 0
 
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
         stratum = stratum_of(request.prompt_len)
         kind = _Kind(stratum, _prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
-        job = _Job(self._num_arrived, kind, self._fcfs.wait, prefill, waits_since=now)
+        job = _Job(self._num_arrived, kind, prefill, waits_since=now)
         self._jobs[request] = job
+        self._fcfs.arrive(request, self._added(prefill))
         self._num_arrived += 1
         job.age_bin = bin_of(request.produced + 1)
         job.next_edge = EDGES[job.age_bin + 1]
@@ -126,12 +127,14 @@ class GittinsIndex(PolicyBase):
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         job = self._jobs[request]
-        before, moves = job.prefill, not job.is_started or job.version != self._version
-        if before or num_tokens > 1:
+        before, moves = 0.0, not job.is_started or job.version != self._version
+        if job.prefill or num_tokens > 1:
+            before = self._units(request.remaining + num_tokens, request.num_computed - num_tokens)
             job.prefill = self._prefill(request)
             moves = True
+        if not job.is_started:
+            self._fcfs.start(request, self._added(before))
         self._fcfs.ran(self._added(before) - self._added(job.prefill), seconds, now)
-        job.seconds += seconds
         job.waits_since = now
         if request.produced + 1 >= job.next_edge:
             self._age(job, bin_of(request.produced + 1))
@@ -144,6 +147,7 @@ class GittinsIndex(PolicyBase):
 
     def leave(self, request: "Request", now: float) -> None:
         job = self._jobs.pop(request)
+        self._fcfs.leave(request)
         self._remove(request, job)
         self._new.pop(request, None)
         if request.output:
@@ -153,13 +157,18 @@ class GittinsIndex(PolicyBase):
             self.lengths.ended(job.kind.stratum, bin_of(max(1, request.produced)))
             self._num_ends += 1
         if request.finish is not None:
-            self._fcfs.ended(job.fcfs_wait, job.seconds)
             prefill = self._added(_units_of(job.kind.prefill))
             self.variation.ended(prefill + request.produced * self._fcfs.decode_seconds)
 
     def order(self, now: float) -> "Iterator[Request]":
-        if self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at:
-            self._update(now)
+        if now != self._ordered_at:
+            self._ordered_at = now
+            self._num_plans += 1
+            is_due = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
+            if is_due:
+                self._update(now)
+            if is_due or self._num_plans % PLANS_PER_CHECK == 0:
+                self._find_late(now)
         return self._walk()
 
     def started_order(
@@ -258,11 +267,12 @@ class GittinsIndex(PolicyBase):
     # Ranks
 
     def _prefill(self, request: "Request") -> float:
-        """Units of the prompt tokens that are left; 0 if only one token is."""
-        remaining = request.remaining
-        if remaining <= 1:
-            return 0.0
-        return self._cost.compute(remaining, request.num_computed) / self._unit
+        """Units of the prompt tokens that are left."""
+        return self._units(request.remaining, request.num_computed)
+
+    def _units(self, num_tokens: int, start: int) -> float:
+        """Units of so many tokens behind `start` others; 0 if only one token is left."""
+        return self._cost.compute(num_tokens, start) / self._unit if num_tokens > 1 else 0.0
 
     def _outlook(self, job: _Job) -> Outlook:
         kind = job.kind._replace(prefill=_prefill_class(job.prefill))
@@ -298,7 +308,7 @@ class GittinsIndex(PolicyBase):
         job.next_edge = EDGES[job.age_bin + 1] if job.age_bin + 1 < NUM_BINS else 1 << 62
 
     def _update(self, now: float) -> None:
-        """Compute ranks and FCFS's tail from what was learned; find requests that go first."""
+        """Compute ranks from what was learned."""
         self._num_ends = 0
         limit = self._settings.starvation_seconds
         self._update_at = now + min(SECONDS_PER_UPDATE, limit / 8 if limit else inf)
@@ -311,23 +321,9 @@ class GittinsIndex(PolicyBase):
         if self._is_ranked != (is_learned and self.variation.is_large):
             self._is_ranked = not self._is_ranked
             self._sort_started()
-        prefill = decodes = 0.0  # that wait: seconds, and number
         for kind, queue in self._waiting.items():
             job = self._jobs[next(iter(queue))]
-            forecast = self._outlook(job)
-            self._levels[kind] = self._level_of(forecast.rank)
-            prefill += len(queue) * self._added(job.prefill)
-            decodes += len(queue) * forecast.decodes
-        for started in self._started:
-            sample = [self._jobs[request] for _, request in islice(started, MOST_SAMPLED)]
-            idle = [job for job in sample if self._is_idle(job)]
-            factor = len(started) / (len(sample) or 1)
-            prefill += factor * sum(self._added(job.prefill) for job in idle)
-            decodes += factor * sum(self._outlook(job).decodes for job in idle)
-        mean = Course.of(self._general, 0).outlook(0.0, NUM_BINS - 1).decodes
-        self._fcfs.update(prefill, decodes, mean)
-        if self._is_ranked or limit is not None:
-            self._find_late(now)
+            self._levels[kind] = self._level_of(self._outlook(job).rank)
 
     def _sort_started(self) -> None:
         """Started requests to their levels, which those that do not run keep otherwise."""
@@ -340,41 +336,41 @@ class GittinsIndex(PolicyBase):
         """Seconds that so many units of prefill add to iterations with other requests."""
         return max(0.0, prefill - 1.0) * self._unit
 
-    def _is_idle(self, job: _Job) -> bool:
-        """Whether it was not in the latest iteration."""
-        return job.waits_since != self._fcfs.returned_at
-
     def _find_late(self, now: float) -> None:
-        """Requests that are late go first from now on. Of a kind, the first to arrive is the first
-        to be late; among started requests of a level, nearly so."""
-        late: list[Request] = []
-        for queue in self._waiting.values():
-            for request in islice(queue, MOST_AT_ONCE):
-                if not self._is_late(request, now):
-                    break
-                late.append(request)
-        for started in self._started[1:]:
-            first = islice(started, MOST_SAMPLED)
-            late += [request for _, request in first if self._is_late(request, now)]
+        """Requests that are late go first from now on."""
+        limit = self._settings.starvation_seconds
+        if limit is not None:
+            late = self._starving(now - limit)
+        elif self._is_ranked:
+            late = [
+                r
+                for r in self._fcfs.lagging(self._settings.fcfs_slack, now)
+                if not self._jobs[r].is_first
+            ]
+        else:
+            return
         for request in late:
             job = self._jobs[request]
             self._remove(request, job)
             job.is_first = True
             self._insert(request, job)
-        jobs = [self._jobs[request] for _, request in islice(self._started[0], MOST_SAMPLED)]
+        jobs = [self._jobs[request] for _, request in islice(self._started[0], MOST_AT_ONCE)]
         levels = (self._level_of(self._outlook(job).rank) for job in jobs if not job.is_started)
         self._late_level = min(levels, default=NUM_LEVELS - 1)
 
-    def _is_late(self, request: "Request", now: float) -> bool:
-        job = self._jobs[request]
-        limit = self._settings.starvation_seconds
-        if limit is not None:
-            return now - job.waits_since >= limit
-        age, tail = now - request.arrived_at, self._fcfs.tail
-        if not self._is_idle(job) or age <= LEAST_WAIT * tail:
-            return False
-        left = self._added(job.prefill) + self._outlook(job).decodes * self._fcfs.pace
-        return age > MARGIN * tail - left
+    def _starving(self, since: float) -> "list[Request]":
+        """Requests that wait since that time or longer. Of a kind, the first to arrive is the first
+        to starve; among started requests of a level, nearly so."""
+        late: list[Request] = []
+        for queue in self._waiting.values():
+            late += takewhile(
+                lambda request: self._jobs[request].waits_since <= since,
+                islice(queue, MOST_AT_ONCE),
+            )
+        for started in self._started[1:]:
+            first = islice(started, MOST_AT_ONCE)
+            late += [request for _, request in first if self._jobs[request].waits_since <= since]
+        return late
 
 
 def _is_queued(job: _Job) -> bool:

@@ -14,8 +14,8 @@ class PolicySettings:
     shortest iteration); each lower queue's is `ratio` times longer. Without `skips` every request
     joins the highest queue.
     gittins: the order is first come, first served until `min_outputs` outputs have ended by
-    themselves. Without `starvation_seconds` a request goes first if its JCT is about to exceed the
-    p99 that first come, first served would have.
+    themselves. Without `starvation_seconds` a request goes first if its tokens are later than first
+    come, first served would have produced them, by more than `fcfs_slack` times its age.
     Over any policy: requests that can have their first token within `ttft_goal` precede those that
     cannot (`GoodputFirst`); with `fair_keys` API keys get equal shares, and the policy orders the
     requests of each key (`VirtualTokenCounter`, as under fair).
@@ -29,6 +29,7 @@ class PolicySettings:
     num_levels: int = 16
     skips: bool = True
     min_outputs: int = 50
+    fcfs_slack: float = 0.0
     input_weight: float = 1.0
     output_weight: float = 2.0
     ttft_goal: float = inf
@@ -41,5 +42,6 @@ class PolicySettings:
         assert self.num_levels > 0, "num_levels is positive"
         assert self.min_outputs > 0, "min_outputs is positive"
         assert self.ttft_goal > 0.0, "ttft_goal is positive"
+        assert self.fcfs_slack >= 0.0, "fcfs_slack is not negative"
         assert self.input_weight > 0.0, "input_weight is positive"
         assert self.output_weight > 0.0, "output_weight is positive"

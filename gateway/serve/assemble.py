@@ -329,6 +329,7 @@ def _policy_settings(settings: Settings) -> PolicySettings:
         num_levels=settings.num_levels,
         skips=settings.skip_join,
         min_outputs=settings.min_outputs,
+        fcfs_slack=settings.fcfs_slack,
         input_weight=settings.input_weight,
         output_weight=settings.output_weight,
         fair_keys=settings.fair_keys,

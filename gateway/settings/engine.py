@@ -246,6 +246,14 @@ class EngineSettings(BaseSettings):
         "N",
         ge=1,
     )
+    fcfs_slack: float = _option(
+        0.0,
+        "scheduling",
+        "gittins: how much later than under fcfs a request may be, as a share of its age; a larger "
+        "one lowers the mean completion time and raises the p99",
+        "SHARE",
+        ge=0,
+    )
     input_weight: float = _option(
         1.0, "scheduling", "fair, --fair-keys: cost of a prompt token", "W", gt=0
     )

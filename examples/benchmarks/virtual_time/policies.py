@@ -8,7 +8,8 @@ name only writes these. The production traces are in the folder TRACES (azure_20
 azure_2023_code.csv.gz, mooncake_conversation.jsonl.gz); without it only the distributions are run.
 
     python -m examples.benchmarks.virtual_time.policies [--traces TRACES] [--seeds 5]
-        [--cases conv code mooncake skewed alike swapping] [--requests 1000] [--out DIR]
+        [--cases conv code mooncake skewed alike swapping] [--systems gittins] [--requests 1000]
+        [--out DIR]
 """
 
 import argparse
@@ -200,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, help="folder with the production traces")
     parser.add_argument("--cases", nargs="*", choices=CASES, metavar="CASE", default=list(CASES))
+    parser.add_argument("--systems", nargs="*", metavar="SYSTEM", help="run only these again")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("examples/benchmarks/results/policies"))
@@ -211,14 +213,24 @@ def main() -> None:
         case = CASES[name]
         if case.trace and args.traces is None:
             continue
-        runs = [one for one in runs if one["case"] != case.name]
+        chosen = [one for one in case.systems if args.systems is None or one.name in args.systems]
+        names = {one.name for one in chosen}
+        runs = [one for one in runs if one["case"] != case.name or one["system"] not in names]
         for seed in range(1, 2 if case.whole else args.seeds + 1):
             for load in case.loads:
                 arrivals = arrivals_of(case, load, seed, args.requests, args.traces)
-                runs += [run(case, load, system, seed, arrivals) for system in case.systems]
+                runs += [run(case, load, system, seed, arrivals) for system in chosen]
             write(path, runs)
     places = [case.name for case in CASES.values()]
-    runs.sort(key=lambda one: (places.index(one["case"]), one["load"]))
+    order = [(case.name, one.name) for case in CASES.values() for one in case.systems]
+    runs.sort(
+        key=lambda one: (
+            places.index(one["case"]),
+            one["load"],
+            one["seed"],
+            order.index((one["case"], one["system"])),
+        )
+    )
     write(path, runs)
     draw(args.out / "policies.png", [one for one in runs if not one["case"].startswith("split")])
     page = report_on(args.out)

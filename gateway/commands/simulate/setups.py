@@ -88,6 +88,8 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
     add("--no-skip-join", action="store_false", dest="skips", default=None, help=skips)
     outputs = f"gittins: outputs that must have ended before lengths are used (default {_OUTPUTS})"
     add("--min-outputs", type=positive, metavar="N", help=outputs)
+    slack = "gittins: how much later than under fcfs a request may be (default 0 of its age)"
+    add("--fcfs-slack", type=above_zero, metavar="SHARE", help=slack)
     weights = (
         "fair: cost of a prompt token (default 1)",
         "fair: cost of an output token (default 2)",
@@ -199,6 +201,7 @@ def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySetti
         "num_levels": args.num_levels,
         "skips": args.skips,
         "min_outputs": args.min_outputs,
+        "fcfs_slack": args.fcfs_slack,
         "input_weight": args.input_weight,
         "output_weight": args.output_weight,
         "fair_keys": args.fair_keys,

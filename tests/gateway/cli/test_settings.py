@@ -86,6 +86,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "num_levels": "4",
         "skip_join": "false",
         "min_outputs": "7",
+        "fcfs_slack": "0.5",
         "input_weight": "0.5",
         "output_weight": "4",
         "fair_keys": "true",

@@ -147,7 +147,7 @@ def test_a_recording_that_is_not_reproduced_says_where_it_differs(
 def test_settings_of_policies_are_flags() -> None:
     flags = ["--starvation-seconds", "3", "--base-quantum", "0.5", "--quantum-ratio", "4"]
     flags += ["--num-levels", "5", "--no-skip-join", "--input-weight", "2", "--output-weight", "7"]
-    flags += ["--min-outputs", "9", "--fair-keys", "--ttft-goal", "2s"]
+    flags += ["--min-outputs", "9", "--fcfs-slack", "0.25", "--fair-keys", "--ttft-goal", "2s"]
     (setup,) = setups(parser().parse_args([*flags, "--max-batch-size", "8"]), None)
     assert isinstance(setup.policy, partial)
     assert setup.policy.args[1] == PolicySettings(
@@ -158,6 +158,7 @@ def test_settings_of_policies_are_flags() -> None:
         num_levels=5,
         skips=False,
         min_outputs=9,
+        fcfs_slack=0.25,
         input_weight=2.0,
         output_weight=7.0,
         fair_keys=True,

@@ -29,6 +29,7 @@ _FIELDS = {  # of a POST, named as in the settings file: the field of `PolicySet
     "num_levels": "num_levels",
     "skip_join": "skips",
     "min_outputs": "min_outputs",
+    "fcfs_slack": "fcfs_slack",
     "input_weight": "input_weight",
     "output_weight": "output_weight",
     "fair_keys": "fair_keys",
@@ -50,6 +51,7 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
     num_levels: int | None = None
     skip_join: bool | None = None
     min_outputs: int | None = None
+    fcfs_slack: float | None = None
     input_weight: float | None = None
     output_weight: float | None = None
     fair_keys: bool | None = None
@@ -63,6 +65,7 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
         check_range(self.quantum_ratio, "quantum_ratio", 1.001, 1000.0)
         check_range(self.num_levels, "num_levels", 1, 64)
         check_range(self.min_outputs, "min_outputs", 1, 1_000_000)
+        check_range(self.fcfs_slack, "fcfs_slack", 0.0, 1e6)
         check_range(self.input_weight, "input_weight", 0.001, 1e6)
         check_range(self.output_weight, "output_weight", 0.001, 1e6)
         check_range(self.ttft_goal, "ttft_goal", 0.0, 1e6)
