@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from engine.request import RequestSpec
+from engine.request import Request, RequestSpec
 from engine.simulated.trace import (
     GREEDY,
     Arrival,
@@ -27,6 +27,17 @@ IDS = (300, 2000)  # token ids of prompts
 MOONCAKE_DIVISOR = 32  # an id of the trace is 512 tokens; divided, a block of 16
 
 
+class EndsAfter(frozenset[int]):
+    """End ids of an output that ends by itself after `length` tokens, whichever these are; set
+    `request` once it is accepted."""
+
+    length: int
+    request: Request | None = None
+
+    def __contains__(self, token: object) -> bool:
+        return self.request is not None and len(self.request.output) >= self.length
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Arrival):
     """An arrival with prompt tokens for a real model; `run` tokens are one block of the trace."""
@@ -34,12 +45,16 @@ class Call(Arrival):
     run: int = 16
     tenant: str = ""
     ttft_deadline: float | None = None
+    max_tokens: int | None = None  # if the output ends by itself, as `EndsAfter`
 
     def spec(self, index: int) -> RequestSpec:
+        ends = EndsAfter()
+        ends.length = self.output_len
         return RequestSpec(
             self.prompt(index),
-            self.output_len,
+            self.max_tokens or self.output_len,
             GREEDY,
+            end_ids=frozenset() if self.max_tokens is None else ends,
             tenant=self.tenant,
             ttft_deadline=self.ttft_deadline,
         )
@@ -51,6 +66,17 @@ class Call(Arrival):
             ids += Random(f"block {block}").choices(range(*IDS), k=self.run)
         own = Random(f"request {index}").choices(range(*IDS), k=self.prompt_len - len(ids))
         return (*ids, *own)
+
+
+def watch_length(request: Request, arrival: Arrival) -> None:
+    """To be called with each accepted request: lets its output end as its arrival says."""
+    if isinstance(request.spec.end_ids, EndsAfter):
+        request.spec.end_ids.request = request
+
+
+def with_unknown_lengths(calls: Sequence[Call], max_tokens: int = 512) -> list[Call]:
+    """The same, but no scheduler knows the length of an output before it ends."""
+    return [replace(call, max_tokens=max_tokens) for call in calls]
 
 
 def azure(count: int, rate: float, divisor: int = 8) -> list[Call]:

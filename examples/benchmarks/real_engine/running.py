@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
 from engine.step import Step
 from examples.benchmarks.real_engine.counted import CountedExecutor
-from examples.benchmarks.real_engine.loads import Call
+from examples.benchmarks.real_engine.loads import Call, watch_length
 from examples.benchmarks.real_engine.machine import Machine
 from gateway.serve.server import tune_collector
 
@@ -50,9 +51,10 @@ async def measure(
     with _server_gc():
         if isinstance(machine.executor, CountedExecutor):
             machine.executor.begin()
-            played = await asyncio.to_thread(play_all, scheduler, machine.executor, arrivals)
+            run = partial(play_all, scheduler, machine.executor, arrivals, watch_length)
+            played = await asyncio.to_thread(run)
         else:
-            played = await play_async(scheduler, machine.executor, arrivals)
+            played = await play_async(scheduler, machine.executor, arrivals, watch_length)
     recording = await asyncio.to_thread(_recording, header, rows)
     return Run(played, summarise(header.policy, played, recorder, slo), recording)
 

@@ -135,7 +135,7 @@ def test_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
     shown = run_here("benchmarks.real_engine.policies", *flags)
     files = {"README.md", "figures.json", "jct_mlfq.png", "jct_skewed.png"}
     assert {path.name for path in out.iterdir()} == files
-    for policy in ("fcfs", "mlfq", "fair", "deadline", "no reuse"):
+    for policy in ("fcfs", "mlfq", "gittins", "fair", "deadline", "no reuse"):
         assert f"| {policy} |" in shown
 
 
