@@ -12,7 +12,6 @@ small share of the workers' time, so that better times are noticed.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
@@ -37,6 +36,9 @@ FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
 MOST_PROBED = 512  # missing tokens of a request that is probed without credit
 PROBE_SHARE = 0.005  # of the workers' time
 MAX_CREDIT = 1.0  # seconds
+PLAN_SECONDS = 1.5e-5  # of the event loop per decode, to find out whether proposals pay
+PLAN_SHARE = 0.005  # of the workers' time, while they do not
+FIRST_PLAN_CREDIT = 0.02  # seconds
 LEARNING_WEIGHT = 0.2
 
 
@@ -78,6 +80,8 @@ class DraftModelProposer:
         self._in_flight: set[RequestId] = set()
         self._credit = 0.0  # seconds, to probe requests with
         self._num_free_probes = FIRST_PROBES
+        self._plan_credit = FIRST_PLAN_CREDIT
+        self._pays_now = False  # whether proposals paid in the last plan
         self._first = 0  # the candidate at which the next probe begins to look
 
     # The port of proposers
@@ -102,12 +106,20 @@ class DraftModelProposer:
         """Whether an iteration in flight proposes tokens for the request."""
         return request.request_id in self._in_flight
 
+    @property
+    def has_proposals(self) -> bool:
+        """Whether tokens were proposed for any request."""
+        return bool(self._proposed)
+
     def has_proposal(self, request: "Request") -> bool:
-        """Whether tokens were proposed that have not been looked up yet."""
+        """Whether tokens were proposed that have not been looked up yet; older ones are dropped."""
         proposed = self._proposed.get(request.request_id)
         if proposed is None:
             return False
-        return 0 <= request.produced - proposed.produced < len(proposed.tokens)
+        if 0 <= request.produced - proposed.produced < len(proposed.tokens):
+            return True
+        del self._proposed[request.request_id]
+        return False
 
     def sent(self, request: "Request", spec: ProposalSpec) -> None:
         """An iteration with this spec was planned."""
@@ -132,14 +144,26 @@ class DraftModelProposer:
         self._ratio += LEARNING_WEIGHT * (min(ratio, 4.0 * self._ratio) - self._ratio)
 
     def iteration_took(self, seconds: float) -> None:
-        """Allow as much probing as a share of the iteration's time."""
+        """Allow as much probing, and planning, as a share of the iteration's time."""
         self._credit = min(MAX_CREDIT, self._credit + PROBE_SHARE * seconds)
+        self._plan_credit = min(MAX_CREDIT, self._plan_credit + PLAN_SHARE * seconds)
 
     def lost(self) -> None:
         """The worker died: no iteration in flight will return."""
         self._in_flight.clear()
 
     # Planning
+
+    def may_plan(self, num_decodes: int) -> bool:
+        """Whether to plan for an iteration of so many decodes: always while proposals pay, else as
+        often as the credit allows."""
+        if self._pays_now:
+            return True
+        seconds = PLAN_SECONDS * num_decodes
+        if self._plan_credit < seconds:
+            return False
+        self._plan_credit -= seconds
+        return True
 
     def plan(
         self,
@@ -164,6 +188,7 @@ class DraftModelProposer:
             left = min(max_seconds - seconds, seconds * (MAX_SLOWDOWN if num_rows > 1 else 1.0))
             behind = [one for one in candidates if one.num_missing > CATCH_UP_AT_ONCE]
             specs |= self._pieces(behind, num_rows, seconds, most - num_missing, left)
+        self._pays_now = bool(specs)
         return specs or self._probe(candidates, most)
 
     def _depth(
@@ -214,19 +239,19 @@ class DraftModelProposer:
         return specs
 
     def _pays(self, one: Candidate, num_rows: int, seconds: float) -> bool:
-        """Whether drafts will probably save more time than computing the request's prompt takes."""
-        alike = [one._replace(num_missing=0)] * num_rows
-        depth = self._depth(alike, num_rows, seconds, inf)
-        if not depth:
+        """Whether drafts will probably save more time than computing the request's prompt takes, if
+        all requests of the iteration have as good ones."""
+        model, gain, saved = self._cost.model, 1.0, 0.0
+        for depth, probability in enumerate(one.probabilities, 1):
+            gain += probability
+            slower = model.tokens(num_rows * (1 + depth)) - model.tokens(num_rows)
+            slower += num_rows * depth * (model.per_draw + DRAFT_SECONDS)
+            slower += self._pass_seconds(2 * num_rows, [num_rows] * (depth - 1))
+            if gain * seconds > MIN_GAIN * (seconds + slower):
+                saved = max(saved, (seconds - (seconds + slower) / gain) / num_rows)
+        if saved <= 0.0:  # per token of the request
             return False
-        gain = 1.0 + sum(one.probabilities[:depth])
-        model = self._cost.model
-        slower = model.tokens(num_rows * (1 + depth)) - model.tokens(num_rows)
-        slower += num_rows * depth * (model.per_draw + DRAFT_SECONDS)
-        slower += self._pass_seconds(2 * num_rows, [num_rows] * (depth - 1))
-        saved = (seconds - (seconds + slower) / gain) / num_rows  # per token of the request
-        spec = one.request.spec
-        remaining = min(EXPECTED_TOKENS, spec.max_tokens - one.request.produced)
+        remaining = min(EXPECTED_TOKENS, one.request.spec.max_tokens - one.request.produced)
         return saved * remaining > MIN_RETURN * self._pass_seconds(one.num_missing, ())
 
     def _probe(self, candidates: "list[Candidate]", most: int) -> dict[int, ProposalSpec]:

@@ -41,6 +41,7 @@ ASK_SHARE = 0.01  # of the workers' time, that may be used to ask requests witho
 MAX_CREDIT = 64.0  # asks
 FIRST_CREDIT = 8.0
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
+MAX_PAUSE = 31  # iterations in which requests are planned ahead, after drafts were not worth it
 
 PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = {
     "ngram": (NgramProposer,),
@@ -102,6 +103,8 @@ class Drafter(NullObserver):
         self._asked: set[RequestId] = set()  # requests that are asked again without credit
         self._credit = FIRST_CREDIT  # how many requests without drafts may be asked now
         self._first = 0  # the decode at which the next iteration begins to ask
+        self._pause = 0  # iterations, the longer the more often drafts were not worth it
+        self._num_paused = 0  # of them that are left
 
     @classmethod
     def build(
@@ -126,7 +129,9 @@ class Drafter(NullObserver):
         Where not every decode has a guess, drafts do not delay the others' tokens much. Background
         requests have drafts only if there are no others.
         """
-        if self._credit < 1.0 and not self._asked and self._draft_model is None:
+        model = self._draft_model
+        has_proposals = model is not None and model.has_proposals
+        if self._credit < 1.0 and not self._asked and not has_proposals:
             return {}
         found = []
         only_background = all(request.spec.is_background for request, _ in decodes)
@@ -149,13 +154,18 @@ class Drafter(NullObserver):
                 candidate.drafting.source = candidate.source
                 self._asked.add(decodes[candidate.place][0].request_id)
                 chosen[candidate.place] = candidate.tokens[:count]
+        self._pause = 0 if chosen else min(MAX_PAUSE, 2 * self._pause + 1)
+        self._num_paused = self._pause
         return chosen
 
     def expects_drafts(self, request: "Request") -> bool:
         """Whether a request in flight will probably have drafts when its token is known, so that it
-        is better not to plan it ahead, without drafts."""
+        is better not to plan it ahead, without drafts. While drafts are not worth it, requests are
+        planned ahead for longer and longer."""
         if self._draft_model is not None and self._draft_model.is_proposing(request):
             return True
+        if self._num_paused:
+            return False
         candidate = self._candidate(0, request)
         if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
             return False
@@ -185,7 +195,7 @@ class Drafter(NullObserver):
         """What the draft model does in an iteration that consists of these decodes, by the place
         of the decode: it computes at most `most` tokens beside its proposals. With it, the
         iteration takes at most `max_seconds`."""
-        if self._draft_model is None:
+        if self._draft_model is None or not self._draft_model.may_plan(len(decodes)):
             return {}
         only_background = all(request.spec.is_background for request, _ in decodes)
         found = []
@@ -238,6 +248,7 @@ class Drafter(NullObserver):
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """Allow as many asks as a share of the iteration's time is worth."""
+        self._num_paused = max(0, self._num_paused - 1)
         if self._draft_model is not None:
             self._draft_model.iteration_took(seconds)
         self._credit = min(MAX_CREDIT, self._credit + ASK_SHARE * seconds / ASK_SECONDS)

@@ -19,7 +19,9 @@ run must produce the same tokens as the run without speculation. The texts:
               (`examples.benchmarks.draft_checkpoints`)
     unlike    the same, with a draft model of other weights, which is never right
 
-Figures are medians over the rounds, of output tokens/s without the prompts' iterations. With
+Figures are medians over the rounds, of output tokens/s without the prompts' iterations. Each round
+runs without speculation before and after all methods, and a ratio is that of a run to the mean of
+these two; `equal_work` is the range of their own ratio, which would be 1 without noise. With
 `--clock cpu` and one thread, seconds are CPU seconds of this process, which has the engine and the
 worker: so other load of the machine changes little.
 """
@@ -259,24 +261,30 @@ def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict
             for spec in plain_specs
         ]
     methods = TEXTS[text]
-    runs: dict[str | None, list[Run]] = {method: [] for method in (None, *methods)}
-    for number in range(1 + rounds):  # in the first round, kernel calls of new shapes are recorded
-        for method, done in runs.items():
-            if number or method is not None:  # the reference was the first round's
-                one = run(predicted if method == "prediction" else plain_specs, method)
-                done += [one] if number else []
-    off = median(one.tokens_per_second for one in runs[None])
+    run(plain_specs, None)  # in the first round, kernel calls of new shapes are recorded
+    plain: list[tuple[Run, Run]] = []  # before and after the other runs of a round
+    runs: dict[str, list[Run]] = {method: [] for method in methods}
+    for number in range(rounds):
+        before = run(plain_specs, None)
+        for method in methods if number % 2 else reversed(methods):
+            runs[method].append(run(predicted if method == "prediction" else plain_specs, method))
+        plain.append((before, run(plain_specs, None)))
+    off = [(one.tokens_per_second + other.tokens_per_second) / 2 for one, other in plain]
+    equal = [other.tokens_per_second / one.tokens_per_second for one, other in plain]
     rows = []
     for method in methods:
-        on = median(one.tokens_per_second for one in runs[method])
+        on = [one.tokens_per_second for one in runs[method]]
+        ratios = [mine / other for mine, other in zip(on, off, strict=True)]
         rows.append(
             {
                 "text": text,
                 "method": method,
                 "clients": clients,
-                "off": round(off, 2),
-                "on": round(on, 2),
-                "ratio": round(on / off, 4),
+                "off": round(median(off), 2),
+                "on": round(median(on), 2),
+                "ratio": round(median(ratios), 4),
+                "worst_ratio": round(min(ratios), 4),
+                "equal_work": [round(min(equal), 4), round(max(equal), 4)],
                 "drafts": runs[method][0].num_drafts,
                 "accepted": runs[method][0].num_accepted,
                 "output_tokens": sum(len(output) for output in reference.outputs),

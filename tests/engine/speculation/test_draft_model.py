@@ -8,7 +8,14 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.request import Request, RequestSpec, State
-from engine.speculation.draft_model import FIRST_PROBES, Candidate, DraftModelProposer
+from engine.speculation.draft_model import (
+    FIRST_PLAN_CREDIT,
+    FIRST_PROBES,
+    PLAN_SECONDS,
+    PLAN_SHARE,
+    Candidate,
+    DraftModelProposer,
+)
 from engine.speculation.drafter import Drafter
 from engine.step import (
     ProposalSpec,
@@ -153,6 +160,32 @@ def test_wrong_proposals_end_and_are_probed_within_a_share_of_the_time() -> None
             request.num_computed += 1
         drafter.committed(Iteration(Step(StepId(0), ()), ()), 1.0, 0.0)
     assert 1 <= num_asked <= 20
+
+
+def test_plans_take_a_share_of_the_time_while_proposals_do_not_pay() -> None:
+    cost = LiveCost(DEAR_ROWS)
+    model = DraftModelProposer(cost, 0.5)
+    candidates = [
+        Candidate(number, *a_decode(a_request(number=number)), [0.5, 0.3], 8)
+        for number in range(64)
+    ]
+    num_plans = 0
+    for _ in range(1000):
+        if model.may_plan(len(candidates)):
+            model.plan(candidates, 64, 0.05, 100, inf)
+            num_plans += 1
+        model.iteration_took(0.05)
+    spent = num_plans * PLAN_SECONDS * len(candidates)
+    assert 0.0 < spent <= FIRST_PLAN_CREDIT + PLAN_SHARE * 1000 * 0.05
+
+
+def test_every_iteration_is_planned_while_proposals_pay() -> None:
+    cost = LiveCost(CHEAP_ROWS)
+    model = DraftModelProposer(cost, 0.05)
+    candidate = Candidate(0, *a_decode(a_request()), [0.9, 0.8], 8)
+    for _ in range(2000):
+        assert model.may_plan(64)
+        assert model.plan([candidate], 1, 1.0, 100, inf)
 
 
 def test_a_bound_on_the_iteration_bounds_the_proposals() -> None:

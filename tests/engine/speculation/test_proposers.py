@@ -172,6 +172,28 @@ def test_requests_without_drafts_are_asked_in_rotation_within_the_credit() -> No
     assert len(set(proposer.asked)) > 1
 
 
+def test_requests_are_planned_ahead_while_their_drafts_are_not_worth_it() -> None:
+    drafter, request = a_drafter(DEAR_ROWS), a_request((1,), (7,))
+    iteration, waited = Iteration(Step(StepId(0), ()), ()), []
+    for number in range(200):
+        if drafter.expects_drafts(request):
+            waited.append(number)
+            assert drafter.choose(decodes(request), 100) == {}
+        request.output.append(7)
+        drafter.committed(iteration, 1.0, 0.0)
+    assert waited[:3] == [0, 1, 4]  # the pauses become longer
+    assert len(waited) < 13
+
+
+def test_requests_wait_for_their_drafts_while_they_are_worth_it() -> None:
+    drafter, request = a_drafter(CHEAP_ROWS), a_request((1,), (7,))
+    for _ in range(20):
+        assert drafter.expects_drafts(request)
+        assert drafter.choose(decodes(request), 100)
+        request.output += [7] * 5
+        drafter.committed(Iteration(Step(StepId(0), ()), ()), 1.0, 0.0)
+
+
 class Always:
     """Proposes 7 after 7, for ever."""
 
