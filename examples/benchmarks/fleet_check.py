@@ -1,12 +1,19 @@
 """A simulated fleet beside two real servers behind smg: shares, cached tokens, throughput.
 
-    python -m examples.benchmarks.fleet_check --smg PATH [--rates 12 60] [--out DIR]
+    python -m examples.benchmarks.fleet_check --smg PATH
+        [--policies cache_aware round_robin] [--rates 8 30] [--out DIR]
 
 Chats of several messages arrive at fixed times (sessions by a Poisson process, messages of a
 session a second apart) at two servers of the built-in model behind `smg` (from PyPI), under its
 cache-aware policy and round robin. The same arrivals run through two simulated replicas behind our
-routers, with the settings and the cost model that the servers recorded in this run. Writes
-fleet_check.json, which the page of `virtual_time.fleet` shows.
+routers. The settings are those of the servers; each replica has the cost model of one server,
+fitted to what it recorded in this run: both servers, smg and the clients shared the cores then, so
+this contention is part of the cost. smg chooses among equal workers at random, so the simulation is
+repeated with 20 seeds. Adds its rows to fleet_check.json, which the page of `virtual_time.fleet`
+shows.
+
+smg polls the loads of its workers every 10 s, for the first time when one of them is registered.
+Requests are sent after the second poll, when it knows the load of both.
 """
 
 import argparse
@@ -22,6 +29,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +37,6 @@ import aiohttp
 
 from engine.policy import build
 from engine.request import RequestSpec
-from engine.simulated.fleet.figures import FleetFigures
 from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.replay import RecordedRequest, Recording, read_recording
 from engine.simulated.run import Setup
@@ -37,7 +44,7 @@ from engine.simulated.trace import GREEDY
 from examples.benchmarks.peers.servers import Server, running
 from examples.benchmarks.routers import MODEL, free_port, replica, routed, wait_until_up
 
-POLICIES = {"cache_aware": "prefix", "round_robin": "round-robin"}  # of smg, and our router
+POLICIES = {"cache_aware": "smg-cache-aware", "round_robin": "round-robin"}  # of smg, and ours
 SMG = (
     "{smg} launch --host 127.0.0.1 --port {{port}} --prometheus-port {{metrics_port}} "
     "--health-check-endpoint /ready --policy {policy} {more} --worker-urls {{workers}}"
@@ -45,7 +52,10 @@ SMG = (
 MORE = {  # else smg's round robin leaves out the server with more waiting requests
     "round_robin": "--disable-worker-overload-protection",
 }
-SESSIONS, MESSAGES, OUTPUT = 40, 4, 24
+SESSIONS, MESSAGES, OUTPUT = 100, 4, 24
+SEEDS = 20
+SETTLE_SECONDS = 10.5  # from the first answer until requests are sent, just after a poll
+AFTER_POLL = 0.5  # seconds after a poll at which the first request arrives, in the simulation
 SYSTEM_WORDS = 120
 GENERATION_PROMPT = 8  # tokens at the end of a prompt that the next message does not repeat
 OUT = Path(__file__).parent / "results" / "fleet"
@@ -87,6 +97,7 @@ async def send_all(url: str, rate: float) -> list[Sent]:
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         await wait_until_up(session)
+        await asyncio.sleep(SETTLE_SECONDS)
         began = time.monotonic()
 
         async def one(at: float, number: int, message: int) -> Sent:
@@ -137,7 +148,7 @@ def arrivals_of(sent: Sequence[Sent], size: int) -> list[RecordedRequest]:
         )
         found.append(
             RecordedRequest(
-                at=one.at,
+                at=AFTER_POLL + one.at,
                 prompt_len=one.prompt_len,
                 output_len=OUTPUT,
                 params=RequestSpec((), OUTPUT, GREEDY),
@@ -151,21 +162,27 @@ def arrivals_of(sent: Sequence[Sent], size: int) -> list[RecordedRequest]:
 
 def simulated(
     router: str, sent: Sequence[Sent], recordings: Sequence[Recording]
-) -> tuple[FleetFigures, float]:
-    """Two replicas with the settings and the cost model of the servers; and the share of requests
-    of the busier replica."""
-    first = recordings[0]
-    header = first.header
+) -> dict[str, float]:
+    """The figures of replicas with the settings and the costs of the servers: means over seeds."""
+    header = recordings[0].header
+    costs = tuple(recording.cost() for recording in recordings)
     setup = Setup(
         "fcfs",
         header.scheduler,
         partial(build, "fcfs"),
-        first.cost(),
+        costs[0],
         header.num_blocks * header.block_size,
         header.block_size,
     )
-    figures = simulate_fleet(FleetSetup(setup, 2, router), arrivals_of(sent, header.block_size))
-    return figures, max(figures.requests_by_replica) / len(sent)
+    arrivals = arrivals_of(sent, header.block_size)
+    fleet = FleetSetup(setup, len(costs), router, epoch=0.02, costs=costs)
+    runs = [simulate_fleet(replace(fleet, seed=seed), arrivals) for seed in range(SEEDS)]
+    return {
+        "share": mean(max(run.requests_by_replica) / len(sent) for run in runs),
+        "cached": mean(run.cached_share for run in runs),
+        "throughput": mean(run.throughput for run in runs),
+        "mean JCT": mean(run.at("jct", "mean") or 0.0 for run in runs),
+    }
 
 
 def compare(smg: str, policy: str, rate: float) -> dict[str, Any]:
@@ -177,7 +194,6 @@ def compare(smg: str, policy: str, rate: float) -> dict[str, Any]:
         for arrival in recording.arrivals
         if arrival.prompt_len > SYSTEM_WORDS  # not those that wait for the servers
     )
-    figures, share = simulated(POLICIES[policy], sent, recordings)
     prompts = sum(one.prompt_len for one in sent)
     real = {
         "share": max(counts.values()) / len(sent),
@@ -185,35 +201,34 @@ def compare(smg: str, policy: str, rate: float) -> dict[str, Any]:
         "throughput": len(sent) / max(one.ended for one in sent),
         "mean JCT": sum(one.ended - one.at for one in sent) / len(sent),
     }
-    ours = {
-        "share": share,
-        "cached": figures.cached_share,
-        "throughput": figures.throughput,
-        "mean JCT": figures.at("jct", "mean"),
-    }
     return {
         "policy": policy,
         "rate": rate,
         "requests": len(sent),
+        "load_average": os.getloadavg()[0],
         "measured": real,
-        "simulated": ours,
+        "simulated": simulated(POLICIES[policy], sent, recordings),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smg", required=True, metavar="PATH")
-    parser.add_argument("--rates", type=float, nargs="+", default=[12.0, 60.0], help="requests/s")
+    names = tuple(POLICIES)
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, metavar="POLICY")
+    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 30.0], help="requests/s")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for rate, policy in product(args.rates, POLICIES):
+    path = args.out / "fleet_check.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for rate, policy in product(args.rates, args.policies):
+        rows = [row for row in rows if (row["rate"], row["policy"]) != (rate, policy)]
         rows.append(compare(args.smg, policy, rate))
         sys.stdout.write(json.dumps(rows[-1]) + "\n")
         sys.stdout.flush()
-    found = {"load_average": os.getloadavg()[0], "rows": rows}
-    (args.out / "fleet_check.json").write_text(json.dumps(found, indent=1) + "\n")
+    rows.sort(key=lambda row: (row["rate"], row["policy"]))
+    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

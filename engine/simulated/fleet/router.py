@@ -6,6 +6,8 @@ and vLLM do, in the named blocks of a trace (512 tokens, or those of a recording
 """
 
 from collections import OrderedDict
+from math import ceil
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 import numpy
@@ -14,7 +16,7 @@ from engine.simulated.replay import RecordedRequest
 from engine.simulated.trace import SHARED_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from engine.cost.model import CostModel
     from engine.simulated.fleet.shard import LoadReport
@@ -28,13 +30,16 @@ OVERLOADED = 8  # waiting requests from which on a replica gets no more if anoth
 class Loads:
     """The last report of each replica, and what was routed to it since."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, seed: int = 0) -> None:
+        self.random = Random(seed)  # for routers that choose among equal replicas at random
         self.penalty = numpy.full(most, numpy.inf)  # infinite for a replica that takes no requests
         self.live = numpy.zeros(most)
         self.tokens = numpy.zeros(most)
         self.delay = numpy.zeros(most)
         self.waiting = numpy.zeros(most)
         self.waiting_tokens = numpy.zeros(most)
+        self.throughput = numpy.zeros(most)
+        self.usage = numpy.zeros(most)
         self.active: list[int] = []
 
     def activate(self, replicas: "Iterable[int]") -> None:
@@ -51,6 +56,8 @@ class Loads:
         self.waiting[at] = report.waiting
         self.waiting_tokens[at] = report.waiting_tokens
         self.delay[at] = report.delay
+        self.throughput[at] = report.throughput
+        self.usage[at] = report.usage
 
     def least(self, load: "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]") -> int:
         """The active replica of least load, the first one if several have it."""
@@ -134,41 +141,63 @@ def block_size_of(arrival: "Arrival") -> int:
     return arrival.block_size if isinstance(arrival, RecordedRequest) else SHARED_BLOCK
 
 
+class Affinity:
+    """Which active replicas hold a prompt's longest prefix, and whether one has too many requests:
+    the rules of smg's cache_aware policy, with its defaults."""
+
+    def __init__(self, loads: Loads, cache_blocks: int) -> None:
+        self._loads = loads
+        self._sent = _Sent(cache_blocks)
+
+    def sent(self, arrival: "Arrival", replica: int) -> None:
+        """The prompt was sent to this replica."""
+        self._sent.add(arrival, replica)
+
+    def holders(self, arrival: "Arrival", replicas: "Sequence[int]") -> list[int]:
+        """Those of `replicas` that were sent the longest prefix of the prompt that any replica was
+        sent; none if it is not long enough."""
+        matches = self._sent.matches(arrival)
+        deepest = max(matches.values(), default=0)
+        if deepest * block_size_of(arrival) <= CACHE_THRESHOLD * arrival.prompt_len:
+            return []
+        return [replica for replica in replicas if matches.get(replica) == deepest]
+
+    def spills(self, replica: int, mean: float) -> bool:
+        """Whether the replica has too many requests beside a mean of `mean`. The margin is at most
+        two standard deviations of a Poisson number with this mean, but at least `LEAST_SPILL`."""
+        margin = min(SPILL_ABS, max(LEAST_SPILL, ceil(2.0 * mean**0.5)))
+        live = float(self._loads.live[replica])
+        return live > mean + margin and live > SPILL_REL * mean
+
+
 class PrefixAffinity:
-    """The cache-aware policy of smg 1.13, the successor of SGLang's router, with its defaults: the
-    replica that got the longest matching prefix, if that is long enough and the replica is not far
-    above the mean load; else the one with the fewest requests."""
+    """The replica that was sent the longest prefix of the prompt, if it is long enough and the
+    replica is not far above the mean load; else the one with the fewest requests. Loads are those
+    of the last epoch (`SmgCacheAware` has reports that are up to 10 s old)."""
 
     def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
         self._loads = loads
-        self._sent = _Sent(cache_blocks)
+        self._affinity = Affinity(loads, cache_blocks)
 
     def route(self, arrival: "Arrival") -> int:
         loads = self._loads
         overload = numpy.where(loads.waiting >= OVERLOADED, 1e9, 0.0)
-        replica = self._affine(arrival)
-        if replica is None or overload[replica] or self._spills(replica):
+        replica = self._holder(arrival)
+        if replica is None or overload[replica]:
             replica = loads.least(loads.live + overload)
         loads.live[replica] += 1
-        self._sent.add(arrival, replica)
+        self._affinity.sent(arrival, replica)
         return replica
 
-    def _affine(self, arrival: "Arrival") -> int | None:
-        matches = self._sent.matches(arrival)
-        candidates = [r for r in matches if not self._loads.penalty[r]]
-        if not candidates:
+    def _holder(self, arrival: "Arrival") -> int | None:
+        """The holder with the fewest requests, unless it has too many."""
+        loads = self._loads
+        holders = self._affinity.holders(arrival, loads.active)
+        if not holders:
             return None
-        best = min(candidates, key=lambda r: (-matches[r], self._loads.live[r], r))
-        share = matches[best] * block_size_of(arrival) / arrival.prompt_len
-        return best if share > CACHE_THRESHOLD else None
-
-    def _spills(self, replica: int) -> bool:
-        """Whether the replica's load is too far above the mean. The margin is at most two standard
-        deviations of a Poisson number with this mean, but at least `LEAST_SPILL`."""
-        live = self._loads.live
-        mean = float(live[self._loads.active].mean())
-        margin = min(SPILL_ABS, max(LEAST_SPILL, 2.0 * mean**0.5))
-        return bool(live[replica] > mean + margin and live[replica] > SPILL_REL * mean)
+        best = min(holders, key=lambda replica: (loads.live[replica], replica))
+        mean = float(loads.live[loads.active].mean())
+        return None if self._affinity.spills(best, mean) else best
 
 
 class LeastForecast:
@@ -201,12 +230,3 @@ class LeastForecast:
         """Seconds that the rest of the prompt adds to iterations."""
         start = min(num_cached * block_size_of(arrival), arrival.prompt_len - 1)
         return self._cost.compute(arrival.prompt_len - start, start) - self._cost.tokens(0)
-
-
-ROUTERS: "dict[str, Callable[[Loads, CostModel, int], Router]]" = {
-    "round-robin": RoundRobin,
-    "least-tokens": LeastTokens,
-    "prefix": PrefixAffinity,
-    "forecast": LeastForecast,
-}
-FORECASTING = frozenset({"forecast"})  # routers that use `LoadReport.delay`

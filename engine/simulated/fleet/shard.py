@@ -45,6 +45,8 @@ class LoadReport(NamedTuple):
     tokens: int  # of live requests, prompt and output
     waiting_tokens: int  # of requests without KV
     delay: float
+    throughput: float = 0.0  # recent tokens/s of prompts and outputs; 0 if no request has KV
+    usage: float = 0.0  # share of the KV slots that live requests hold
 
 
 @dataclass(slots=True)
@@ -121,7 +123,17 @@ class _Member:
         tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
         delay = self._delay(tokens - pool.waiting_tokens) if forecasts and pool else 0.0
         waiting = pool.count(State.WAITING)
-        return LoadReport(self.number, len(pool), waiting, tokens, pool.waiting_tokens, delay)
+        ledger, rate = self.replica.scheduler.ledger, self.replica.scheduler.cost.tokens_per_second
+        return LoadReport(
+            self.number,
+            len(pool),
+            waiting,
+            tokens,
+            pool.waiting_tokens,
+            delay,
+            rate if pool.num_admitted else 0.0,
+            ledger.num_held * ledger.block_size / ledger.num_slots,
+        )
 
     def _delay(self, slots: int) -> float:
         """The forecast of `LoadReport.delay`, with `slots` slots in use."""
@@ -142,14 +154,19 @@ class _Member:
 
 
 class Shard:
-    """Replicas that this process advances; `arrivals` are those of the whole fleet. With
-    `forecasts` the reports have the delay that a new request would have."""
+    """Replicas that this process advances; `arrivals` are those of the whole fleet. The replicas
+    have the setups in turn. With `forecasts` the reports have the delay that a new request would
+    have."""
 
     def __init__(
-        self, setup: "Setup", arrivals: "Sequence[Arrival]", *, forecasts: bool = False
+        self,
+        setups: "Sequence[Setup]",
+        arrivals: "Sequence[Arrival]",
+        *,
+        forecasts: bool = False,
     ) -> None:
         self._forecasts = forecasts
-        self._setup = setup
+        self._setups = setups
         self._arrivals = arrivals
         self._is_recorded = is_recorded(arrivals)
         self._members: dict[int, _Member] = {}
@@ -178,7 +195,8 @@ class Shard:
         return [member.report(forecasts=self._forecasts) for member in members]
 
     def _new(self, number: int) -> _Member:
-        return _Member(number, self._setup, self._result, is_recorded=self._is_recorded)
+        setup = self._setups[number % len(self._setups)]
+        return _Member(number, setup, self._result, is_recorded=self._is_recorded)
 
     def _advance(self, number: int, until: float) -> None:
         replica = self._members[number].replica

@@ -9,14 +9,15 @@ processes: two runs, on any numbers of processes, are equal bit for bit.
 
 import multiprocessing
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from engine.errors import InvalidRequest
 from engine.simulated.fleet.autoscaler import Autoscaler, Scale
 from engine.simulated.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
-from engine.simulated.fleet.router import FORECASTING, ROUTERS, Loads, block_size_of
+from engine.simulated.fleet.router import Loads, block_size_of
+from engine.simulated.fleet.routers import FORECASTING, ROUTERS
 from engine.simulated.fleet.shard import LoadReport, Shard
 from engine.simulated.run import may_leap, prepared
 from engine.simulated.trace import SHARED_BLOCK
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import TracebackType
 
+    from engine.cost.model import CostModel
     from engine.simulated.fleet.autoscaler import AutoscaleSettings
     from engine.simulated.fleet.shard import ShardResult
     from engine.simulated.run import Setup
@@ -38,7 +40,8 @@ Routed = list[tuple[int, int]]  # number in the trace, and replica
 @dataclass(frozen=True, slots=True)
 class FleetSetup:
     """Replicas with equal setups behind a router. With `autoscale` the number of replicas varies
-    within its bounds. `epoch`: seconds between two load reports."""
+    within its bounds. `epoch`: seconds between two load reports. `seed`: of routers that choose at
+    random. `costs`: the cost models of the replicas, in turn; the setup's if there are none."""
 
     setup: "Setup"
     replicas: int
@@ -46,6 +49,8 @@ class FleetSetup:
     autoscale: "AutoscaleSettings | None" = None
     epoch: float = 0.1
     processes: int = 1
+    seed: int = 0
+    costs: "tuple[CostModel, ...]" = ()
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
@@ -150,7 +155,9 @@ def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFig
             "states, and with requests that have no deadline, grammar, ITL goal or background "
             "priority and that no client ends."
         )
-    shard = Shard(fleet.setup, arrivals, forecasts=fleet.router in FORECASTING)
+    costs = fleet.costs or (fleet.setup.cost,)
+    setups = [replace(fleet.setup, cost=cost) for cost in costs]
+    shard = Shard(setups, arrivals, forecasts=fleet.router in FORECASTING)
     with ExitStack() as stack:
         shards: _Shards
         if fleet.processes == 1:
@@ -179,7 +186,7 @@ class _Coordinator:
         self._fleet = fleet
         self._arrivals = arrivals
         self._shards = shards
-        self._loads = Loads(fleet.most)
+        self._loads = Loads(fleet.most, fleet.seed)
         size = block_size_of(arrivals[0]) if arrivals else SHARED_BLOCK
         cache_blocks = max(1, fleet.setup.num_slots // size)
         self._router = ROUTERS[fleet.router](self._loads, fleet.setup.cost, cache_blocks)

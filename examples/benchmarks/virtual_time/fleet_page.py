@@ -9,13 +9,7 @@ Found = Mapping[str, Any]
 def report(found: Found, check: Found | None = None) -> str:
     """The page, with the parts that were run; `check` has the figures of `fleet_check`."""
     parts = [_HEAD]
-    if "largest" in found:
-        part = found["largest"]
-        (row,) = part["rows"]
-        parts.append(
-            f"The largest: {part['replicas']:,} replicas and {part['requests']:,} requests of "
-            f"{part['seconds']:,.0f} s, {part['title']}. {speed(part, row)}\n"
-        )
+    parts += [largest(found[name]) for name in found if name.startswith("largest_")]
     for name in ("azure", "mooncake"):
         if name in found:
             parts.append(routers(name, found[name]))
@@ -26,16 +20,35 @@ def report(found: Found, check: Found | None = None) -> str:
     return "\n".join(parts)
 
 
+def largest(part: Found) -> str:
+    """A paragraph on the largest fleet under one trace."""
+    (row,) = part["rows"]
+    text = (
+        f"The largest: {part['replicas']:,} replicas and {part['requests']:,} requests of "
+        f"{part['seconds']:,.0f} s, {part['title']}. {speed(part, row)}"
+    )
+    for again in part["repeated"]:
+        used = again["speed"]
+        text += (
+            f" Run again in {again['processes']} process(es), in {used['cpu']:,.0f} CPU seconds "
+            f"({used['wall']:,.0f} s): the same digest of all figures, {again['digest']}."
+        )
+    return text + "\n"
+
+
 def beside_servers(check: Found) -> str:
     """A table of what two real servers did and what the simulation says."""
+    loads = [row["load_average"] for row in check["rows"]]
     lines = [
         "## Two real servers behind smg, and the simulation",
         "",
         "`python -m examples.benchmarks.fleet_check --smg PATH`: the same chats at the same times",
-        "at two servers of the built-in model behind smg 1.13, and at two simulated replicas",
-        "behind our routers, with the cost that the servers recorded; 2 cores, load average "
-        f"{check['load_average']:.0f}.",
-        "The servers' JCT includes HTTP, tokenizing and smg.",
+        "at two servers of the built-in model behind smg 1.13, and at two simulated replicas behind",
+        "*smg-cache-aware* or *round-robin*. Each replica has the cost that one of the servers",
+        "recorded, while both servers, smg and the clients shared 2 cores; load average "
+        f"{min(loads):.0f} to {max(loads):.0f}. smg chooses among equal",
+        "workers at random: simulated values are means of 20 seeds. JCT is for information: that of",
+        "the servers includes HTTP, tokenizing and smg.",
         "",
         "| smg's policy | requests/s | | measured | simulated | error |",
         "|---|---|---|---|---|---|",
@@ -66,7 +79,9 @@ reports and by what it has sent since. Every figure but the speed is a function 
 runs, on any number of processes, are equal bit for bit. No such fleet was ever run for real.
 
 - *round-robin*: each replica in turn. *least-tokens*: fewest tokens of live requests.
-- *prefix*: the replica that got the longest matching prefix, unless it is overloaded (as smg 1.13).
+- *prefix*: the replica that got the longest matching prefix, unless it is overloaded.
+- *smg-cache-aware*: the cache_aware policy of smg 1.13, from its source: much like *prefix*, but by
+  reports that are up to 10 s old, and prompts without a known length.
 - *forecast*: each replica forecasts by the engine's cost model how much later a new request would
   end; the router adds the uncached part of the prompt and its delay of the live requests.
 """

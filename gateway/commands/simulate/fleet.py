@@ -11,7 +11,7 @@ from rich.table import Table
 from engine.errors import InvalidRequest
 from engine.simulated.fleet.autoscaler import AutoscaleSettings
 from engine.simulated.fleet.figures import FleetFigures
-from engine.simulated.fleet.router import ROUTERS
+from engine.simulated.fleet.routers import ROUTERS
 from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate

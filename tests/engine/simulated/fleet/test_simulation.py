@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 from engine.policy import build
 from engine.simulated.catalogue import DEVICES, SHAPES
 from engine.simulated.fleet.autoscaler import AutoscaleSettings
-from engine.simulated.fleet.router import ROUTERS
+from engine.simulated.fleet.routers import ROUTERS
 from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.hardware import Deployment
 from engine.simulated.run import Setup, simulate
