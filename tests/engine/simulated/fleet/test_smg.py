@@ -1,4 +1,4 @@
-"""smg's cache_aware policy: choices by reports that are up to 10 s old and by what was sent since."""
+"""smg's cache_aware policy: choices by reports up to 10 s old and by what was sent since."""
 
 from dataclasses import replace
 
