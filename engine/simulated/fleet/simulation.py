@@ -143,7 +143,28 @@ def _serve(pipe: "Connection", shard: Shard) -> None:
         return
 
 
+class FleetRun(NamedTuple):
+    """What happened in a run: the results of each shard, samples of the fleet over time, and
+    replica-seconds."""
+
+    results: "list[ShardResult]"
+    moments: list[FleetMoment]
+    seconds: "_Seconds"
+
+
 def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFigures:
+    """The figures of `run_fleet`."""
+    return figures_of(fleet, arrivals, run_fleet(fleet, arrivals))
+
+
+def figures_of(fleet: FleetSetup, arrivals: "Sequence[Arrival]", run: FleetRun) -> FleetFigures:
+    """The figures of a run of these arrivals."""
+    return summarise_fleet(
+        fleet.label, arrivals, run.results, run.moments, run.seconds, fleet.setup.slo
+    )
+
+
+def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
     """Run the arrivals, which are sorted by time, until every request has ended.
 
     Raises `InvalidRequest` for a setup or a load that only a single replica can run.
@@ -166,10 +187,7 @@ def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFig
             shards = stack.enter_context(_InProcesses(shard, fleet.processes))
         coordinator = _Coordinator(fleet, arrivals, shards)
         coordinator.run()
-        results = shards.results()
-    return summarise_fleet(
-        fleet.label, arrivals, results, coordinator.moments, coordinator.seconds, fleet.setup.slo
-    )
+        return FleetRun(shards.results(), coordinator.moments, coordinator.seconds)
 
 
 class _Seconds(NamedTuple):
