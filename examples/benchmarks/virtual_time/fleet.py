@@ -159,7 +159,7 @@ def largest(case: Case, args: argparse.Namespace, before: dict[str, Any]) -> dic
     name = f"largest_{case.name}"
     case = replace(case, name=name, routers=(LARGEST_ROUTERS[case.name],))
     found = compared(case, args)
-    earlier = before.get(name)
+    earlier: dict[str, Any] | None = before.get(name)
     if earlier is None or earlier["requests"] != found["requests"]:
         return found | {"repeated": []}
     (new,), (old,) = found["rows"], earlier["rows"]
