@@ -82,7 +82,7 @@ def compare(arrivals: Sequence[Arrival], copies: int, processes: int) -> list[di
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot load and replicas over time, TTFT over time, and cost with the share of good requests."""
+    """Plot load and replicas over time, TTFT over time, and cost with the share of good ones."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
