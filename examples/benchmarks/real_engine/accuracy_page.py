@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 BEST = "with the pace"
+SHOWN = 40.0  # %; larger errors are written at the edge of the plot
 GOALS = {"p50": 0.05, "p99": 0.10, "throughput": 0.02}
 Row = Mapping[str, Any]
 
@@ -117,9 +118,15 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             values = [100 * one["error"] for one in each]
             widths = [100 * one["interval"] for one in each]
             axes.errorbar(places, values, widths, fmt="o", capsize=3, label=name)
+            for x, value in zip(places, values, strict=True):
+                if abs(value) > SHOWN:
+                    edge, color = SHOWN if value > 0 else -SHOWN, f"C{number}"
+                    axes.annotate(f"{value:+.0f} %", (x, 0.93 * edge), color=color, ha="center")
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(quantities)), quantities, rotation=30)
-        title = f"simulation against engine at {row['load']:.0%} of capacity; grey: goal"
-        axes.set(title=title, ylabel="error of the prediction, %")
-    panels[0].legend(title="cost model")
+        title = f"Simulation beside the real engine at {row['load']:.0%} of its capacity"
+        axes.set(title=title, ylabel="predicted beside measured, % (grey: the goal)")
+        axes.set_ylim(-SHOWN, SHOWN)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names), title="cost model")
     figure.savefig(path, format="png", dpi=110)
