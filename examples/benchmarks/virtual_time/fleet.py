@@ -114,7 +114,7 @@ def cpu_seconds() -> float:
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, both))
 
 
-def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def compared(case: Case, args: argparse.Namespace, *, has_plot: bool = True) -> dict[str, Any]:
     """The case's routers under one load."""
     arrivals = load_of(case, args.traces, args.replicas, args.seconds)
     return {
@@ -124,12 +124,12 @@ def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "replicas": args.replicas,
         "seconds": args.seconds,
         "requests": len(arrivals),
-        "rows": compare_routers(case, arrivals, args),
+        "rows": compare_routers(case, arrivals, args, has_plot=has_plot),
     }
 
 
 def compare_routers(
-    case: Case, arrivals: Sequence[Arrival], args: argparse.Namespace
+    case: Case, arrivals: Sequence[Arrival], args: argparse.Namespace, *, has_plot: bool
 ) -> list[dict[str, Any]]:
     """The figures of each router, and the speed of the simulation."""
     fleet = FleetSetup(case.setup(), args.replicas, processes=args.processes)
@@ -149,7 +149,8 @@ def compare_routers(
             }
         )
         print(case.name, router, speed, found[-1]["digest"], flush=True)
-    draw_fleets(runs, args.out / f"{case.name}.png")
+    if has_plot:
+        draw_fleets(runs, args.out / f"{case.name}.png")
     return found
 
 
@@ -158,7 +159,7 @@ def largest(case: Case, args: argparse.Namespace, before: dict[str, Any]) -> dic
     figures. Raises `SystemExit` if the figures of an earlier run differ."""
     name = f"largest_{case.name}"
     case = replace(case, name=name, routers=(LARGEST_ROUTERS[case.name],))
-    found = compared(case, args)
+    found = compared(case, args, has_plot=False)
     earlier: dict[str, Any] | None = before.get(name)
     if earlier is None or earlier["requests"] != found["requests"]:
         return found | {"repeated": []}
