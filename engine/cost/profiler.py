@@ -8,7 +8,7 @@ exceed the time limit.
 
 import asyncio
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from statistics import median
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from engine.step import StepResult
 
 REPEATS = 3
+MOST_REPEATS = 15  # of a fast step: its first runs are slower than those of a server under load
 _FIRST_ID = 1 << 40  # of requests and steps; an engine's own ids are lower
 _SHORT, _LONG = 16, 1024  # tokens of context
 _GROWTH = 4  # from one length or batch to the next
 _MAX_REPEAT_SHARE = 0.02  # of the time limit, after which a step is not repeated
+_MORE_REPEATS_SHARE = 0.005  # of the time limit, after which `REPEATS` are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ async def measure(
         if len(samples) > 1 and probe.size * per_token > until - clock():
             continue
         repeats: list[float] = []
-        while len(repeats) < REPEATS and sum(repeats) <= _MAX_REPEAT_SHARE * seconds:
+        while _may_repeat(repeats, seconds):
             submitted = clock()
             result = await _result(executor.submit(probe.step(len(idle), limits)))
             idle.append(clock() - submitted - result.seconds)
@@ -140,6 +142,12 @@ async def measure(
         samples.append(probe.sample(median(repeats)))
         per_token = samples[-1].seconds / probe.size
     return fit(samples, idle_step=max(0.0, median(idle)))
+
+
+def _may_repeat(repeats: "Sequence[float]", seconds: float) -> bool:
+    """Whether a step that took these seconds is run once more, within a limit of `seconds`."""
+    share = _MAX_REPEAT_SHARE if len(repeats) < REPEATS else _MORE_REPEATS_SHARE
+    return len(repeats) < MOST_REPEATS and sum(repeats) <= share * seconds
 
 
 async def _result(future: "StepFuture") -> "StepResult":

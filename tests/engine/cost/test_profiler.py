@@ -1,6 +1,8 @@
 """The profile of a machine that is known exactly, and what it does not do: overrun its time."""
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +10,7 @@ from engine.cost.model import CostModel
 from engine.cost.profiler import Probe, ProbeLimits, measure, probes
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import Step
+from engine.step import Step, StepResult
 from engine.worker.model.layout import LayoutLimits, build_layout
 
 QUICK = CostModel(
@@ -41,6 +43,31 @@ def test_a_slow_machine_is_measured_in_fewer_steps_within_the_same_time(slower: 
     found, took = profile(CostModel(curve, 2e-7, 1e-8), BOUNDS, 2.0)
     assert took < 3.0
     assert found.compute(1, 0) == pytest.approx(0.002 * slower, rel=0.05)
+
+
+class WarmingExecutor(SimulatedExecutor):
+    """A worker whose steps of a size take four times as long until it has run two of them."""
+
+    def __init__(self, cost: CostModel) -> None:
+        super().__init__(cost)
+        self._runs: Counter[int] = Counter()
+
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
+        result, at = super().run(step, now)
+        self._runs[step.num_tokens] += 1
+        if self._runs[step.num_tokens] > 2:
+            return result, at
+        return replace(result, seconds=4 * result.seconds), at + 3 * result.seconds
+
+
+def test_fast_steps_are_repeated_until_their_first_slow_runs_do_not_count() -> None:
+    async def main() -> CostModel:
+        clock = asyncio.get_running_loop().time
+        return await measure(WarmingExecutor(QUICK), BOUNDS, clock, 60.0)
+
+    found = run_virtual(main())
+    for length in (1, 4, 64):
+        assert found.compute(length, 0) == pytest.approx(QUICK.compute(length, 0), rel=0.05)
 
 
 def test_two_steps_are_run_however_long_they_take() -> None:
