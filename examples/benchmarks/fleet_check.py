@@ -227,8 +227,8 @@ def main() -> None:
         rows.append(compare(args.smg, policy, rate))
         sys.stdout.write(json.dumps(rows[-1]) + "\n")
         sys.stdout.flush()
-    rows.sort(key=lambda row: (row["rate"], row["policy"]))
-    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        rows.sort(key=lambda row: (row["rate"], row["policy"]))
+        path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
