@@ -31,7 +31,7 @@ MINUTE = 60.0
 
 def settings_for(copies: int) -> AutoscaleSettings:
     """Bounds far from what the load needs, and a new replica in a minute."""
-    return AutoscaleSettings(least=6 * copies, most=40 * copies)
+    return AutoscaleSettings(least=2 * copies, most=40 * copies)
 
 
 def minutes_of(arrivals: Sequence[Arrival], run: FleetRun) -> dict[str, list[float]]:
