@@ -1,11 +1,11 @@
 """Autoscaling in virtual time: replicas, TTFT and cost over an hour, beside fleets of fixed size.
 
-    python -m examples.benchmarks.virtual_time.autoscaling --traces DIR [--copies 4] [--out DIR]
+    python -m examples.benchmarks.virtual_time.autoscaling --traces DIR [--copies 3] [--out DIR]
 
 The Azure conversation hour, superposed `--copies` times, at replicas of Llama-3.1-8B on one L4 each
 behind the least-tokens router. Three fleets: one that grows and shrinks with the tokens that wait,
 one of its mean size (the same cost), and one of its largest size. Writes autoscaling.json and
-autoscaling.png, which the page of `virtual_time.fleet` shows. Takes about two CPU minutes.
+autoscaling.png, which the page of `virtual_time.fleet` shows. Takes about a CPU minute.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--copies", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
