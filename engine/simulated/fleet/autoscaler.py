@@ -1,9 +1,10 @@
-"""Autoscaler: how many replicas take requests, from the tokens that wait for one.
+"""Autoscaler: how many replicas take requests, from waiting tokens and the use of KV memory.
 
-The rule of Kubernetes' HorizontalPodAutoscaler on waiting tokens per replica: above the target the
-number grows in proportion, at most by half at a time. A new replica takes requests after its
-start-up delay. Once nothing has waited for `calm_seconds`, a twentieth of the replicas stops taking
-requests in each interval; they finish those that they have.
+The rule of Kubernetes' HorizontalPodAutoscaler on two metrics, waiting tokens per replica and the
+share of KV slots in use: if one is above its target, the number grows in proportion, at most by
+half at a time. A new replica takes requests after its start-up delay. Once nothing has waited for
+`calm_seconds`, a twentieth of the replicas stops taking requests in each interval, as long as the
+use of KV memory stays below its target without them; they finish those that they have.
 """
 
 from collections import deque
@@ -15,7 +16,8 @@ from engine.errors import InvalidRequest
 
 MOST_GROWTH = 1.5  # at a time
 SHRINK = 0.05
-CALM = 0.1  # of the target, below which the fleet may shrink
+CALM = 0.1  # of the target of waiting tokens, below which the fleet may shrink
+MARGIN = 0.9  # of the target of KV usage, which the fleet may reach by shrinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class AutoscaleSettings:
     least: int
     most: int
     target_tokens: float = 2_000.0
+    target_usage: float = 0.6  # of the KV slots
     start_seconds: float = 60.0  # from the decision until a new replica takes requests
     interval: float = 15.0
     calm_seconds: float = 120.0
@@ -53,25 +56,28 @@ class Autoscaler:
         self._decide_at = settings.interval
         self._calm_since = 0.0
 
-    def update(self, now: float, waiting_tokens: float) -> Scale:
-        """The replicas from `now` on; `waiting_tokens` of all replicas."""
+    def update(self, now: float, waiting_tokens: float, usage: float = 0.0) -> Scale:
+        """The replicas from `now` on; `waiting_tokens` of all replicas, and the mean `usage` of
+        the KV slots of those that take requests."""
         while self._starting and self._starting[0] <= now:
             self._starting.popleft()
             self._active += 1
         if now >= self._decide_at:
             self._decide_at = now + self._settings.interval
-            self._decide(now, waiting_tokens)
+            self._decide(now, waiting_tokens, usage)
         return Scale(self._active, len(self._starting))
 
-    def _decide(self, now: float, waiting_tokens: float) -> None:
+    def _decide(self, now: float, waiting_tokens: float, usage: float) -> None:
         settings = self._settings
-        ratio = waiting_tokens / self._active / settings.target_tokens
+        waiting = waiting_tokens / self._active / settings.target_tokens
+        used = usage / settings.target_usage
         total = self._active + len(self._starting)
-        if ratio > CALM:
+        if waiting > CALM:
             self._calm_since = now
-        if ratio > 1.0:
+        if (ratio := max(waiting, used)) > 1.0:
             wanted = ceil(self._active * min(ratio, MOST_GROWTH))
             for _ in range(min(wanted, settings.most) - total):
                 self._starting.append(now + settings.start_seconds)
         elif now - self._calm_since >= settings.calm_seconds and not self._starting:
-            self._active = max(settings.least, self._active - ceil(SHRINK * self._active))
+            fewest = max(settings.least, self._active - ceil(SHRINK * self._active))
+            self._active = max(fewest, min(self._active, ceil(self._active * used / MARGIN)))

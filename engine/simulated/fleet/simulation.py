@@ -254,7 +254,9 @@ class _Coordinator:
         if self._autoscaler is None:
             return
         before = self._scale
-        self._scale = self._autoscaler.update(now, float(self._loads.waiting_tokens.sum()))
+        loads = self._loads
+        waiting, usage = float(loads.waiting_tokens.sum()), float(loads.usage[loads.active].mean())
+        self._scale = self._autoscaler.update(now, waiting, usage)
         if self._scale.active != before.active:
             self._loads.activate(range(self._scale.active))
 

@@ -66,8 +66,8 @@ ITL is that of a request (TPOT). Intervals (95 %) are from {found["batches"]} ba
 requests. Cost models: *at the start*, the one that a server measures before it is ready; *earlier
 run*, fitted to the steps of a run at 60 % load with other arrivals, and to the event loop's time
 between them; *first fifth*, the same fit to the first fifth of the run itself, of which the rest is
-compared; *with the pace*, the same with the spread of that fifth, and with the speed of the
-machine estimated again for each twentieth of the run from the twentieth before it.
+compared; *with the pace*, the same with the spread of steps of each size in that fifth, and with
+the speed of the machine estimated again for each twentieth of the run from the twentieth before it.
 
 {table(found["rows"])}
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from itertools import cycle
 from pathlib import Path
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
+from engine.cost.fit import Sample
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.events import ObserverGroup
@@ -28,6 +30,7 @@ from examples.benchmarks.real_engine.machine import Machine
 from gateway.serve.server import tune_collector
 
 NO_SLO = SLO()
+CLASSES = 8  # of steps by their predicted seconds, with equally many steps in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,16 @@ async def measure(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How the steps of a machine differ from a cost model: `ratios` of measured to predicted
-    seconds, in their order and over again, and `speeds`, factors on all seconds, one for each
-    `period` seconds of the run (the last one for the rest)."""
+    """How the steps of a machine differ from a cost model.
 
-    ratios: tuple[float, ...] = (1.0,)
+    `bounds` in predicted seconds divide steps into classes; `ratios` are those of measured to
+    predicted seconds for each class, in their order and over again. (A stall takes a millisecond
+    whatever the step: the ratios of short steps are not those of long ones.) `speeds` are factors
+    on all seconds, one for each `period` seconds of the run, the last one for the rest.
+    """
+
+    bounds: tuple[float, ...] = ()
+    ratios: tuple[tuple[float, ...], ...] = ((1.0,),)
     speeds: tuple[float, ...] = (1.0,)
     period: float = 1.0
 
@@ -78,11 +86,13 @@ class _PacedCost:
 
     def __init__(self, model: CostModel, pace: Pace) -> None:
         self._model = model
-        self._ratios = cycle(pace.ratios)
+        self._ratios = [cycle(ratios) for ratios in pace.ratios]
         self._pace = pace
 
     def step(self, step: Step) -> float:
-        return self._model.step(step) * next(self._ratios) * self._speed
+        seconds = self._model.step(step)
+        ratios = self._ratios[bisect_right(self._pace.bounds, seconds)]
+        return seconds * next(ratios) * self._speed
 
     def idle(self, num_entries: int) -> float:
         return self._model.idle(num_entries) * self._speed
@@ -93,9 +103,18 @@ class _PacedCost:
         return self._pace.speeds[min(number, len(self._pace.speeds) - 1)]
 
 
-def ratios_of(recording: Recording, cost: CostModel) -> list[float]:
-    """Measured over predicted seconds of each step."""
-    return [sample.seconds / sample.predicted(cost) for sample in recording.samples()]
+def spread_of(
+    samples: Sequence[Sample], cost: CostModel
+) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    """The `bounds` and `ratios` of a pace. The sum of all steps takes what the model predicts."""
+    predicted = [sample.predicted(cost) for sample in samples]
+    ordered, size = sorted(predicted), -(-len(predicted) // CLASSES)
+    bounds = sorted(set(ordered[size::size]) - {ordered[0]})
+    speed = sum(sample.seconds for sample in samples) / sum(predicted)
+    ratios: list[list[float]] = [[] for _ in range(len(bounds) + 1)]
+    for sample, seconds in zip(samples, predicted, strict=True):
+        ratios[bisect_right(bounds, seconds)].append(sample.seconds / seconds / speed)
+    return tuple(bounds), tuple(map(tuple, ratios))
 
 
 def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) -> Pace:
@@ -110,9 +129,8 @@ def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) ->
         both[0] += sample.seconds
         both[1] += sample.predicted(cost)
     speeds = [measured / predicted if predicted else 1.0 for measured, predicted in sums]
-    ratios = ratios_of(seen, cost)
-    mean = sum(ratios) / len(ratios)
-    return Pace(tuple(ratio / mean for ratio in ratios), (1.0, *speeds[:-1]), period)
+    bounds, ratios = spread_of(list(seen.samples()), cost)
+    return Pace(bounds, ratios, (1.0, *speeds[:-1]), period)
 
 
 def simulate(

@@ -5,8 +5,9 @@ divided, Poisson arrivals. Each load is run on the engine once, and simulated wi
 (paired) under three cost models: the one that a server measures when it starts, one fitted to an
 earlier run with other arrivals, and one fitted to the first fifth of the same run, as a server
 refines it while it serves; the rest of the run is compared. The third is also used with the pace
-of the machine: steps have the spread of that fifth, and their speed is estimated again for each
-twentieth of the run from the one before it, as a server follows a machine that is used by others.
+of the machine: steps have the spread of steps of their size in that fifth, and their speed is
+estimated again for each twentieth of the run from the one before it, as a server follows a machine
+that is used by others.
 
 Errors have 95 % intervals from the means of batches of consecutive requests. From 80 % of capacity
 on, latencies say more about the load than about the simulator, so there the error is given in load:

@@ -3,9 +3,10 @@
     python -m examples.benchmarks.virtual_time.autoscaling --traces DIR [--copies 3] [--out DIR]
 
 The Azure conversation hour, superposed `--copies` times, at replicas of Llama-3.1-8B on one L4 each
-behind the least-tokens router. Three fleets: one that grows and shrinks with the tokens that wait,
-one of its mean size (the same cost), and one of its largest size. Writes autoscaling.json and
-autoscaling.png, which the page of `virtual_time.fleet` shows. Takes about a CPU minute.
+behind the least-tokens router. Three fleets: one that grows and shrinks with waiting tokens and
+the use of KV memory, one of its mean size (the same cost), and one of its largest size. Writes
+autoscaling.json and autoscaling.png, which the page of `virtual_time.fleet` shows. Takes about a
+CPU minute.
 """
 
 import argparse
@@ -30,8 +31,8 @@ MINUTE = 60.0
 
 
 def settings_for(copies: int) -> AutoscaleSettings:
-    """Bounds far from what the load needs, and a new replica in a minute."""
-    return AutoscaleSettings(least=2 * copies, most=40 * copies)
+    """Bounds on both sides of what the load needs, and a new replica in a minute."""
+    return AutoscaleSettings(least=3 * copies, most=40 * copies)
 
 
 def minutes_of(arrivals: Sequence[Arrival], run: FleetRun) -> dict[str, list[float]]:
@@ -85,6 +86,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot load and replicas over time, TTFT over time, and cost with the share of good ones."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     figure = Figure(figsize=(11, 10), layout="constrained")
     FigureCanvasAgg(figure)
@@ -102,20 +104,21 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         color, minutes = f"C{number}", row["minutes"]
         size.plot(at, minutes["active"], color=color, label=row["fleet"])
         wait.plot(at, minutes["ttft_p95"], color=color, label=row["fleet"])
-    size.set(title="replicas that take requests (one L4 each)", ylabel="replicas")
+    size.set(title="Replicas that take requests (one L4 each)", ylabel="replicas")
     size.set_ylim(bottom=0)
     size.legend(loc="lower center", ncols=2)
     wait.axhline(GOAL, color="black", linestyle="--", linewidth=0.9)
     wait.annotate(f"goal: {GOAL:g} s", (1, GOAL), (0, 4), textcoords="offset points")
     wait.set(yscale="log", ylabel="seconds", xlabel="minutes since the start of the trace")
-    wait.set_title("TTFT of the slowest 5 % of the requests of each minute (p95; lower is better)")
+    wait.yaxis.set_major_formatter(ScalarFormatter())
+    wait.set_title("TTFT that 95 % of the requests of each minute stay below (p95)")
     wait.legend(loc="upper right")
     wait.grid(alpha=0.3, which="both")
     names = [row["fleet"] for row in rows]
     bars = cost.barh(names, [row["gpu_hours"] for row in rows], color=["C0", "C1", "C2"])
     labels = [f"{r['gpu_hours']:.0f} GPU hours, {r['good']:.1%} within {GOAL:g} s" for r in rows]
     cost.bar_label(bars, labels, padding=4)
-    cost.set(title="cost, and requests within the goal", xlabel="GPU hours")
+    cost.set(title="Cost, and requests within the goal", xlabel="GPU hours")
     cost.set_xlim(0, 1.6 * max(row["gpu_hours"] for row in rows))
     cost.invert_yaxis()
     figure.savefig(path, format="png", dpi=110)

@@ -25,7 +25,7 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("fleet").add_argument
     add("--replicas", type=positive, metavar="N", help="servers with this hardware behind a router")
     add_router(parser)
-    bounds = "vary the number of replicas between MIN and MAX with the waiting tokens"
+    bounds = "vary the number of replicas between MIN and MAX by waiting tokens and KV use"
     add("--autoscale", type=positive, nargs=2, metavar=("MIN", "MAX"), help=bounds)
     target = "waiting tokens per replica above which the fleet grows"
     add("--target-tokens", type=above_zero, default=_SCALE.target_tokens, metavar="N", help=target)

@@ -41,6 +41,25 @@ def test_a_fleet_shrinks_only_after_a_calm() -> None:
     assert scaler.update(270.0, 0.0).active == before - 1
 
 
+def test_a_fleet_grows_before_its_kv_memory_is_full() -> None:
+    scaler = Autoscaler(SETTINGS)
+    assert scaler.update(10.0, 0.0, usage=0.59) == Scale(2, 0)
+    assert scaler.update(20.0, 0.0, usage=0.61) == Scale(2, 1)
+
+
+def test_a_fleet_shrinks_only_as_far_as_its_kv_memory_allows() -> None:
+    scaler = Autoscaler(SETTINGS)
+    for n in range(20):
+        scaler.update(10.0 * n, 1e9)
+    used = 5.9 * 0.9 * 0.6  # of the slots of one replica: six replicas are enough
+    sizes = []
+    for n in range(30):
+        usage = used / (sizes[-1] if sizes else 10)
+        sizes.append(scaler.update(300.0 + 10.0 * n, 0.0, usage).active)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 6
+
+
 def test_bounds_that_cannot_be_kept_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="1 <= least <= most replicas, not 3 and 2"):
         AutoscaleSettings(3, 2)
