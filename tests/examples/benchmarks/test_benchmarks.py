@@ -169,11 +169,17 @@ def test_a_pipeline_is_measured_and_simulated(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "pipeline.json"}
 
 
-def test_routers_are_compared_on_a_simulated_fleet(tmp_path: Path) -> None:
-    traces = tmp_path / "traces"
+def traces_in(folder: Path) -> Path:
+    """A folder with the beginning of the Azure trace."""
+    traces = folder / "traces"
     traces.mkdir()
     sample = ROOT / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
     shutil.copy(sample, traces / "azure_2023_conv.csv.gz")
+    return traces
+
+
+def test_routers_are_compared_on_a_simulated_fleet(tmp_path: Path) -> None:
+    traces = traces_in(tmp_path)
     size = ("--replicas", "12", "--seconds", "30", "--only", "azure", "--processes", "2")
     run_here("benchmarks.virtual_time.fleet", "--traces", traces, *size, "--out", tmp_path)
     page = (tmp_path / "README.md").read_text()
@@ -182,3 +188,30 @@ def test_routers_are_compared_on_a_simulated_fleet(tmp_path: Path) -> None:
         assert f"| {row['router']} |" in page
         assert row["num_finished"] == row["num_arrived"] == found["requests"] > 50
     assert (tmp_path / "azure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_fleet_is_compared_with_its_earlier_run(tmp_path: Path) -> None:
+    traces = traces_in(tmp_path)
+    size = ("--seconds", "2", "--only", "largest", "--largest", "azure")
+    for processes in ("1", "2"):
+        more = (*size, "--processes", processes, "--out", tmp_path)
+        run_here("benchmarks.virtual_time.fleet", "--traces", traces, *more)
+    found = json.loads((tmp_path / "fleet.json").read_text())["largest_azure"]
+    assert found["replicas"] == 1000
+    assert [again["digest"] for again in found["repeated"]] == [found["rows"][0]["digest"]]
+    assert "the same digest of all figures" in (tmp_path / "README.md").read_text()
+    changed = json.loads((tmp_path / "fleet.json").read_text())
+    changed["largest_azure"]["rows"][0]["digest"] = "0"
+    (tmp_path / "fleet.json").write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match="but 0 in an earlier run"):
+        run_here("benchmarks.virtual_time.fleet", "--traces", traces, *more)
+
+
+def test_an_autoscaled_hour_is_compared_with_fleets_of_fixed_size(tmp_path: Path) -> None:
+    size = ("--copies", "1", "--processes", "1", "--out", tmp_path)
+    run_here("benchmarks.virtual_time.autoscaling", "--traces", traces_in(tmp_path), *size)
+    found = json.loads((tmp_path / "autoscaling.json").read_text())
+    scaled, same_cost, largest = found["rows"]
+    assert scaled["gpu_hours"] < largest["gpu_hours"]
+    assert len(scaled["minutes"]["ttft_p95"]) == len(same_cost["minutes"]["ttft_p95"])
+    assert (tmp_path / "autoscaling.png").read_bytes().startswith(b"\x89PNG")
