@@ -52,7 +52,7 @@ def test_a_fleet_shrinks_only_as_far_as_its_kv_memory_allows() -> None:
     for n in range(20):
         scaler.update(10.0 * n, 1e9)
     used = 5.9 * 0.9 * 0.6  # of the slots of one replica: six replicas are enough
-    sizes = []
+    sizes: list[int] = []
     for n in range(30):
         usage = used / (sizes[-1] if sizes else 10)
         sizes.append(scaler.update(300.0 + 10.0 * n, 0.0, usage).active)
