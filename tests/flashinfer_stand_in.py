@@ -29,9 +29,16 @@ class StandIn:
     """See `Library`. `calls` are the arguments of all plans and runs, in order."""
 
     num_processors = 4
+    names = ("Standing GPU", "flashinfer", "0")
 
-    def __init__(self, *, is_fused: bool = False) -> None:
+    def __init__(self, *, is_fused: bool = False, capability: tuple[int, int] = (8, 0)) -> None:
+        """XQA needs capability (9, 0); `slowness` are seconds of a run of each kernel."""
         self.is_fused = is_fused  # whether there is a kernel for RoPE and cache write
+        self.capability = capability
+        self.slowness = {"captured": 2.0, "xqa": 1.0}
+        self.packed_error = ""  # that XQA raises
+        self.packed_factor = 1.0  # of its results
+        self.now = 0.0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.log: list[str] = []  # what the host waited for, with how many copies were pending
         self._queue: list[Callable[[], object]] = []
@@ -59,6 +66,25 @@ class StandIn:
         self.check_pinned("source", source, target.dtype)
         assert target.shape == source.shape
         self.later(lambda: target.copy_(source))
+
+    def fill(self, target: Tensor, value: int) -> None:
+        self.later(lambda: target.fill_(value))
+
+    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
+        self.check_device("places", places, torch.int64)
+        self.check_device("values", values, target.dtype)
+        assert places.shape == values.shape
+        self.later(lambda: target.index_copy_(0, places, values))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self.catch_up()
+        began = self.now
+        work()
+        return self.now - began
+
+    def packed_decode(self, workspace: Tensor) -> "StandInPacked":
+        self.check_device("workspace", workspace, torch.uint8)
+        return StandInPacked(self, workspace)
 
     def event(self) -> "StandInEvent":
         return StandInEvent(self)
@@ -196,6 +222,7 @@ class StandInWrapper(ABC):
     ) -> Tensor:
         if not self._planned:
             raise RuntimeError("run before plan")
+        self._stand_in.now += self._stand_in.slowness.get("captured", 0.0)
         arguments = {"q": q, "k_scale": k_scale, "v_scale": v_scale, "out": out}
         self._stand_in.calls.append(("run", arguments | {"paged_kv_cache": paged_kv_cache}))
         self._stand_in.catch_up()
@@ -302,3 +329,42 @@ class StandInCaptured(StandInWrapper):
             buffer[: len(tables[name])].copy_(tables[name].clone())
         ones = torch.arange(self.size + 1)
         self._tables = {"qo_indptr": ones, **self._buffers._asdict()}
+
+
+class StandInPacked:
+    """See `PackedDecode`: attention by the dense page table, with q as it lies in memory."""
+
+    def __init__(self, stand_in: StandIn, workspace: Tensor) -> None:
+        self._stand_in = stand_in
+        self._workspace = workspace
+
+    def __call__(self, **given: Any) -> None:
+        stand_in, q, out = self._stand_in, given["query"], given["out"]
+        stand_in.calls.append(("xqa", given))
+        stand_in.now += stand_in.slowness["xqa"]
+        stand_in.catch_up()
+        if stand_in.packed_error:
+            raise RuntimeError(stand_in.packed_error)
+        tables, lengths = given["block_tables"], given["seq_lens"]
+        stand_in.check_device("block_tables", tables, torch.int32)
+        stand_in.check_device("seq_lens", lengths, torch.uint32)
+        assert len(self._workspace) > 8 << 20, "the semaphores alone take 8 MiB"
+        keys, values = given["kv_cache"]
+        assert q.is_contiguous(), "the kernel knows no strides of q"
+        assert out.is_contiguous()
+        assert keys.dtype == values.dtype == q.dtype == out.dtype
+        assert given["kv_layout"] == "NHD"
+        assert tables.shape == (len(q), given["max_seq_len"] // keys.shape[1])
+        assert 0 <= int(tables.min()) <= int(tables.max()) < len(keys), "pages outside of the cache"
+        scale, group = given["bmm1_scale"], q.shape[1] // keys.shape[2]
+        for row, length in enumerate(lengths.view(torch.int32).tolist()):
+            pages = tables[row, : -(-length // keys.shape[1])].long()
+            k, v = (
+                each[pages].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
+                for each in (keys, values)
+            )
+            if (window := given["window_left"]) >= 0:
+                k, v = k[-window - 1 :], v[-window - 1 :]
+            weights = (torch.einsum("hd,khd->hk", q[row].double(), k) * scale).softmax(-1)
+            found = torch.einsum("hk,khd->hd", weights, v) * given["bmm2_scale"]
+            out[row] = (found * stand_in.packed_factor).to(out.dtype)

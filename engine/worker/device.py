@@ -49,7 +49,9 @@ DEVICES = {
     "cuda": "engine.worker.cuda.device:CudaDevice",
 }
 # Attention backends that run on one kind of device only.
-RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda", "flashinfer-split": "cuda"}
+RUNS_ON = {"cpu": "cpu"} | dict.fromkeys(
+    ("flashinfer", "flashinfer-split", "flashinfer-fa2", "flashinfer-xqa"), "cuda"
+)
 
 
 class Device(Protocol):

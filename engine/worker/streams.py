@@ -83,6 +83,13 @@ class Streams(Protocol):
         """
         ...
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The time of `work` on the device, as a graph: the host's launches are not measured.
+
+        `work` has run before, so that nothing is compiled in it.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until all work of all streams is done. Raises `WorkerLost` if the device fails."""
         ...

@@ -2,16 +2,19 @@
 
 A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
 token, unless many decodes would be computed in the large tiles of the prefills. Decode-only steps
-can be captured in CUDA graphs. `plan` runs once a step on the host: it splits the work, fills
-pinned tables and starts their copies; `run` only submits kernels to the stream. The host waits for
-the device only if the table copies of three steps ago are not done.
+can be captured in CUDA graphs, by the kernel that was faster at the start (`decode_choice`).
+`plan` runs once a step on the host: it splits the work, fills pinned tables and starts their
+copies; `run` only submits kernels to the stream. The host waits for the device only if the table
+copies of three steps ago are not done.
 """
 
 import torch
 from torch import Tensor
 
+from adapters.attention.flashinfer.captured import CapturedLaunches
+from adapters.attention.flashinfer.decode_choice import AUTO, FA2, XQA
 from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
-from adapters.attention.flashinfer.launches import CapturedLaunch, Geometry, MixedLaunch, Planned
+from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.rows import RopeAndWrite
@@ -30,6 +33,7 @@ class FlashInferAttention:
     unused."""
 
     always_splits = False  # whether decodes of each mixed step get a launch of their own
+    decode_kernel = AUTO  # of captured steps
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class FlashInferAttention:
         self._rope_and_write = RopeAndWrite(library, spec, cache, sizes.tokens)
         self._mixed = self._mixed_launch()
         self._decodes = self._mixed_launch()
-        self._captured: dict[int, CapturedLaunch] = {}  # by number of rows
+        self._captured = CapturedLaunches(
+            library, self._geometry, cache, self._work, self._arenas, self.decode_kernel
+        )
         self._planned: tuple[Planned, ...] = ()  # of the current step, set by `plan`
         self._rows = 0  # of the current step
 
@@ -85,14 +91,14 @@ class FlashInferAttention:
     def plan_captured(self, layout: RaggedLayout) -> None:
         """Plan a decode-only step for the graph of its batch size."""
         assert layout.is_decode_only, "steps with prefill are not captured"
-        launch = self._captured_launch(layout.num_requests)
+        launch = self._captured[layout.num_requests]
         with self._arenas.next() as arena:
             launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
         self._planned = (Planned(launch, slice(0, layout.num_requests)),)
 
     def baked(self, num_rows: int) -> tuple[int, ...]:
         """The plan's values that the graph of `num_rows` contains as constants."""
-        return self._library.baked(self._captured[num_rows].wrapper)
+        return self._captured[num_rows].baked(self._library)
 
     def run(
         self,
@@ -108,7 +114,9 @@ class FlashInferAttention:
         assert sinks is None, "specs with sinks are not supported"
         assert k is not None, "specs without KV of their own are not supported"
         assert v is not None, "specs without KV of their own are not supported"
-        self._rope_and_write(layer, self._slots[: len(q)], (q, k, v), rope)
+        is_contiguous = self._planned[0].launch.takes_contiguous
+        slots = self._slots[: len(q)]
+        q = self._rope_and_write(layer, slots, (q, k, v), rope, is_contiguous=is_contiguous)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:
             planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
@@ -151,21 +159,21 @@ class FlashInferAttention:
         wrapper = self._library.mixed(self._work.parts)
         return MixedLaunch(self._geometry, wrapper, self._library.event())
 
-    def _captured_launch(self, size: int) -> CapturedLaunch:
-        """The launch for this batch size, made at its first use."""
-        if size not in self._captured:
-            # buffers are written in and outside of inference mode
-            with torch.inference_mode(False):
-                wrapper = self._work.captured(size)
-            disables = self._geometry.disables_splits(size, self._library.num_processors)
-            launch = CapturedLaunch(
-                self._geometry, wrapper, self._library.event(), disables_splits=disables
-            )
-            self._captured[size] = launch
-        return self._captured[size]
-
 
 class SplitFlashInferAttention(FlashInferAttention):
     """Decodes of every mixed step get a separate launch with smaller tiles."""
 
     always_splits = True
+
+
+class Fa2FlashInferAttention(FlashInferAttention):
+    """Captured decodes are FA2's in all batch sizes."""
+
+    decode_kernel = FA2
+
+
+class XqaFlashInferAttention(FlashInferAttention):
+    """Captured decodes are XQA's in all batch sizes; raises `StartupError` where it cannot be
+    used."""
+
+    decode_kernel = XQA

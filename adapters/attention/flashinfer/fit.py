@@ -10,6 +10,8 @@ from engine.worker.ports import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
+PACKED_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
+PACKED_PAGES = (16, 32, 64, 128)
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16; fp8 KV is converted in the kernel
 MOST_STRIDE = 1 << 32  # elements of a page
 ALTERNATIVE = "--attention reference supports it, slowly, in plain torch"
@@ -44,6 +46,25 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
         )
     if block_size * spec.num_kv_heads * spec.head_dim >= MOST_STRIDE:
         return f"block_size {block_size} is too large for 32-bit strides"
+    return ""
+
+
+def unsupported_packed(
+    spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int, capability: tuple[int, int]
+) -> str:
+    """Why XQA cannot compute the decodes of a model that FA2 supports; "" if it can."""
+    major, minor = capability
+    if major not in PACKED_MAJORS:
+        return f"it needs compute capability 9.0, 10.0 or 12.0; the GPU has {major}.{minor}"
+    if block_size not in PACKED_PAGES:
+        known = ", ".join(map(str, PACKED_PAGES))
+        return f"--block-size {block_size} is not supported, only {known} are"
+    if kv_dtype != spec.dtype:
+        return "it computes with fp8 queries over an fp8 KV cache, which is less accurate"
+    if spec.soft_cap is not None:
+        return "capped attention scores are not supported"
+    if spec.is_batch_invariant:
+        return "it splits keys by the number of requests, which --batch-invariant excludes"
     return ""
 
 

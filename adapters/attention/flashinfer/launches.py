@@ -6,6 +6,7 @@ own copy comes, in stream order, after all layers that read the previous split.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from adapters.attention.flashinfer.ports import (
     CapturedWrapper,
     DeviceEvent,
+    Library,
     MixedWrapper,
     RunsPaged,
 )
@@ -67,6 +69,8 @@ class Geometry:
 class MixedLaunch:
     """Attention of requests with any number of new tokens; a decode has one."""
 
+    takes_contiguous = False  # whether q has to be contiguous
+
     def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: DeviceEvent) -> None:
         self._geometry = geometry
         self._wrapper = wrapper
@@ -107,6 +111,8 @@ class MixedLaunch:
 
 class CapturedLaunch:
     """Attention of a fixed number of decodes, for capture in a CUDA graph."""
+
+    takes_contiguous = False
 
     def __init__(
         self,
@@ -149,10 +155,39 @@ class CapturedLaunch:
         """Attention of one layer into `out`."""
         self._geometry.attend(self.wrapper, q, pages, out)
 
+    def baked(self, library: Library) -> tuple[int, ...]:
+        """The last plan's values that a graph contains as constants."""
+        return library.baked(self.wrapper)
+
+
+class Launch(Protocol):
+    """Attention that is planned once a step and run once a layer."""
+
+    @property
+    def takes_contiguous(self) -> bool:
+        """Whether q has to be contiguous."""
+        ...
+
+    def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
+        """Plan one step; `indices` are the requests' pages, int32 on the device."""
+        ...
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Attention of one layer into `out`."""
+        ...
+
+
+class DecodeLaunch(Launch, Protocol):
+    """A launch that a CUDA graph can contain."""
+
+    def baked(self, library: Library) -> tuple[int, ...]:
+        """The last plan's values that a graph contains as constants."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A planned launch and the rows of q that it computes."""
 
-    launch: MixedLaunch | CapturedLaunch
+    launch: Launch
     rows: slice

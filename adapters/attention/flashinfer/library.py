@@ -6,6 +6,7 @@ Kernels are compiled, or loaded from FlashInfer's cache, when a wrapper is first
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,11 +17,13 @@ from adapters.attention.flashinfer.ports import (
     CapturedWrapper,
     DeviceEvent,
     MixedWrapper,
+    PackedDecode,
     RopeAndCacheWrite,
 )
 from engine.errors import StartupError
 from engine.worker.cuda.kernels.library import has_fp8, load
 from engine.worker.cuda.kernels.reference import FP8
+from engine.worker.cuda.streams import CudaStreams
 
 LAYOUT = "NHD"  # pages are [tokens, heads, dim]
 KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
@@ -37,6 +40,8 @@ class FlashInfer:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self._mixed = package.BatchPrefillWithPagedKVCacheWrapper
         self._captured = package.BatchDecodeWithPagedKVCacheWrapper
+        self._packed = package.decode.xqa_batch_decode_with_kv_cache
+        self._version = str(package.__version__)
         self._apply_rope = cast(
             "Callable[[Tensor, Tensor, Tensor, int, Tensor, bool], None]",
             package.apply_rope_with_cos_sin_cache_inplace,
@@ -49,6 +54,16 @@ class FlashInfer:
         """The number of streaming multiprocessors."""
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability."""
+        return torch.cuda.get_device_capability(self._device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The GPU and FlashInfer's version."""
+        return torch.cuda.get_device_name(self._device), "flashinfer", self._version
+
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
         """Zeros: FlashInfer needs zeroed workspaces."""
         return torch.zeros(size, dtype=dtype, device=self._device)
@@ -60,6 +75,18 @@ class FlashInfer:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy in the current stream."""
         target.copy_(source, non_blocking=True)
+
+    def fill(self, target: Tensor, value: int) -> None:
+        """Set all elements in the current stream."""
+        target.fill_(value)
+
+    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
+        """An indexed copy in the current stream."""
+        target.index_copy_(0, places, values)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The time of a replayed CUDA graph of `work`."""
+        return CudaStreams(self._device).seconds(work)
 
     def event(self) -> DeviceEvent:
         """A new CUDA event."""
@@ -82,6 +109,10 @@ class FlashInfer:
             backend=KERNELS,
         )
         return cast(CapturedWrapper, wrapper)
+
+    def packed_decode(self, workspace: Tensor) -> PackedDecode:
+        """XQA over this workspace."""
+        return cast(PackedDecode, partial(self._packed, workspace_buffer=workspace))
 
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from engine.worker.cuda.kernels.reference import CacheRows
 
-# RoPE of q, and of k on its way to the cache, with cosines and sines `[tokens, dim / 2]` or None.
+# RoPE of q, in place or into the last tensor, and of k on its way to the cache, with cosines and
+# sines `[tokens, dim / 2]` or None.
 RopeAndCacheWrite = Callable[
-    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, CacheRows], None
+    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, CacheRows, Tensor | None], None
 ]
 
 
@@ -132,6 +133,25 @@ class CapturedWrapper(RunsPaged, Protocol):
     ) -> None: ...
 
 
+class PackedDecode(Protocol):
+    """`xqa_batch_decode_with_kv_cache` over a workspace: attention of one token per request."""
+
+    def __call__(
+        self,
+        *,
+        query: Tensor,  # [rows, heads, dim], contiguous
+        kv_cache: tuple[Tensor, Tensor],  # [pages, page, kv heads, dim]
+        block_tables: Tensor,  # [rows, pages of a request] int32, device
+        seq_lens: Tensor,  # [rows] uint32, device
+        max_seq_len: int,
+        bmm1_scale: float,
+        bmm2_scale: float,
+        window_left: int,
+        out: Tensor,
+        kv_layout: str,
+    ) -> None: ...
+
+
 class CapturedBuffers(NamedTuple):
     """The page tables that a graph reads, at fixed addresses; int32."""
 
@@ -148,6 +168,16 @@ class Library(Protocol):
         """The number of streaming multiprocessors."""
         ...
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability: (9, 0) is Hopper."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The GPU, and the versions of all that decides which kernel is fastest."""
+        ...
+
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
         """A zeroed tensor on the device."""
         ...
@@ -160,11 +190,27 @@ class Library(Protocol):
         """An asynchronous copy from pinned memory to the device, in the current stream."""
         ...
 
+    def fill(self, target: Tensor, value: int) -> None:
+        """Set all elements, in the current stream."""
+        ...
+
+    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
+        """`target[places[i]] = values[i]` in the current stream; places are int64 and differ."""
+        ...
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The time of `work` on the device, as a CUDA graph; it has run before."""
+        ...
+
     def event(self) -> DeviceEvent: ...
 
     def mixed(self, workspace: Tensor) -> MixedWrapper: ...
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
+
+    def packed_decode(self, workspace: Tensor) -> PackedDecode:
+        """XQA; it is compiled at its first call. The workspace begins with zeros."""
+        ...
 
     def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""

@@ -31,19 +31,28 @@ class RopeAndWrite:
         self._rope = ApplyRope(library, max_tokens)
 
     def __call__(
-        self, layer: int, slots: Tensor, qkv: tuple[Tensor, Tensor, Tensor], rope: RopeAngles | None
-    ) -> None:
-        """Rotate q in place and write k, rotated, and v to `slots`, int64 `[tokens]`."""
+        self,
+        layer: int,
+        slots: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        rope: RopeAngles | None,
+        *,
+        is_contiguous: bool = False,
+    ) -> Tensor:
+        """Write k, rotated, and v to `slots`, int64 `[tokens]`; returns the rotated q, either q
+        itself or a contiguous copy."""
         q, k, v = qkv
         is_whole = rope is None or 2 * rope.cos.shape[1] == q.shape[-1]
         if self._fused is not None and is_whole:
             angles = None if rope is None else (rope.cos, rope.sin)
             cache = CacheRows(slots, *self._pages[layer], *self._scales)
-            self._fused(q, k, v, angles, cache)
-            return
+            q_out = q.new_empty(q.shape) if is_contiguous else None
+            self._fused(q, k, v, angles, cache, q_out)
+            return q if q_out is None else q_out
         if rope is not None:
             self._rope.apply(layer, q, k, rope)
         self._writer.write(layer, slots, k, v)
+        return q.contiguous() if is_contiguous else q
 
 
 class RowWriter:

@@ -37,9 +37,10 @@ class TableSizes:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes for all tables of a step, split or not, and its slots."""
+        """Bytes for all tables of a step, split or not, its slots, and the places of its pages in
+        a dense table."""
         words = self.pages + 4 * (self.requests + 2)
-        return 4 * words + 8 * self.tokens + PIECES * ALIGN
+        return 4 * words + 8 * (self.tokens + self.pages) + PIECES * ALIGN
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
+from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.kernels.tiling import Tiling
@@ -20,7 +21,6 @@ from engine.worker.cuda.model.gemm_choice import (
     FIXED_TILING,
     ChoosesTiling,
     MeasuredTilings,
-    file_of,
 )
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
 from engine.worker.cuda.model.linears import FastProducts
@@ -231,7 +231,9 @@ class CudaDevice:
     def _tiling_choice(self) -> ChoosesTiling:
         """Measured tilings, or the fixed one of batch-invariant mode, which needs the kernel."""
         if not self._settings.batch_invariant:
-            return MeasuredTilings(file_of(self._settings.gemm_cache, self._gpu.model))
+            return MeasuredTilings(
+                file_of(self._settings.gemm_cache, self._gpu.model, "torch", torch.__version__)
+            )
         if self._triton.gemm is None or self.attentions == (PLAIN_ATTENTION,):
             raise StartupError(
                 "--batch-invariant needs --attention flashinfer, a 16-bit --dtype and the Triton "
@@ -251,16 +253,9 @@ class CudaDevice:
                 return gemm.product(x, weight, tiling, self.dtype, gemm.Epilogue())
             return torch_product(x, weight, self.dtype)
 
-        def seconds(work: Callable[[], object]) -> float:
-            began = self._streams.compute.record(is_timed=True)
-            work()
-            ended = self._streams.compute.record(is_timed=True)
-            ended.wait()
-            return ended.seconds_since(began)
-
         try:
             with torch.inference_mode():
-                self._choice.measure(product, seconds)
+                self._choice.measure(product, self._streams.seconds)
         except Exception as error:  # a measurement must not end the start
             logger.warning("matrix products that were not measured are torch's: %s", error)
 

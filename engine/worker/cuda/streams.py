@@ -82,6 +82,15 @@ class CudaStreams:
             result = work()
         return graph, result
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        graph, _ = self.capture(work)
+        graph.replay()
+        began = self.compute.record(is_timed=True)
+        graph.replay()
+        ended = self.compute.record(is_timed=True)
+        ended.wait()
+        return ended.seconds_since(began)
+
     def synchronize(self) -> None:
         try:
             torch.cuda.synchronize(self.device)

@@ -26,7 +26,8 @@ class AttentionSpec:
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
-    step, as far as the backend can.
+    step, as far as the backend can. Choices that a backend measures are kept in the directory
+    `choices`; "": nowhere.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionSpec:
     is_causal: bool = True
     has_own_kv: bool = True
     cache_head_dim: int | None = None
+    choices: str = ""
 
     @property
     def tokens_ahead(self) -> int:

@@ -23,7 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def attention_specs(
-    local: ModelShape, dtype: torch.dtype, limits: StepLimits, *, is_batch_invariant: bool
+    local: ModelShape,
+    dtype: torch.dtype,
+    limits: StepLimits,
+    *,
+    is_batch_invariant: bool,
+    choices: str = "",
 ) -> tuple[AttentionSpec, ...]:
     """Attention over the heads of one worker, for each attention layer of its stage."""
     return tuple(
@@ -41,6 +46,7 @@ def attention_specs(
             is_causal=options.is_causal,
             has_own_kv=options.kv_layer is None,
             cache_head_dim=local.head_dim,
+            choices=choices,
         )
         for options in (local.layer_attention[number] for number in local.attention_layers)
     )

@@ -171,8 +171,13 @@ def build_worker(
     shard, plane = _join(shape, placement, device)
     shard = replace(shard, has_logits=checkpoint.pooling is None)
     limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
-    invariant = settings.batch_invariant
-    specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=invariant)
+    specs = attention_specs(
+        shard.local_shape,
+        device.dtype,
+        limits,
+        is_batch_invariant=settings.batch_invariant,
+        choices=settings.gemm_cache,
+    )
     kv = StageKV(device, settings, shard, KVGroups.of(shape))
     attention = StageAttention(device, specs, settings.block_size, kv.layer_groups)
     constraints = Constraints(checkpoint.open_grammars)

@@ -61,13 +61,13 @@ def variants() -> Iterator[Variant]:
 
 
 def _rope() -> Iterator[Variant]:
-    pointers = dict.fromkeys(("q", "k", "v"), "*bf16")
+    pointers = dict.fromkeys(("q", "k", "v", "q_out"), "*bf16")
     pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
     pointers |= {"k_factor": "fp32", "v_factor": "fp32"}
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
     for kept in ("bf16", "fp8e4nv"):
         types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
-        constants = {**shape, "HAS_ROPE": True, "IS_FP8": kept != "bf16"}
+        constants = {**shape, "HAS_ROPE": True, "IS_FP8": kept != "bf16", "WRITES_Q": True}
         module = "rope_and_cache_write"
         yield Variant(module, "kernel", f"{module} {kept}", types, constants, {"num_warps": 4})
 

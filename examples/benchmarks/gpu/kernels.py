@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 GATES = ("silu", "gelu", "gelu_tanh")
+PAGE = 16  # tokens of a block
+PACKED = ((128, 4), (128, 7), (64, 7))  # head size and query heads per KV head: Llama, two Qwen
 
 
 def specs() -> list[Any]:
-    """FlashInfer's build specifications: RoPE, norm, gates, and attention in each dtype."""
+    """FlashInfer's build specifications: RoPE, norm, gates, and attention in each dtype, by FA2 and
+    XQA."""
     import torch
 
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
@@ -35,6 +38,8 @@ def specs() -> list[Any]:
         found.append(jit["norm"].gen_norm_module())
     found += [fa2(half, half, dim, window) for dim in (128, 64) for window in (False, True)]
     found += [fa2(torch.float16, torch.float16, 128), fa2(half, fp8, 128)]
+    xqa = importlib.import_module("flashinfer.jit.xqa").gen_xqa_module
+    found += [xqa(half, half, PAGE, dim, group, False, half) for dim, group in PACKED]
     return found + [gate(name) for name in GATES]
 
 

@@ -105,13 +105,18 @@ def make(
     limits: StepLimits = LIMITS,
     is_fused: bool = False,
     is_batch_invariant: bool = False,
+    capability: tuple[int, int] = (8, 0),
+    choices: str = "",
+    kind: type[FlashInferAttention] | None = None,
 ) -> Made:
     """With a spare page behind the others; four heads share two of keys and values."""
     pages = torch.zeros((num_pages + SPARE, 2, page_size, 2, 8))
     pages.normal_(generator=torch.Generator().manual_seed(0))
     keys, values = pages.to(kv_dtype).permute(1, 0, 2, 3, 4).contiguous()
     cache = KVTensors((keys,), (values,), SPARE)
-    spec = AttentionSpec(4, 2, 8, 0.3, window, dtype, *scales, limits, is_batch_invariant)
-    stand_in = StandIn(is_fused=is_fused)
-    kind = SplitFlashInferAttention if splits else FlashInferAttention
+    spec = AttentionSpec(
+        4, 2, 8, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
+    )
+    stand_in = StandIn(is_fused=is_fused, capability=capability)
+    kind = kind or (SplitFlashInferAttention if splits else FlashInferAttention)
     return Made(kind(spec, cache, NativeThreadPool(1), stand_in), stand_in, cache, spec)

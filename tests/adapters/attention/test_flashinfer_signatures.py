@@ -4,13 +4,13 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from adapters.attention.flashinfer.backend import FlashInferAttention
+from adapters.attention.flashinfer.backend import FlashInferAttention, XqaFlashInferAttention
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -85,6 +85,50 @@ def test_wrappers_are_made_and_heads_turned_as_their_signatures_say(library: Mod
     assert list(turn.parameters) == names
 
 
+def test_packed_decodes_are_called_as_their_signature_says(library: ModuleType) -> None:
+    made = make(
+        60, 16, capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
+        kind=XqaFlashInferAttention,
+    )  # fmt: skip
+    made.attention.plan_captured(padded(Paged(((7, 1),), 16).layout(), 2, spare_block=60))
+    given = made.last_plan("xqa")
+    function = library.decode.xqa_batch_decode_with_kv_cache
+    inspect.signature(function).bind(workspace_buffer=None, **given)
+
+
+def test_packed_decodes_reach_the_kernel_with_our_tables(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's own Python is run down to the compiled kernel."""
+    calls: list[dict[str, Any]] = []
+    module = importlib.import_module("flashinfer.xqa")
+
+    def xqa(*given: Any) -> None:
+        names = list(inspect.signature(module.xqa).parameters)
+        calls.append({"given": given, "names": names})
+
+    monkeypatch.setattr(module, "get_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "get_xqa_module", lambda *key: SimpleNamespace(xqa=xqa, key=key))
+    for each in (library.decode, module):
+        monkeypatch.setattr(each, "get_device_sm_count", lambda device: 132)
+        monkeypatch.setattr(each, "device_support_pdl", lambda device: True)
+    pages = torch.zeros((2, 61, 16, 2, 64), dtype=torch.bfloat16)
+    workspace = torch.zeros(9 << 20, dtype=torch.uint8)
+    tables = torch.tensor([[3, 4], [5, 0]], dtype=torch.int32)
+    lengths = torch.tensor([20, 7], dtype=torch.int32).view(torch.uint32)
+    q = torch.ones((2, 4, 64), dtype=torch.bfloat16)
+    library.decode.xqa_batch_decode_with_kv_cache(
+        query=q, kv_cache=(pages[0], pages[1]), workspace_buffer=workspace, block_tables=tables,
+        seq_lens=lengths, max_seq_len=32, bmm1_scale=0.125, bmm2_scale=1.0, window_left=8,
+        out=torch.empty_like(q), kv_layout="NHD",
+    )  # fmt: skip
+    (call,) = calls
+    is_fp8, processors, kv_heads, window, q_scale, _, _, query, *_ = call["given"]
+    assert (is_fp8, processors, kv_heads, window) == (False, 132, 2, 9)
+    assert q_scale == pytest.approx(1.0), "the kernel itself divides by the root of the head size"
+    assert query.data_ptr() == q.data_ptr()
+
+
 class Kernels:
     """In the place of a compiled module: what the wrappers' own Python hands down to it."""
 
@@ -107,6 +151,8 @@ class OnCpu(FlashInfer):
     """The library's wrappers without a GPU."""
 
     num_processors = 132
+    capability = (8, 0)
+    names = ("no GPU",)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

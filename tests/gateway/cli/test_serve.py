@@ -51,7 +51,7 @@ def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -
         (
             ["--attention", "flashinfr"],
             "podway: --attention must be one of auto, cpu, flashinfer, flashinfer-split, "
-            "reference, not 'flashinfr'; did you mean flashinfer?",
+            "flashinfer-fa2, flashinfer-xqa, reference, not 'flashinfr'; did you mean flashinfer?",
         ),
         (["--tool-dialect", "hermez"], "podway: --tool-dialect must be one of auto, none, hermes"),
         (["--reasoning-dialect", "x"], "podway: --reasoning-dialect must be one of auto, none"),

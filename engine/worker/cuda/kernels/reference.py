@@ -41,16 +41,24 @@ class CacheRows(NamedTuple):
 
 
 def rope_and_cache_write(
-    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, cache: CacheRows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: CacheRows,
+    q_out: Tensor | None = None,
 ) -> None:
-    """Rotate q in place; write the rotated k and v to the cache. All `[tokens, heads, dim]`.
+    """Rotate q in place, or into `q_out`; write the rotated k and v to the cache. All
+    `[tokens, heads, dim]`.
 
     `angles` are cosines and sines `[tokens, dim / 2]`; the two halves of dim are the pairs. None:
     nothing is rotated. k is rounded to its own dtype before it is converted to fp8.
     """
     if angles is not None:
-        q.copy_(_rotated(q, *angles))
+        (q if q_out is None else q_out).copy_(_rotated(q, *angles))
         k = _rotated(k, *angles)
+    elif q_out is not None:
+        q_out.copy_(q)
     for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
         if pages.dtype == FP8:
             most = LARGEST[FP8]

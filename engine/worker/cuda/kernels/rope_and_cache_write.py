@@ -25,7 +25,9 @@ def kernel(
     slots,
     keys,
     values,
+    q_out,
     q_stride,
+    q_out_stride,
     k_stride,
     v_stride,
     angle_stride,
@@ -38,6 +40,7 @@ def kernel(
     BLOCK_HEADS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
+    WRITES_Q: tl.constexpr,
 ):
     """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
     token = tl.program_id(0).to(tl.int64)
@@ -47,13 +50,18 @@ def kernel(
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     angle = token * angle_stride + dims
     if block < Q_BLOCKS:
-        if HAS_ROPE:
+        if WRITES_Q:
             heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             mask = (heads < NUM_HEADS) & (dims < HALF)
-            at = q + token * q_stride + heads * (2 * HALF) + dims
-            first, second = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
-            tl.store(at, first.to(q.dtype.element_ty), mask=mask)
-            tl.store(at + HALF, second.to(q.dtype.element_ty), mask=mask)
+            inside = heads * (2 * HALF) + dims
+            at = q + token * q_stride + inside
+            if HAS_ROPE:
+                first, second = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
+            else:
+                first, second = _pairs(at, mask, HALF)
+            to = q_out + token * q_out_stride + inside
+            tl.store(to, first.to(q.dtype.element_ty), mask=mask)
+            tl.store(to + HALF, second.to(q.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + token)
         is_key = block < Q_BLOCKS + KV_BLOCKS
@@ -100,7 +108,12 @@ def _store(to, rows, mask, factor, dtype: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 def rope_and_cache_write(
-    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, cache: CacheRows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: CacheRows,
+    q_out: Tensor | None = None,
 ) -> None:
     """As `reference.rope_and_cache_write`; heads of a token are adjacent, tokens may be strided."""
     tokens, num_heads, dim = q.shape
@@ -118,7 +131,9 @@ def rope_and_cache_write(
         cache.slots,
         cache.keys,
         cache.values,
+        q if q_out is None else q_out,
         q.stride(0),
+        q.stride(0) if q_out is None else q_out.stride(0),
         k.stride(0),
         v.stride(0),
         cos.stride(0),
@@ -131,5 +146,6 @@ def rope_and_cache_write(
         BLOCK_HEADS=block_heads,
         HAS_ROPE=angles is not None,
         IS_FP8=cache.keys.dtype == FP8,
+        WRITES_Q=angles is not None or q_out is not None,
         num_warps=4,
     )

@@ -6,15 +6,14 @@ measures all of them and keeps the choice in a file of that GPU, so that later s
 kernels and give the same bits.
 """
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
+from engine.worker.cuda.choice_file import ChoiceFile
 from engine.worker.cuda.kernels.tiling import Tiling
 
 logger = logging.getLogger(__name__)
@@ -84,9 +83,8 @@ class MeasuredTilings:
 
     def __init__(self, path: Path | None) -> None:
         """`path` is None where nothing is kept."""
-        self._path = path
         self._weights: dict[tuple[int, int, str], list[Tensor]] = {}
-        self._chosen = _read(path)
+        self._chosen = ChoiceFile(path)
 
     def register(self, weight: Tensor) -> None:
         kept = self._weights.setdefault(_kind(weight), [])
@@ -97,20 +95,15 @@ class MeasuredTilings:
         most = next((each for each in ROWS if rows <= each), None)
         if most is None:
             return None
-        return KNOWN.get(self._chosen.get(str(Shape(most, *_kind(weight))), TORCH))
+        return KNOWN.get(self._chosen.get(str(Shape(most, *_kind(weight)))))
 
     def measure(self, product: Product, seconds: Seconds) -> None:
-        """Choose for each registered shape that the file lacks, and write the file."""
+        """Choose for each registered shape that the file lacks, and add it to the file."""
         for kind, weights in self._weights.items():
             for rows in ROWS:
                 shape = Shape(rows, *kind)
-                if self._chosen.get(str(shape), "") not in (TORCH, *KNOWN):
-                    self._chosen[str(shape)] = _fastest(shape, weights, product, seconds)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps(self._chosen, indent=1, sort_keys=True) + "\n")
-            part.replace(self._path)
+                if self._chosen.get(str(shape)) not in (TORCH, *KNOWN):
+                    self._chosen.put(str(shape), _fastest(shape, weights, product, seconds))
 
 
 def _fastest(shape: Shape, weights: Sequence[Tensor], product: Product, seconds: Seconds) -> str:
@@ -148,20 +141,3 @@ def _measured(
 
 def _kind(weight: Tensor) -> tuple[int, int, str]:
     return (*weight.shape, str(weight.dtype).removeprefix("torch."))
-
-
-def _read(path: Path | None) -> dict[str, str]:
-    """The choices in the file; none if there is no such file or it is damaged."""
-    try:
-        found = json.loads(path.read_text()) if path is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def file_of(directory: str, gpu: str) -> Path | None:
-    """The file of this GPU, torch and Triton; None without a directory."""
-    if not directory:
-        return None
-    words = "".join(each if each.isalnum() else "-" for each in f"{gpu} torch {torch.__version__}")
-    return Path(directory) / f"{words.lower()}.json"

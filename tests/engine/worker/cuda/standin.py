@@ -166,6 +166,11 @@ class StandInStreams:
         self.graphs.append(StandInGraph(work, result))
         return self.graphs[-1], result
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
     def synchronize(self) -> None:
         for side in self.sides:
             side.run(side.num_done + len(side.waiting))

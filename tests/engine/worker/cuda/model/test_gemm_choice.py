@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
@@ -15,7 +16,6 @@ from engine.worker.cuda.model.gemm_choice import (
     FIXED_TILING,
     TILINGS,
     MeasuredTilings,
-    file_of,
 )
 
 FAST = TILINGS[3]
@@ -97,7 +97,6 @@ def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows() 
 
 def test_the_file_is_named_by_the_gpu_and_torch(tmp_path: Path) -> None:
     assert file_of("", "NVIDIA H200") is None
-    path = file_of(str(tmp_path), "NVIDIA H200")
-    assert path is not None
-    assert path.name.startswith("nvidia-h200-torch-2-")
+    path = file_of(str(tmp_path), "NVIDIA H200", "torch", "2.13.0")
+    assert path == tmp_path / "nvidia-h200-torch-2-13-0.json"
     assert gemm_choice.FIXED in TILINGS

@@ -1,0 +1,86 @@
+"""The launches that CUDA graphs contain, one for each batch size, by FA2 or XQA."""
+
+from functools import partial
+
+import torch
+
+from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, Times
+from adapters.attention.flashinfer.decode_trial import DecodeTrial
+from adapters.attention.flashinfer.fit import unsupported_packed
+from adapters.attention.flashinfer.launches import CapturedLaunch, DecodeLaunch, Geometry
+from adapters.attention.flashinfer.packed import DenseTables, PackedLaunch, workspace_bytes
+from adapters.attention.flashinfer.ports import Library
+from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
+from adapters.attention.flashinfer.workspace import Workspaces
+from engine.worker.cuda.choice_file import ChoiceFile, file_of
+from engine.worker.ports import KVTensors
+
+
+class CapturedLaunches:
+    """Makes the launch of a batch size at its first use, which comes before any request."""
+
+    def __init__(
+        self,
+        library: Library,
+        geometry: Geometry,
+        cache: KVTensors,
+        work: Workspaces,
+        arenas: PageTableArenas,
+        wanted: str,
+    ) -> None:
+        """`wanted` is a kernel's name or AUTO. Raises `StartupError` if it cannot be used."""
+        spec = geometry.spec
+        assert spec.limits is not None, "attention on a GPU needs the step limits"
+        self._library = library
+        self._geometry = geometry
+        self._work = work
+        self._trial = DecodeTrial(library, geometry, cache, arenas, spec.limits)
+        why_not = unsupported_packed(
+            spec, geometry.kv_dtype, geometry.page_size, library.capability
+        )
+        path = file_of(spec.choices, *library.names, "decode attention")
+        self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path))
+        sizes = TableSizes.of(spec.limits, geometry.page_size)
+        self._packed = self._packed_launch(sizes) if self._choice.may_use_xqa else None
+        self._by_size: dict[int, DecodeLaunch] = {}
+
+    def __getitem__(self, size: int) -> DecodeLaunch:
+        if size not in self._by_size:
+            self._by_size[size] = self._chosen(size)
+        return self._by_size[size]
+
+    def _chosen(self, size: int) -> DecodeLaunch:
+        launches: dict[str, DecodeLaunch] = {FA2: self._planned_launch(size)}
+        if self._packed is None:
+            return launches[FA2]
+        launches[XQA], indices = self._packed, self._work.indices
+        verify = partial(self._trial.verify, size, launches[FA2], launches[XQA], indices)
+
+        def measure(name: str) -> Times:
+            return self._trial.times(size, launches[name], indices)
+
+        return launches[self._choice.of(size, verify, measure)]
+
+    def _planned_launch(self, size: int) -> CapturedLaunch:
+        with torch.inference_mode(False):  # buffers are written in and outside of inference mode
+            wrapper = self._work.captured(size)
+        disables = self._geometry.disables_splits(size, self._library.num_processors)
+        event = self._library.event()
+        return CapturedLaunch(self._geometry, wrapper, event, disables_splits=disables)
+
+    def _packed_launch(self, sizes: TableSizes) -> PackedLaunch:
+        spec, library = self._geometry.spec, self._library
+        group = spec.num_heads // spec.num_kv_heads
+        size = workspace_bytes(library.num_processors, group, spec.head_dim)
+        workspace = library.on_device(size, torch.uint8)
+        tables = DenseTables(library, sizes)
+        return PackedLaunch(self._geometry, library.packed_decode(workspace), tables)
+
+
+def _shape(geometry: Geometry) -> str:
+    spec = geometry.spec
+    window = "" if spec.window is None else f", window of {spec.window}"
+    return (
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, "
+        f"{str(spec.dtype).removeprefix('torch.')}, pages of {geometry.page_size}{window}"
+    )
