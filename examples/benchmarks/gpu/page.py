@@ -83,6 +83,9 @@ def summary(outcome: Outcome) -> str:
     if "passed" in figures:
         counts = f"{figures['passed']} passed, {len(figures['failed'])} failed"
         return f"{outcome.status}: {counts}, {figures['skipped']} skipped"
+    if "modules" in figures:
+        built = len(figures["cached"]) + len(figures["built"])
+        return f"{outcome.status}: {built} of {figures['modules']} modules built"
     if "output_tokens_per_second" in figures:
         rate = figures["output_tokens_per_second"]
         return f"{outcome.status}: {rate:,.0f} tokens/s, {figures['failed']} requests failed"

@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 OUTPUT_LINES = 25  # kept of the output of a failed stage
 GRACE_SECONDS = 10.0
+SHOW_SECONDS = 0.5
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "FLASHINFER_NO_DOWNLOAD": "1"}
 
 
@@ -82,17 +84,41 @@ def run_one(stage: Stage, left: float) -> Outcome:
     return outcome
 
 
-def command(words: Sequence[str], seconds: float) -> str:
-    """Run a command and return its output. Raises `StageFailed` if it fails or takes longer."""
-    with tempfile.TemporaryFile("w+") as output, started(words, output) as process:
+def command(words: Sequence[str], seconds: float, *, shows: bool = False) -> str:
+    """Run a command and return its output; `shows` prints it while the command runs.
+
+    Raises `StageFailed` if it fails or takes longer.
+    """
+    with tempfile.NamedTemporaryFile("w+") as output, started(words, output) as process:
         try:
-            code = process.wait(seconds)
+            with showing(Path(output.name)) if shows else nullcontext():
+                code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise StageFailed(f"still running after {seconds:.0f} s\n{tail(output)}") from None
         if code:
             raise StageFailed(f"exit code {code}\n{tail(output)}")
         output.seek(0)
         return output.read()
+
+
+@contextmanager
+def showing(path: Path) -> Iterator[None]:
+    """Print what is written to a file, until the block ends."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        with path.open() as file:
+            while not is_over.wait(SHOW_SECONDS):
+                print(file.read(), end="", flush=True)
+            print(file.read(), end="", flush=True)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        follower.join()
 
 
 def python_path() -> str:

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.worker.cuda.kernels.library import TRIALS
-from examples.benchmarks.gpu import estimate, page, plan, stages
+from examples.benchmarks.gpu import estimate, kernels, page, plan, stages
 from tests.examples.running import ROOT
 
 MACHINE = {"device": "NVIDIA H100 80GB HBM3", "when": "2026-11-21T10:00+00:00", "torch": "2.13"}
@@ -157,6 +160,70 @@ def test_rows_measured_before_a_stage_ran_out_of_time_are_kept(
     with pytest.raises(stages.StageFailed, match="still running") as failure:
         plan.run_alone(the_plan, the_plan.alone[0], 1.0)
     assert failure.value.figures == {"rows": [7]}
+
+
+@dataclass
+class Module:
+    """A module of FlashInfer's, as far as builds are concerned."""
+
+    name: str
+    jit_library_path: Path
+    is_aot: bool = False
+
+
+def test_builds_report_each_module_and_one_that_fails_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = [Module(name, tmp_path / name) for name in ("norm", "xqa", "rope", "page")]
+    (tmp_path / "norm").touch()  # of an earlier build
+    calls: list[list[str]] = []
+
+    def build(specs: Sequence[Module]) -> None:
+        calls.append([each.name for each in specs])
+        for each in specs:
+            if each.name == "xqa":
+                raise RuntimeError(
+                    "ninja failed\n[1/2] nvcc mha.cu\nmha.cu(7): error: no such type"
+                )
+            each.jit_library_path.touch()
+
+    path = tmp_path / "kernels.json"
+    progress = kernels.Progress(modules, path)
+    kernels.build_all(modules, build, progress)
+    assert calls == [["norm", "xqa", "rope", "page"], ["xqa"], ["rope"], ["page"]]
+    figures = json.loads(path.read_text())
+    assert (figures["modules"], figures["cached"], figures["left"]) == (4, ["norm"], [])
+    assert figures["failed"] == {"xqa": "mha.cu(7): error: no such type"}
+    assert sorted(figures["built"]) == ["page", "rope"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "the build ended early: ninja failed",
+        "cannot build xqa: mha.cu(7): error: no such type (2 of 4)",
+    ]
+    assert {line.split(",")[0] for line in lines[2:]} == {"built rope", "built page"}
+    assert lines[-1].endswith("(4 of 4)")
+
+
+def test_modules_built_before_the_stage_ran_out_of_time_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"modules": 2, "cached": [], "built": {"norm": 3.0}, "failed": {}, "left": ["rope"]}
+
+    def too_slow(words: list[str], seconds: float, *, shows: bool) -> str:
+        assert shows
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(figures))
+        raise stages.StageFailed("still running")
+
+    monkeypatch.setattr(plan, "command", too_slow)
+    stage = stages.Stage("kernels", 5.0, partial(plan.build_kernels, plan.Plan.of("cpu", tmp_path)))
+    outcome = stages.run_one(stage, 60.0)
+    assert (outcome.status, outcome.figures) == ("failed", figures)
+    assert page.summary(outcome) == "failed: 1 of 2 modules built"
+
+
+def test_a_command_can_show_its_output_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert stages.command([sys.executable, "-c", "print(7)"], 60.0, shows=True) == "7\n"
+    assert capfd.readouterr().out == "7\n"
 
 
 def test_the_callers_python_path_reaches_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
