@@ -22,9 +22,11 @@ from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
+    AllReduce,
     AttentionBackend,
     AttentionSpec,
     BlockMover,
+    Int64s,
     KVCapacity,
     KVTensors,
     LinearFormat,
@@ -32,6 +34,7 @@ from engine.worker.ports import (
     ModelShape,
     Operators,
     PreferredFormat,
+    Shard,
     StageModel,
     WeightSource,
 )
@@ -166,10 +169,18 @@ class Device(Protocol):
         ...
 
     def launcher(self, whole: "WholeModel", progress: Progress) -> "LaunchesSteps | None":
-        """How the only worker of a model launches steps asynchronously.
+        """How the only stage of a model launches steps asynchronously.
 
         None: each step is computed when it comes.
         """
+        ...
+
+    def captured(self, whole: "WholeModel", shard: Shard, progress: Progress) -> Stage:
+        """One of several stages, which replays the layers of steps where that pays."""
+        ...
+
+    def put(self, array: Int64s) -> Tensor:
+        """Copy to the device; work submitted from now on sees it. On the CPU it is not copied."""
         ...
 
     def tensor_transport(self) -> TensorTransport:
@@ -194,14 +205,23 @@ class LaunchesSteps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks that compute each step together; rank 0 samples."""
+
+    rank: int
+    all_reduce: AllReduce
+
+
+@dataclass(frozen=True, slots=True)
 class WholeModel:
-    """What steps run on where one worker holds all of a model."""
+    """What steps run on; `ranks` is None if this worker computes its stage alone."""
 
     stage: Stage
     constraints: Constraints
     sampler: Sampler
     mover: BlockMover
     limits: LayoutLimits
+    ranks: RankGroup | None = None
 
 
 class _DeviceClass(Protocol):

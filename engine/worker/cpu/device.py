@@ -29,11 +29,13 @@ from engine.worker.model.kv.kv_tensors import (
     available_bytes,
     bytes_per_block,
 )
+from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
     BlockMover,
+    Int64s,
     KVCapacity,
     KVTensors,
     LinearFormat,
@@ -41,6 +43,7 @@ from engine.worker.ports import (
     ModelShape,
     Operators,
     PreferredFormat,
+    Shard,
     StageModel,
     WeightSource,
 )
@@ -224,6 +227,14 @@ class CpuDevice:
     def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
         """None: each step is computed when it arrives."""
         return None
+
+    def captured(self, whole: WholeModel, shard: Shard, progress: Progress) -> Stage:
+        """The stage as it is: kernels of similar steps are recorded by `recorded`."""
+        return whole.stage
+
+    def put(self, array: Int64s) -> Tensor:
+        """The array as a tensor, not copied."""
+        return torch.from_numpy(array)
 
     def tensor_transport(self) -> HostTransport:
         return HostTransport(self.dtype)

@@ -29,21 +29,24 @@ from engine.worker.cuda.model.residual import ResidualKernels
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampler import DeviceSampler
-from engine.worker.cuda.step.build import make_launcher
+from engine.worker.cuda.step.build import make_captured, make_launcher
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.kv.kv_tensors import available_bytes, bytes_per_block
+from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
     BlockMover,
+    Int64s,
     KVCapacity,
     KVTensors,
     MakesAttention,
     ModelShape,
     Operators,
     PreferredFormat,
+    Shard,
     StageModel,
     WeightSource,
     name_of,
@@ -215,6 +218,14 @@ class CudaDevice:
         """Launches steps ahead; uses CUDA graphs if attention supports them and they are
         enabled."""
         return make_launcher(self._streams, whole, self._settings, progress)
+
+    def captured(self, whole: WholeModel, shard: Shard, progress: Progress) -> Stage:
+        """The stage with CUDA graphs of its decode steps."""
+        return make_captured(self._streams, whole, shard, self._settings, progress, self.dtype)
+
+    def put(self, array: Int64s) -> Tensor:
+        """Copy through pinned memory without waiting."""
+        return self._gpu.put(array)
 
     def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""

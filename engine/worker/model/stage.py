@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,13 @@ from engine.worker.ports import (
     StepContext,
 )
 
-CPU = torch.device("cpu")
+
+class ReplaysLayers(Protocol):
+    """Runs the layers of some steps as recorded before."""
+
+    def run(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor | None:
+        """Hidden states `[tokens, hidden]`; None if the layers have to run as usual."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,10 @@ class Stage:
 
     model: StageModel
     attention: AttentionBackend
-    place: torch.device = CPU
+    put: Callable[[Int64s], Tensor] = torch.from_numpy  # copies to the device, without waiting
     gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
     states: RecurrentStates | None = None  # with recurrent layers
+    graphs: ReplaysLayers | None = None
 
     def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Hidden states `[tokens, hidden]` for the next stage.
@@ -68,21 +76,20 @@ class Stage:
             return self._run(layout, hidden, None)[:0]
         most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
         is_all = most == len(rows) == layout.num_tokens
-        return self._run(layout, hidden, None if is_all else self._put(rows))
+        return self._run(layout, hidden, None if is_all else self.put(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
-        positions = self._put(layout.positions)
+        found = None if self.graphs is None else self.graphs.run(layout, hidden)
+        if found is not None:
+            return found if rows is None else found.index_select(0, rows)
+        positions = self.put(layout.positions)
         ids = None
         if hidden is None:
-            types = None if layout.token_types is None else self._put(layout.token_types)
-            ids = self._put(layout.token_ids)
+            types = None if layout.token_types is None else self.put(layout.token_types)
+            ids = self.put(layout.token_ids)
             hidden = self.model.embed(ids, positions, types)
         self.attention.plan(layout)
         step = None if self.states is None else step_states(self.states, layout)
         loras = layout.lora_segments
         context = StepContext(positions, self.attention, rows, loras=loras, states=step, ids=ids)
         return self.model.layers(hidden, context)
-
-    def _put(self, array: Int64s) -> Tensor:
-        """The array on this stage's device; on the CPU it is not copied."""
-        return torch.from_numpy(array).to(self.place)

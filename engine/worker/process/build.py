@@ -8,7 +8,14 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.device import Device, LaunchesSteps, Progress, WholeModel, open_device
+from engine.worker.device import (
+    Device,
+    LaunchesSteps,
+    Progress,
+    RankGroup,
+    WholeModel,
+    open_device,
+)
 from engine.worker.lora.loading import Loras
 from engine.worker.model.kv.data_plane import DataPlane
 from engine.worker.model.kv.disk_pool import DiskFiles, TieredPool, folder_of
@@ -71,6 +78,22 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
         return None
     ranks = (replace(shard, rank=rank) for rank in range(shard.num_ranks))
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
+
+
+def _rank_group(shard: Shard) -> RankGroup | None:
+    """The ranks that compute a step together; None if this worker computes it alone."""
+    return None if shard.all_reduce is None else RankGroup(shard.rank, shard.all_reduce)
+
+
+def _stage_and_launcher(
+    device: Device, whole: WholeModel, shard: Shard, progress: Progress
+) -> tuple[Stage, LaunchesSteps | None]:
+    """The only stage of a model launches steps; one of several may replay their layers."""
+    if not shard.has_logits:  # the model pools
+        return whole.stage, None
+    if shard.is_first and shard.is_last:
+        return whole.stage, device.launcher(whole, progress)
+    return device.captured(whole, shard, progress), None
 
 
 def _kv_facts(
@@ -143,7 +166,7 @@ class WorkerParts:
     constraints: Constraints
     mover: BlockMover
     files: DiskFiles | None  # of the disk tier
-    launcher: LaunchesSteps | None  # None with several workers, or on the CPU
+    launcher: LaunchesSteps | None  # None with several stages, or on the CPU
     loras: Loras
     limits: LayoutLimits
     report: WorkerReport
@@ -205,7 +228,7 @@ def build_worker(
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(built.model, over, device.place, _gathering(shard, plane), states)
+        return Stage(built.model, over, device.put, _gathering(shard, plane), states)
 
     sampler = device.sampler(shape.vocab_size, built.operators)
     profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
@@ -228,16 +251,18 @@ def build_worker(
             kv.limits(max_model_len, counts.blocks, counts.states),
             pooling=checkpoint.pooling_method,
         ),
+        ranks=_rank_group(shard),
     )
+    stage, launcher = _stage_and_launcher(device, whole, shard, progress)
     return WorkerParts(
         device=device,
-        stage=whole.stage,
+        stage=stage,
         sampler=sampler,
         pooler=Pooler.of(checkpoint.pooling, built.model.features, built.head),
         constraints=constraints,
         mover=whole.mover,
         files=files,
-        launcher=None if plane or checkpoint.pooling else device.launcher(whole, progress),
+        launcher=launcher,
         loras=loras,
         limits=whole.limits,
         report=WorkerReport(

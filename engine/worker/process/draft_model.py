@@ -173,7 +173,7 @@ class LoadedDraft:
         vocab_size = self.kv.shard.shape.vocab_size
         return DraftModel(
             device=self.device,
-            stage=Stage(self.built.model, over, self.device.place),
+            stage=Stage(self.built.model, over, self.device.put),
             sampler=self.device.sampler(vocab_size, self.built.operators),
             limits=self.kv.limits(self.max_model_len, num_blocks, num_states=0),
             max_vocab=self.max_vocab,

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.cuda.sampling.sampler import DeviceSampler, Pending
 from engine.worker.cuda.transfers import CopyToHost, HostTransfer
-from engine.worker.ports import RaggedLayout
+from engine.worker.ports import AllReduce, RaggedLayout
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import Head, LogitsOutput, fault_of, slices
 from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
@@ -81,12 +81,15 @@ class PendingOutput:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputReader:
-    """`head` computes logits `[rows, vocab]` in float32 from hidden states; there is one rank."""
+    """`head` computes logits `[rows, vocab]` in float32 from hidden states. With `all_reduce` other
+    ranks have zeros where this one has the sampled ids."""
 
     head: Head
     sampler: DeviceSampler
     constraints: Constraints
     transfer: HostTransfer
+    all_reduce: AllReduce | None = None
+    samples = True
 
     def begin(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> PendingOutput:
         """Submit the part of a step that follows its layers.
@@ -106,6 +109,8 @@ class DeviceOutputReader:
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
         pending = self.sampler.begin(logits, specs, positions, masks)
+        if self.all_reduce is not None:
+            self.all_reduce(pending.ids)
         return _PendingTokens(pending, self.transfer.start(*pending.sources), masks.late)
 
     def _score(self, step: Step, hidden: Tensor) -> tuple[_PendingScores, ...]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.errors import StartupError
 from engine.worker.cuda.step.arena import StepArena
 from engine.worker.model.layout import blank_layout
 from engine.worker.ports import CapturableAttention, RaggedLayout, StageModel, StepContext
@@ -37,14 +38,21 @@ class _Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The captured function: ids and positions to hidden states, after attention was planned."""
+    """The captured function: ids and positions to hidden states, after attention was planned.
+
+    A later stage reads the hidden states of the previous one in `received` instead of embedding.
+    """
 
     model: StageModel
     attention: CapturableAttention
+    received: Tensor | None = None  # [most rows, hidden]
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         context = StepContext(positions, self.attention, ids=ids)
-        return self.model.layers(self.model.embed(ids, positions), context)
+        if self.received is None:
+            return self.model.layers(self.model.embed(ids, positions), context)
+        # layers add to their input in place, which a replay must find as it was received
+        return self.model.layers(self.received[: len(ids)].clone(), context)
 
 
 class DecodeGraphs:
@@ -64,11 +72,21 @@ class DecodeGraphs:
         return tuple(sorted(self._captured))
 
     def capture(self, most: int, progress: Progress) -> None:
-        """Capture all sizes up to `most`, the largest first: smaller graphs reuse its memory."""
+        """Capture all sizes up to `most`, the largest first: smaller graphs reuse its memory.
+
+        All ranks of a stage capture together. Raises `StartupError` if a step cannot be captured.
+        """
         sizes = graph_sizes(most)
         for done, size in enumerate(reversed(sizes)):
             progress("graphs", done, len(sizes))
-            self._captured[size] = self._capture(size)
+            try:
+                self._captured[size] = self._capture(size)
+            except (RuntimeError, AssertionError) as error:
+                line = next(iter(str(error).splitlines()), "") or type(error).__name__
+                raise StartupError(
+                    f"a decode step of {size} requests cannot be captured as a CUDA graph: {line}; "
+                    "--no-cuda-graphs runs steps without graphs"
+                ) from error
         progress("graphs", len(sizes), len(sizes))
 
     def size_for(self, layout: RaggedLayout) -> int | None:

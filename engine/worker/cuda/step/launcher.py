@@ -16,19 +16,43 @@ when the step's blocks are reused; then the step fails with that error.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from engine.errors import WorkerLost
 from engine.step import Step, StepResult, StepTimes
-from engine.worker.cuda.sampling.last_tokens import DeviceLastTokens
-from engine.worker.cuda.sampling.logits_output import DeviceOutputReader, PendingOutput
+from engine.worker.cuda.sampling.last_tokens import DeviceLastTokens, LastTokensTensor
 from engine.worker.cuda.step.forward import Forward
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.launched import StepInFlight, StepOutcome
 from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.ports import RaggedLayout
 from engine.worker.sampling.logits_output import LogitsOutput
 from engine.worker.sampling.outputs import OutputMemory
 from engine.worker.streams import StreamEvent, Streams
+
+
+class PendingStep(LastTokensTensor, Protocol):
+    """The submitted work of a step that follows its layers."""
+
+    def read(self) -> LogitsOutput:
+        """The result; waits for its copies."""
+        ...
+
+
+class ReadsOutput(Protocol):
+    """Submits what follows the layers of a step."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples, and so reads the output of requests."""
+        ...
+
+    def begin(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> PendingStep:
+        """`hidden` `[sampled rows, then scored rows, hidden]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +64,7 @@ class LaunchedStep:
     ended: StreamEvent
     before: StreamEvent | None
     moved: StreamEvent | None
-    pending: PendingOutput | None  # None if the step reads no hidden states
+    pending: PendingStep | None  # None if the step reads no hidden states
 
     @property
     def may_wait(self) -> bool:
@@ -60,21 +84,28 @@ class LaunchedStep:
 
 
 class StepLauncher:
-    """Launches steps on the device of a model with a single worker."""
+    """Launches steps on the device of a model with one stage; each of its ranks has a launcher.
+
+    A rank that fails once other ranks may wait for it raises `WorkerLost`, which ends all of them.
+    """
 
     def __init__(
         self,
         streams: Streams,
         forward: Forward,
-        reader: DeviceOutputReader,
+        reader: ReadsOutput,
         mover: DeviceMover,
         limits: LayoutLimits,
+        *,
+        has_ranks: bool = False,
     ) -> None:
         self._streams = streams
         self._forward = forward
         self._reader = reader
         self._mover = mover
         self._limits = limits
+        self._has_ranks = has_ranks
+        self._is_in_collective = False  # whether other ranks may wait for this one
         self._tokens = DeviceLastTokens()
         self._outputs = OutputMemory()
         self._before: StreamEvent | None = None  # the end of the last launched step
@@ -84,7 +115,11 @@ class StepLauncher:
         try:
             with torch.inference_mode():
                 return self._launch(step)
-        except BaseException:
+        except BaseException as error:
+            if self._has_ranks and self._is_in_collective:
+                raise WorkerLost(
+                    f"step {step.step_id} failed while other ranks wait for this one: {error}"
+                ) from error
             self._streams.synchronize()
             raise
 
@@ -95,12 +130,15 @@ class StepLauncher:
         source = self._tokens.source(step)
         moved = self._mover.launch(step.moves)
         began: list[StreamEvent] = []
+        self._is_in_collective = True
         hidden = self._forward.run(layout, source, self._recording(began))
         pending = None
         if len(hidden):
-            step = self._outputs.complete(self._tokens.complete(step))
+            if self._reader.samples:
+                step = self._outputs.complete(self._tokens.complete(step))
             pending = self._reader.begin(step, layout, hidden)
             self._tokens.keep(pending)
+        self._is_in_collective = False
         before, ended = self._before, self._streams.compute.record(is_timed=True)
         self._before = ended
         return LaunchedStep(step, began[0], ended, before, moved, pending)

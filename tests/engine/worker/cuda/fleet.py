@@ -12,6 +12,7 @@ import torch
 from engine.worker.cuda.device import CudaDevice
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.process.worker import Worker
+from tests.engine.worker.cuda.launching import StandInDevice
 from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
 from tests.engine.worker.process.driving import settings_for
 from tests.engine.worker.process.fleet import Fleet, placements
@@ -34,9 +35,11 @@ def gpus(
     ranks: int,
     changes: Mapping[str, object] = FLOAT32,
     kernels: Sequence[TritonKernels] = (),
+    *,
+    has_graphs: bool = False,
 ) -> Iterator[tuple[Fleet, list[Watched]]]:
     """A worker on each of so many GPUs; `changes` are fields of their settings, `kernels` those of
-    each worker."""
+    each worker. With `has_graphs` attention can be captured."""
     devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
     with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
         listener.bind(("127.0.0.1", 0))
@@ -48,6 +51,8 @@ def gpus(
             settings = replace(settings_for(model), placement=places[index], **changes)  # type: ignore[arg-type]
             own = kernels[index] if kernels else NO_KERNELS
             device = CudaDevice(settings, devices[index], triton=own)
+            if has_graphs:
+                device = StandInDevice(settings, devices[index])
             return Worker.load(settings, lambda what, done, total: None, device)
 
         workers = list(threads.map(load, range(len(devices))))

@@ -68,8 +68,8 @@ class CapturableReference(ReferenceAttention):
 class StandInDevice(CudaDevice):
     """A GPU of nothing but rules."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        gpu = StandingGpu(total_bytes=1 << 31)
+    def __init__(self, settings: WorkerSettings, gpu: StandingGpu | None = None) -> None:
+        gpu = gpu or StandingGpu(total_bytes=1 << 31)
         super().__init__(replace(settings, dtype="float32"), gpu)
         self.streams = gpu.of_it
         self.made: list[CapturableReference] = []

@@ -224,7 +224,7 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
         RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), SampleSpec(GREEDY)
     )
     layout = build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 256, 8, 4))
-    stage = Stage(model, attention, device.place)
+    stage = Stage(model, attention, device.put)
     with torch.inference_mode():
         logits = stage.logits(layout)
         assert logits is not None
