@@ -40,6 +40,7 @@ VERSIONS = (
     Assumption("separate kernels, split keys in every graph", 0.85, 0.75, 7),
     Assumption("fused kernels, chosen GEMM kernels, no split keys", 0.90, 0.80, 4),
     Assumption("the same, with a decode kernel that packs GQA heads", 0.90, 0.92, 4),
+    Assumption("`--batch-invariant`: one tiling without splits, no split keys", 0.65, 0.80, 4),
 )
 
 

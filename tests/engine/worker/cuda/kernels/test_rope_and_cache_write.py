@@ -100,6 +100,20 @@ def test_float16_and_models_without_rope() -> None:
     check(Case.of(SHAPES[2], [3, 9], torch.bfloat16, has_rope=False))
 
 
+@pytest.mark.parametrize("has_rope", [False, True])
+def test_q_can_go_to_a_contiguous_tensor_and_stays_as_it_was(has_rope: bool) -> None:
+    """The decode kernel that packs heads knows no strides of q."""
+    case = Case.of(SHAPES[1], [5, 63, 0], torch.float16, dtype=torch.float16, has_rope=has_rope)
+    q, k, v = case.parts()
+    plain, before = case.copy(), q.clone()
+    found, wanted = (torch.full(q.shape, torch.nan, dtype=q.dtype) for _ in range(2))
+    rope.rope_and_cache_write(q, k, v, case.angles, case.cache, found)
+    reference.rope_and_cache_write(*plain.parts(), plain.angles, plain.cache, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert torch.equal(q, before)
+    torch.testing.assert_close(case.cache.keys, plain.cache.keys, rtol=1e-3, atol=1e-3)
+
+
 @settings(deadline=None, max_examples=20)
 @given(
     slots=st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True),
