@@ -1,7 +1,5 @@
 """The launches that CUDA graphs contain, one for each batch size, by FA2 or XQA."""
 
-from functools import partial
-
 import torch
 
 from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, Times
@@ -51,10 +49,12 @@ class CapturedLaunches:
 
     def _chosen(self, size: int) -> DecodeLaunch:
         launches: dict[str, DecodeLaunch] = {FA2: self._planned_launch(size)}
-        if self._packed is None:
-            return launches[FA2]
-        launches[XQA], indices = self._packed, self._work.indices
-        verify = partial(self._trial.verify, size, launches[FA2], launches[XQA], indices)
+        if self._packed is not None:
+            launches[XQA] = self._packed
+        indices = self._work.indices
+
+        def verify() -> None:
+            self._trial.verify(size, launches[FA2], launches[XQA], indices)
 
         def measure(name: str) -> Times:
             return self._trial.times(size, launches[name], indices)

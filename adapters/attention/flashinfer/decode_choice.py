@@ -41,8 +41,7 @@ class DecodeChoice:
         """Raises `StartupError` if XQA is wanted and cannot be used."""
         if wanted == XQA and why_not:
             raise StartupError(f"attention 'flashinfer-xqa' cannot be used: {why_not}")
-        if wanted == AUTO and why_not:
-            logger.info("decode attention is FA2's: XQA cannot be used: %s", why_not)
+        self._unlogged = why_not if wanted == AUTO else ""
         self._wanted = FA2 if why_not else wanted
         self._is_verified = False
         self._shape = shape
@@ -55,6 +54,9 @@ class DecodeChoice:
     def of(self, rows: int, verify: Callable[[], None], measure: Callable[[str], Times]) -> str:
         """FA2 or XQA for `rows` decodes; `verify` raises if XQA does not compile or computes
         something else than FA2."""
+        if self._unlogged:
+            logger.info("decode attention is FA2's: XQA cannot be used: %s", self._unlogged)
+            self._unlogged = ""
         if self._wanted == FA2:
             return FA2
         try:
