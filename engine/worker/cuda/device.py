@@ -16,8 +16,9 @@ from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit, torch_product
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit, by_cublaslt, torch_product
 from engine.worker.cuda.model.gemm_choice import (
+    CUBLASLT,
     FIXED_TILING,
     ChoosesTiling,
     MeasuredTilings,
@@ -259,10 +260,11 @@ class CudaDevice:
         if gemm is None:
             return
 
-        def product(x: Tensor, weight: Tensor, tiling: Tiling | None) -> object:
-            if tiling is not None:
-                return gemm.product(x, weight, tiling, self.dtype, gemm.Epilogue())
-            return torch_product(x, weight, self.dtype)
+        def product(x: Tensor, weight: Tensor, kernel: Tiling | str) -> object:
+            if isinstance(kernel, Tiling):
+                return gemm.product(x, weight, kernel, self.dtype, gemm.Epilogue())
+            with by_cublaslt() if kernel == CUBLASLT else nullcontext():
+                return torch_product(x, weight, self.dtype)
 
         try:
             with torch.inference_mode():

@@ -1,5 +1,7 @@
 """8-bit GEMMs by torch; sizes must be multiples of what the tensor cores take."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -39,6 +41,17 @@ def torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ones = [torch.ones((len(each), 1), device=x.device) for each in (x, weight)]
         return gemm.fp8(x, weight, ones[0], ones[1], dtype)
     return F.linear(x, weight)
+
+
+@contextmanager
+def by_cublaslt() -> Iterator[None]:
+    """Inside, torch computes 16-bit products by cuBLASLt. A CUDA graph keeps the choice."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 class TorchGemm8Bit:

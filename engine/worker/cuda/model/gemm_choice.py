@@ -1,9 +1,9 @@
 """Which kernel computes a product of few rows, measured once for each shape and GPU.
 
 A decode step is as fast as its weights are read, and which kernel reads a weight fastest depends on
-its shape: torch (cuBLASLt) or one of the tilings of our own Triton kernel. The first start on a GPU
-measures all of them and keeps the choice in a file of that GPU, so that later starts use the same
-kernels and give the same bits.
+its shape: torch (cuBLAS, or cuBLASLt with its own choice of algorithm and split-K) or one of the
+tilings of our own Triton kernel. The first start on a GPU measures all of them and keeps the choice
+in a file of that GPU, so that later starts use the same kernels and give the same bits.
 """
 
 import logging
@@ -18,7 +18,7 @@ from engine.worker.cuda.kernels.tiling import Tiling
 
 logger = logging.getLogger(__name__)
 
-TORCH = "torch"
+TORCH, CUBLASLT = "torch", "cublaslt"
 ROWS = (16, 64)  # a product uses the choice for the next of these; larger ones are torch's
 MIN_GAIN = 0.02  # a tiling replaces torch if it takes less time by this share
 MAX_WEIGHTS = 8  # of one shape that a measurement alternates between, so that none stays in cache
@@ -37,7 +37,7 @@ TILINGS = (
 FIXED = Tiling(64, 128, 64, 1, 4, 4)  # of every product in batch-invariant mode
 KNOWN = {str(tiling): tiling for tiling in TILINGS}
 
-Product = Callable[[Tensor, Tensor, Tiling | None], object]  # x, weight; None: by torch
+Product = Callable[[Tensor, Tensor, Tiling | str], object]  # x, weight; TORCH, CUBLASLT or tiling
 Seconds = Callable[[Callable[[], object]], float]  # of work on the device, measured
 
 
@@ -64,6 +64,10 @@ class ChoosesTiling(Protocol):
         """The tiling of a product; None: torch."""
         ...
 
+    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
+        """Whether torch computes a product by cuBLASLt instead of its default library."""
+        ...
+
 
 class FixedTiling:
     """One tiling for all products: a row's result does not depend on the other rows."""
@@ -73,6 +77,9 @@ class FixedTiling:
 
     def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
         return FIXED
+
+    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
+        return False
 
 
 FIXED_TILING = FixedTiling()
@@ -92,32 +99,37 @@ class MeasuredTilings:
             kept.append(weight)
 
     def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
+        return KNOWN.get(self._name(rows, weight))
+
+    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
+        return self._name(rows, weight) == CUBLASLT
+
+    def _name(self, rows: int, weight: Tensor) -> str:
         most = next((each for each in ROWS if rows <= each), None)
-        if most is None:
-            return None
-        return KNOWN.get(self._chosen.get(str(Shape(most, *_kind(weight)))))
+        return TORCH if most is None else self._chosen.get(str(Shape(most, *_kind(weight))))
 
     def measure(self, product: Product, seconds: Seconds) -> None:
         """Choose for each registered shape that the file lacks, and add it to the file."""
         for kind, weights in self._weights.items():
             for rows in ROWS:
                 shape = Shape(rows, *kind)
-                if self._chosen.get(str(shape)) not in (TORCH, *KNOWN):
+                if self._chosen.get(str(shape)) not in (TORCH, CUBLASLT, *KNOWN):
                     self._chosen.put(str(shape), _fastest(shape, weights, product, seconds))
 
 
 def _fastest(shape: Shape, weights: Sequence[Tensor], product: Product, seconds: Seconds) -> str:
     x = weights[0].new_ones((shape.rows, shape.width))
-    best, name = _measured(x, weights, None, product, seconds), TORCH
+    best, name = _measured(x, weights, TORCH, product, seconds), TORCH
     limit = best * (1 - MIN_GAIN)
-    for tiling in TILINGS:
+    others = (CUBLASLT, *TILINGS) if x.dtype.itemsize == 2 else TILINGS
+    for kernel in others:
         try:
-            found = _measured(x, weights, tiling, product, seconds)
+            found = _measured(x, weights, kernel, product, seconds)
         except Exception as error:  # a compiler may raise anything; the others remain
-            logger.warning("GEMM tiling %s is not used: %s", tiling, str(error).split("\n")[0])
+            logger.warning("GEMM kernel %s is not used: %s", kernel, str(error).split("\n")[0])
             continue
         if found < min(best, limit):
-            best, name = found, str(tiling)
+            best, name = found, str(kernel)
     logger.info("GEMM of %s: %s, %.1f us", shape, name, best * 1e6)
     return name
 
@@ -125,7 +137,7 @@ def _fastest(shape: Shape, weights: Sequence[Tensor], product: Product, seconds:
 def _measured(
     x: Tensor,
     weights: Sequence[Tensor],
-    tiling: Tiling | None,
+    kernel: Tiling | str,
     product: Product,
     seconds: Seconds,
 ) -> float:
@@ -133,9 +145,9 @@ def _measured(
 
     def run() -> None:
         for place in range(REPEATS):
-            product(x, weights[place % len(weights)], tiling)
+            product(x, weights[place % len(weights)], kernel)
 
-    product(x, weights[0], tiling)  # compiles
+    product(x, weights[0], kernel)  # compiles
     return seconds(run) / REPEATS
 
 

@@ -5,6 +5,7 @@ Products accumulate in int32 or float32, are scaled, and are rounded once to the
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol, runtime_checkable
@@ -22,6 +23,7 @@ from engine.worker.cuda.model.gemm import (
     INT8_ALIGNMENT,
     INT8_ROWS,
     Gemm8Bit,
+    by_cublaslt,
 )
 from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling
 from engine.worker.ports import Linear, Weight
@@ -48,6 +50,10 @@ class FastProducts:
         found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
         return found
 
+    def library(self, rows: int, weight: Tensor) -> AbstractContextManager[None]:
+        """Inside, torch computes a 16-bit product by the library that was chosen."""
+        return by_cublaslt() if self.choice.uses_cublaslt(rows, weight) else nullcontext()
+
     def quantized(self, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
         """Rows in 8 bits with one scale each."""
         fits = self.rows is not None and x.shape[1] <= self.rows.MAX_WIDTH
@@ -73,9 +79,10 @@ class FloatLinear:
         y = self.fast.product(x, self.weight, x.dtype, None, None, self.bias, add_to)
         if y is not None:
             return y
-        if add_to is None:
-            return F.linear(x, self.weight, self.bias)
-        add_to.addmm_(x, self.weight.t())
+        with self.fast.library(len(x), self.weight):
+            if add_to is None:
+                return F.linear(x, self.weight, self.bias)
+            add_to.addmm_(x, self.weight.t())
         return add_to if self.bias is None else add_to.add_(self.bias)
 
 

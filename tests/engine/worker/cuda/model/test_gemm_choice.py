@@ -12,26 +12,30 @@ from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
+    CUBLASLT,
     FIXED,
     FIXED_TILING,
     TILINGS,
+    TORCH,
     MeasuredTilings,
 )
+from engine.worker.cuda.model.linears import FastProducts, FloatLinear
 
 FAST = TILINGS[3]
 
 
 class Clock:
-    """Products that take as long as the table says; `FAST` is the fastest for 64 rows."""
+    """Products that take as long as the table says, with one kernel the fastest for 64 rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, fastest: Tiling | str = FAST) -> None:
+        self.fastest = fastest
         self.now = 0.0
         self.num_products = 0
 
-    def product(self, x: Tensor, weight: Tensor, tiling: Tiling | None) -> None:
+    def product(self, x: Tensor, weight: Tensor, kernel: Tiling | str) -> None:
         self.num_products += 1
-        slow = 2.0 if tiling is None or len(x) != 64 else 3.0
-        self.now += 1.0 if tiling == FAST and len(x) == 64 else slow
+        slow = 2.0 if kernel == TORCH or len(x) != 64 else 3.0
+        self.now += 1.0 if kernel == self.fastest and len(x) == 64 else slow
 
     def seconds(self, work: Callable[[], object]) -> float:
         began = self.now
@@ -80,14 +84,40 @@ def test_a_tiling_that_does_not_compile_is_named_and_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Clock):
-        def product(self, x: Tensor, weight: Tensor, tiling: Tiling | None) -> None:
-            if tiling == FAST:
+        def product(self, x: Tensor, weight: Tensor, kernel: Tiling | str) -> None:
+            if kernel == FAST:
                 raise RuntimeError("out of shared memory\nand more")
-            super().product(x, weight, tiling)
+            super().product(x, weight, kernel)
 
     found, weight = choice(None, Broken())
     assert found.tiling(64, weight) is None
-    assert f"GEMM tiling {FAST} is not used: out of shared memory" in caplog.messages
+    assert f"GEMM kernel {FAST} is not used: out of shared memory" in caplog.messages
+
+
+def test_cublaslt_is_measured_for_16_bits_and_used_inside_the_linear_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    libraries = ["cublas"]
+
+    def preferred(name: str | None = None) -> str:
+        libraries.extend([] if name is None else [name])
+        return libraries[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    found, weight = choice(None, Clock(CUBLASLT))
+    chosen = [found.uses_cublaslt(rows, weight) for rows in (16, 17, 64, 65)]
+    assert chosen == [False, True, True, False]
+    linear = FloatLinear(weight, None, FastProducts(choice=found))
+    x = torch.ones(64, 32, dtype=torch.bfloat16)
+    assert torch.equal(linear(x), x @ weight.T)
+    assert libraries == ["cublas", "cublaslt", "cublas"]
+    linear(x[:16])
+    assert len(libraries) == 3
+    eight = MeasuredTilings(None)
+    eight.register(weight.to(torch.int8))
+    clock = Clock(CUBLASLT)
+    eight.measure(clock.product, clock.seconds)
+    assert not eight.uses_cublaslt(64, weight.to(torch.int8)), "its library is cuBLASLt anyway"
 
 
 def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows() -> None:
