@@ -21,6 +21,7 @@ from engine.step import (
 from engine.worker.cuda.step.graphs import graph_sizes
 from engine.worker.cuda.step.launcher import StepLauncher
 from engine.worker.cuda.step.stage_graphs import StageGraphs
+from engine.worker.launched import StepInFlight
 from engine.worker.ports import RaggedLayout
 from engine.worker.process.worker import Worker
 from tests.checkpoints import make_checkpoint
@@ -100,11 +101,14 @@ def test_ranks_launch_a_step_before_the_tokens_of_the_last_are_read(
         step(0, entry(0, 0, 7, 8, 9, spec=PENALISED)),
         step(1, entry(0, 3, LAST_TOKEN, spec=PENALISED._replace(continues=True))),
     )
-    launched = [workers.on_all(lambda worker, one=each: worker.launch(one)) for each in steps]
+
+    def launch_both(worker: Worker) -> list[StepInFlight]:
+        return [worker.launch(each) for each in steps]
+
+    launched = workers.on_all(launch_both)
     assert all(one.may_wait for each in launched for one in each)
-    results = [[one.collect().result for one in each] for each in launched]
-    assert [each[0].tokens for each in results] == [(one,), (two,)]
-    assert [each[1].tokens for each in results] == [(), ()], "rank 0 has the result"
+    results = [[one.collect().result.tokens for one in each] for each in launched]
+    assert results == [[(one,), (two,)], [(), ()]], "rank 0 has the result"
 
 
 def test_ranks_compute_prompt_logprobs_and_prompt_pieces_together(
