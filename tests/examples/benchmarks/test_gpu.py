@@ -1,6 +1,7 @@
 """The GPU check, rehearsed on the CPU: stages fail independently, and results are written early."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -272,3 +273,22 @@ def test_all_stages_are_rehearsed_on_the_cpu(
     assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
     assert "0 requests failed |" in text
     assert "| 8 streams over HTTP, as busy as the worker alone |" in text
+
+
+def test_the_page_has_the_seconds_of_compiled_modules() -> None:
+    found = json.loads(
+        (ROOT / "examples/benchmarks/results/gpu_builds/flashinfer.json").read_text()
+    )
+    text = " ".join((ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text().split())
+    (xqa,) = [seconds for name, seconds in found["seconds"].items() if name.startswith("xqa")]
+    assert f"compiled in {xqa:.0f} s on one of 2 cores" in text
+    assert f"load average {found['load_average']} " in text
+
+
+def test_the_tests_that_the_page_names_exist() -> None:
+    text = (ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text()
+    named = re.findall(r"`((?:[a-z_]+/)*test_[a-z_0-9]+\.py)`", text)
+    folders = ("", "tests/engine/worker/cuda", "tests/adapters/attention")
+    assert len(named) > 15
+    for name in named:
+        assert any((ROOT / folder / name).is_file() for folder in folders), name

@@ -56,6 +56,20 @@ def test_the_cost_of_page_and_traces_is_that_of_its_run() -> None:
     assert f"{100 * of_time:.1f} % of the loop's time" in page
 
 
+def test_the_loop_at_the_pace_of_a_gpu_is_that_of_its_run() -> None:
+    found = read("streaming/gpu_pace.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    assert found["command"] in page
+    assert f"(load average {found['load_average']})" in page
+    streams, wanted = found["streams"], found["streams"] * found["rate"]
+    assert f"{found['rate']} steps and {wanted:,} tokens" in page
+    paced, most = found["figures"]["gateway"], found["figures"]["gateway, saturated"]
+    for row in (paced, most):
+        micros, rate = row["microseconds"], f"{row['tokens_per_second']:,.0f}"
+        assert f"| {micros:.1f} | {micros * streams / 1e3:.1f} ms | {rate} |" in page
+    assert f"renders {most['tokens_per_second'] / wanted:.1f} times the tokens" in page
+
+
 # Windows and recurrent states
 
 
