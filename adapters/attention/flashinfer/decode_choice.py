@@ -61,6 +61,7 @@ class DecodeChoice:
             return FA2
         try:
             if not self._is_verified:
+                logger.info("decode attention: comparing XQA with FA2; its first start compiles it")
                 verify()
         except Exception as error:  # a compiler may raise anything; FA2 remains
             line = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -13,12 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
+from adapters.attention.flashinfer.backend import (
+    Fa2FlashInferAttention,
+    FlashInferAttention,
+    SplitFlashInferAttention,
+    XqaFlashInferAttention,
+)
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, StepLimits
 
 FP8 = torch.float8_e4m3fn
 LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=8192)
+DECODES: dict[str, type[FlashInferAttention]] = {
+    "fa2": Fa2FlashInferAttention,
+    "xqa": XqaFlashInferAttention,
+}
 STALE, MOST_FP8 = 1e4, 448.0  # in slots of used pages that no token has
 
 ON_GPU = [
@@ -53,6 +62,7 @@ class Shape:
     kv_dtype: torch.dtype | None = None
     window: int | None = None
     splits: bool = False
+    decode: str = "fa2"  # XQA is compiled for each shape, which takes a minute
     scales: tuple[float, float] = (1.0, 1.0)
 
     @property
@@ -79,7 +89,9 @@ class OnGpu:
             *shape.scales,
             limits,
         )
-        kind = SplitFlashInferAttention if shape.splits else FlashInferAttention
+        kind = DECODES[shape.decode]
+        if shape.splits:
+            kind = SplitFlashInferAttention
         self.attention = kind(self.spec, self.cache, NativeThreadPool(1))
         self._generator = torch.Generator("cuda").manual_seed(0)
 

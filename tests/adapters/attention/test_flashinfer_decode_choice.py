@@ -87,7 +87,7 @@ def test_the_faster_kernel_is_used_and_the_log_names_times(
     made = on_hopper()
     with caplog.at_level(logging.INFO):
         assert kernel(made, 4) == "xqa"
-    (line,) = [each for each in caplog.messages if each.startswith("decode attention")]
+    (line,) = [each for each in caplog.messages if each.startswith("decode attention of")]
     assert line == (
         "decode attention of 4 decodes, 4/2 heads of 8, bfloat16, pages of 16: xqa (a layer "
         "takes fa2 2000000.0 us at 128; xqa 1000000.0 us at 128)"

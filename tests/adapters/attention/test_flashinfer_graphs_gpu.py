@@ -1,5 +1,6 @@
 """Decode steps captured in CUDA graphs, against the same steps run eagerly; on a GPU only."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -70,8 +71,12 @@ def decodes(turn: int, most: int) -> Paged:
     return Paged(tuple((turn * (i + 1) + 3 * i, 1) for i in range(count)), 16, seed=turn)
 
 
+@pytest.mark.parametrize("decode", ["fa2", "xqa"])
 @pytest.mark.parametrize("shape", [LLAMA, Shape(14, 2, 64)], ids=str)
-def test_a_graph_is_right_for_200_steps_of_growing_contexts(shape: Shape) -> None:
+def test_a_graph_is_right_for_200_steps_of_growing_contexts(shape: Shape, decode: str) -> None:
+    if decode == "xqa" and torch.cuda.get_device_capability()[0] not in (9, 10, 12):
+        pytest.skip("XQA is not compiled for this GPU")
+    shape = replace(shape, decode=decode)
     gpu = OnGpu(shape, NUM_PAGES)
     captured = capture(gpu, 8)
     for turn in range(200):
