@@ -3,6 +3,9 @@
 NCCL operations run on streams. A send or all-reduce runs after the work already submitted to the
 compute stream; the compute stream waits for it, the host does not. Hidden states are received on a
 separate stream, so that receiving them does not delay the step that is being computed.
+
+All-reduces may be captured in CUDA graphs: a group connects at its first exchange, which is one of
+the forward passes before the capture, and a captured all-reduce is part of the compute stream.
 """
 
 from collections.abc import Callable
