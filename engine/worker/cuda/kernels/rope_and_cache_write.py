@@ -59,9 +59,9 @@ def kernel(
                 first, second = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
             else:
                 first, second = _pairs(at, mask, HALF)
-            to = q_out + token * q_out_stride + inside
-            tl.store(to, first.to(q.dtype.element_ty), mask=mask)
-            tl.store(to + HALF, second.to(q.dtype.element_ty), mask=mask)
+            q_at = q_out + token * q_out_stride + inside
+            tl.store(q_at, first.to(q.dtype.element_ty), mask=mask)
+            tl.store(q_at + HALF, second.to(q.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + token)
         is_key = block < Q_BLOCKS + KV_BLOCKS
