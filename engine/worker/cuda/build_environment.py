@@ -1,4 +1,4 @@
-"""The environment in which FlashInfer compiles and links its kernels.
+"""The environment in which FlashInfer and Triton compile their kernels.
 
 FlashInfer reads these variables when it is imported. Variables that the operator has set are kept.
 A CUDA toolkit without the cuBLAS and cuRAND headers is completed from the NVIDIA wheels that torch
@@ -26,6 +26,7 @@ def prepare_environment(capability: tuple[int, int]) -> None:
         "FLASHINFER_CUDA_ARCH_LIST": f"{major}.{minor}{suffix}",
         "FLASHINFER_NO_DOWNLOAD": "1",
         "FLASHINFER_USE_CUDA_NORM": "1",
+        "TRITON_DEFAULT_FP_FUSION": "1",  # its default differs between versions, and so would bits
         "FLASHINFER_EXTRA_CUDAFLAGS": " ".join(f"-isystem {each}" for each in wheel_includes()),
         "FLASHINFER_EXTRA_LDFLAGS": " ".join(f"-L{each}" for each in driver_folders()),
     }

@@ -45,6 +45,7 @@ def test_the_architecture_is_named_downloads_are_forbidden_and_set_variables_are
         "FLASHINFER_CUDA_ARCH_LIST": named,
         "FLASHINFER_NO_DOWNLOAD": "1",
         "FLASHINFER_USE_CUDA_NORM": "1",
+        "TRITON_DEFAULT_FP_FUSION": "1",
     }
     environ["FLASHINFER_CUDA_ARCH_LIST"] = "8.0"
     prepare_environment(capability)
