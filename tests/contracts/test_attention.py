@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adapters.attention import BACKENDS
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RopeAngles
-from tests.attention_backends import cache_for, has_sinks, holds, maker
+from tests.attention_backends import CONTRACTED, cache_for, has_sinks, holds, maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=CONTRACTED)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -182,7 +181,7 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
 def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
-    for name in BACKENDS:
+    for name in CONTRACTED:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
         if not has_sinks(name):
             fitting = replace(fitting, has_sinks=False)
@@ -206,7 +205,7 @@ def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Cas
 )
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in BACKENDS for dtype in ROUNDING if holds(name, dtype)],
+    [(name, dtype) for name in CONTRACTED for dtype in ROUNDING if holds(name, dtype)],
 )
 def test_attention_is_exact_for_long_and_wide_batches(
     name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
@@ -214,7 +213,7 @@ def test_attention_is_exact_for_long_and_wide_batches(
     check(name, replace(case, dtype=dtype), pool)
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if has_sinks(name)])
+@pytest.mark.parametrize("name", [name for name in CONTRACTED if has_sinks(name)])
 def test_sinks_far_above_and_below_all_scores_are_exact(name: str, pool: NativeThreadPool) -> None:
     """As in gpt-oss, whose sinks reach 4; a huge one leaves nothing, a low one changes nothing."""
     shape = ModelShape(1, 2, 1, 16, 1, 1, 1, 1, MAX_POSITIONS)
