@@ -71,7 +71,7 @@ class Stage:
         if keep is not None:
             every = self._run(layout, hidden, None)
             keep(every)
-            return every.index_select(0, self._put(rows))
+            return every.index_select(0, self.put(rows))
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
         most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
