@@ -60,6 +60,13 @@ GEMMA_4_BLOCK = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
+# Of the layers for multi-token prediction, beside those of other layers.
+MTP = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
 # Tensors of a block whose Hugging Face names have no `.weight` or `.bias`.
 EXACT = {
     "attn_sinks.weight": "self_attn.sinks",
@@ -100,6 +107,15 @@ class Names(NamedTuple):
         if root != "blk" or not layer.isdecimal() or part not in self.block:
             return name
         return f"{self.block_root}.{layer}.{self.block[part].format(expert)}{dot}{kind}"
+
+    def of_mtp(self, layer: int, rest: str) -> str:
+        """The Hugging Face name of a tensor of a layer for multi-token prediction; `rest` is its
+        name within the block."""
+        stem, dot, kind = rest.rpartition(".")
+        if stem in MTP:
+            return f"{MTP[stem]}{dot}{kind}"
+        found = self.of(f"blk.{layer}.{rest}")
+        return found.replace(self.block_root, "mtp.layers", 1)
 
     def is_interleaved(self, name: str) -> bool:
         return part_of(name) in self.interleaved

@@ -101,7 +101,7 @@ class GgufTensors:
         root, layer, *rest = (*own.split(".", 2), "")
         if root != "blk" or not layer.isdecimal() or int(layer) < self._num_layers:
             return self._names.of(own)
-        return f"mtp.{int(layer) - self._num_layers}.{rest[0]}"
+        return self._names.of_mtp(int(layer) - self._num_layers, rest[0])
 
     def _stored_weight(
         self, own: str, entry: TensorEntry, rows: slice, columns: range

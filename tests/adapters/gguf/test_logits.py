@@ -143,11 +143,18 @@ def test_a_slice_of_columns_is_stored_only_if_it_has_whole_blocks(tmp_path: Path
         assert torch.equal(dequantize(part), whole[rows, columns])
 
 
-def test_layers_for_multi_token_prediction_are_skipped(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_have_names_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    extra = {f"blk.6.{name}.weight": torch.zeros(4, 4) for name in ("attn_norm", "nextn.eh_proj")}
+    own = {
+        "attn_q": "layers.0.self_attn.q_proj",
+        "nextn.eh_proj": "fc",
+        "nextn.hnorm": "pre_fc_norm_hidden",
+    }
+    extra = {f"blk.6.{name}.weight": torch.zeros(4, 4) for name in own}
     more = {"qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
     model = Gguf("qwen3_5", extra=extra, more=more).write(path)
+    names = {name for name in GgufTensors(path).names if name.startswith("mtp.")}
+    assert names == {f"mtp.{name}.weight" for name in own.values()}
     assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
