@@ -17,6 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -33,7 +34,14 @@ from engine.simulated.hardware import Deployment
 from engine.simulated.replay import with_unknown_lengths
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival, at_rate, poisson, read_trace, skewed_lengths
-from examples.benchmarks.virtual_time.policy_tables import BASE, GOAL, Run, draw, report_on
+from examples.benchmarks.virtual_time.policy_tables import (
+    BASE,
+    GOAL,
+    Run,
+    draw,
+    main_runs,
+    report_on,
+)
 
 DEVICE = DEVICES["a100-40gb"]
 HOST_BYTES = 128 * 2**30
@@ -53,9 +61,10 @@ class System:
     admission: Admission = Admission.GROW
     swap: SwapMode = SwapMode.PROACTIVE
     preempts: bool = False
+    ttft_goal: float = inf
 
     def build(self, seats: int, cost: Cost) -> Policy:
-        settings = PolicySettings(self.starvation, seats=seats)
+        settings = PolicySettings(self.starvation, seats=seats, ttft_goal=self.ttft_goal)
         policy = build(self.policy, cost, settings, serves=False)
         if self.preempts:
             assert isinstance(policy, BackgroundLast), "every policy is wrapped"
@@ -67,6 +76,12 @@ FCFS = System(BASE, "fcfs")
 MLFQ = System("mlfq", "mlfq", starvation=30.0)
 GITTINS = System("gittins", "gittins")
 SYSTEMS = (FCFS, MLFQ, GITTINS, System("srpt (oracle)", "srpt"))
+WITH_GOAL = (
+    FCFS,
+    replace(FCFS, name="fcfs, TTFT goal", ttft_goal=GOAL.ttft or inf),
+    GITTINS,
+    replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or inf),
+)
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),
     FCFS,
@@ -102,6 +117,10 @@ CASES = {
         "azure_2023_conv.csv.gz",
         systems=(FCFS, GITTINS),
         whole=True,
+    ),
+    "goal": Case("goal, skewed lengths", (12, 20), model="gpt3-13b", seats=16, systems=WITH_GOAL),
+    "goal-conv": Case(
+        "goal, Azure conversations", (6, 8), "azure_2023_conv.csv.gz", systems=WITH_GOAL
     ),
     "swapping": Case("split, skewed", (12, 16), model="gpt3-13b", seats=16, systems=SPLIT),
     "swapping-conv": Case("split, conv", (6, 8), "azure_2023_conv.csv.gz", systems=SPLIT),
@@ -232,7 +251,7 @@ def main() -> None:
         )
     )
     write(path, runs)
-    draw(args.out / "policies.png", [one for one in runs if not one["case"].startswith("split")])
+    draw(args.out / "policies.png", main_runs(runs))
     page = report_on(args.out)
     (args.out / "README.md").write_text(page)
     print(page)
