@@ -112,6 +112,19 @@ def test_chats_beside_llama_server_are_those_of_the_run() -> None:
         assert f"| {name} | {total:,} | {new:.1f} % | {own:.1f} % | {other:.1f} % |" in page, name
 
 
+def test_the_speed_of_a_whole_mixture_is_that_of_its_run() -> None:
+    page = plain((RESULTS / "experts" / "README.md").read_text())
+    found = read("experts/olmoe_whole.json")
+    assert f"a whole {found['shape']}, {found['parameters'] / 1e9:.2f} G random parameters" in page
+    assert f"({found['all_bytes'] / 1e9:.1f} GB), one request" in page
+    before, after = found["load"]
+    assert f"load average {before:.1f} and {after:.1f} before and after" in page
+    rate, share = found["read_bytes_per_second"], found["share_of_read_rate"]
+    assert f"takes {found['milliseconds']:.1f} ms of CPU time" in page
+    assert f"is {100 * share:.0f} % of the read rate ({rate / 1e9:.1f} GB/s)" in page
+    assert f"it reads {found['step_bytes'] / 1e9:.2f} GB" in page
+
+
 # Behind routers
 
 
